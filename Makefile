@@ -1,0 +1,42 @@
+# Two commands do all the set-up: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint types unit bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/specexport demo
+
+test: lint types unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy does not see through an editable install of this layout, so the built package is checked.
+types: $(VENV)/.dev
+	rm -rf build/types && mkdir -p build/types
+	$(PIP) --no-deps --target build/types .
+	cd build && MYPYPATH=types ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p specexport
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks decode
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[cpu,export]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[dev]'
+	touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf build $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,70 @@
+"""Other engines on the same models, prompts and threads: transformers, ONNX Runtime GenAI and OpenVINO GenAI.
+
+Each engine runs in an environment of its own, as a process of its own, greedy and without stopping at an end-of-text
+token, so that all of them generate the same number of tokens:
+
+    python -m benchmarks.peers.setup                        # once: the environments
+    python -m benchmarks peers --target DIR --draft DIR     # convert the models, run the engines, print a table
+
+`run_<engine>.py` are the processes, `job.py` what goes in and out of them, `convert.py` makes each engine's own form
+of the models. This file stays free of imports that the engines' environments do not have.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+ENGINES = ("transformers", "ort", "openvino")
+PRECISIONS = ("fp32", "int8", "int4")
+
+
+def _words(allowed: tuple[str, ...], text: str) -> list[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        if word not in allowed:
+            raise argparse.ArgumentTypeError(f"{word!r} is not one of {', '.join(allowed)}")
+    return words
+
+
+def _engines(text: str) -> list[str]:
+    return _words(ENGINES, text)
+
+
+def _precisions(text: str) -> list[str]:
+    return _words(PRECISIONS, text)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",") if word.strip()]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `python -m benchmarks peers`."""
+    parser.add_argument("--target", type=Path, required=True, help="folder of the target checkpoint")
+    parser.add_argument("--draft", type=Path, required=True, help="folder of the draft checkpoint")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        default=Path("examples/prompts/held_out.jsonl"),
+        help="JSON lines with id, file and text (default: %(default)s)",
+    )
+    parser.add_argument("--num-prompts", type=int, default=8, help="how many of them (default: %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens of each (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=96, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="for every engine (default: %(default)s)")
+    parser.add_argument("--precisions", type=_precisions, default=list(PRECISIONS), help="default: all three")
+    parser.add_argument("--k", type=_numbers, default=[3, 4, 6], help="draft lengths to try (default: 3,4,6)")
+    parser.add_argument("--repeats", type=int, default=3, help="medians are taken over them (default: %(default)s)")
+    parser.add_argument("--engines", type=_engines, default=list(ENGINES), help="default: all three")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(".cache/peers"), help="converted models (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the comparison; 0 if every engine ran."""
+    from benchmarks.peers.compare import compare
+
+    return compare(args)

@@ -1,0 +1,23 @@
+"""The exceptions specexport raises. Each message says what was found, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class SpecExportError(Exception):
+    """Base of every error raised on purpose; the command line prints its message without a stack trace."""
+
+
+class BundleError(SpecExportError):
+    """A bundle is missing, incomplete, altered, too new, or not what its manifest says."""
+
+
+class BuildError(SpecExportError):
+    """A checkpoint cannot be turned into a bundle."""
+
+
+class RequestError(SpecExportError, ValueError):
+    """A generation request has a parameter, or a prompt, that cannot be honoured."""
+
+
+class BackendError(SpecExportError):
+    """An inference backend is missing or refused to run a graph."""

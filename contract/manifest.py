@@ -1,0 +1,311 @@
+"""The bundle manifest, ``specexport.json``: its schema, and what is checked when one is read.
+
+The schema is documented for readers in ``docs/bundle-format.md``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+from specexport.contract.errors import BundleError
+from specexport.contract.shapes import ShapePoint
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "specexport.json"
+_MAX_MANIFEST_BYTES = 16 << 20
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1, le=2**40)]
+Size = Annotated[int, Meta(ge=1, le=2**24)]
+"""A dimension of a tensor; bounded, so that a forged manifest cannot ask for absurd allocations unnoticed."""
+Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+DraftTokens = Annotated[int, Meta(ge=1, le=32)]
+Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class FileEntry(_Strict, frozen=True):
+    """One file of the bundle; every file but the manifest has an entry.
+
+    Attributes:
+        path: relative to the bundle, with forward slashes.
+        size: bytes.
+        sha256: of the content, in hexadecimal.
+    """
+
+    path: str
+    size: Count
+    sha256: Sha256
+
+
+class PointGraph(_Strict, frozen=True):
+    """The static-shape graph of one shape point."""
+
+    point: ShapePoint
+    file: str
+
+
+class Graph(_Strict, frozen=True):
+    """One compiled graph: the symbolic master and its static shapes.
+
+    Attributes:
+        master: ONNX file with symbolic B, T and S.
+        points: the shapes it may run at, each with its own ONNX file.
+    """
+
+    master: str
+    points: tuple[PointGraph, ...]
+
+
+class CacheLayer(_Strict, frozen=True):
+    """Key/value heads and head sizes of one layer."""
+
+    heads: Size
+    key_size: Size
+    value_size: Size
+
+
+class PrecisionInfo(_Strict, frozen=True):
+    """What a model stores and what it computes in.
+
+    Attributes:
+        weights: how matrices are stored.
+        compute: what activations and sums are, on the bundle's backend.
+        cache: what the KV cache holds.
+        block_size: weights that share a scale, for int8 and int4.
+        weight_rms_error: relative root-mean-square error of the quantized weights.
+        not_quantized: matrices left in fp32, and why.
+    """
+
+    weights: Literal["fp32", "fp16", "int8", "int4"]
+    compute: Literal["fp32"]
+    cache: Literal["fp32"]
+    block_size: Positive | None = None
+    weight_rms_error: float | None = None
+    not_quantized: dict[str, str] = {}
+
+
+class Model(_Strict, frozen=True):
+    """A target or a draft.
+
+    Attributes:
+        family: transformers' ``model_type``.
+        source: where it was loaded from, for ``verify``; nothing at run time depends on it.
+        parameters: number of parameters.
+        vocab_size: width of the logits.
+        max_positions: longest sequence the model was made for.
+        precision: see :class:`PrecisionInfo`.
+        cache: one entry a layer.
+        weights: the weights file, shared by all its graphs.
+        graph: ``step`` for a target, ``propose`` for a draft.
+    """
+
+    family: str
+    source: str
+    parameters: Positive
+    vocab_size: Size
+    max_positions: Size
+    precision: PrecisionInfo
+    cache: tuple[CacheLayer, ...]
+    weights: str
+    graph: Graph
+
+
+class DraftModel(_Strict, frozen=True, tag_field="name", tag="draft_model"):
+    """Speculation by a smaller model (Leviathan 2023, Chen 2023).
+
+    Attributes:
+        num_speculative_tokens: K, draft tokens a step. More cost more drafting and a wider verify step.
+        choices: every K the graphs were built for, the default included; a request may choose one.
+        candidates: M, tokens a draft distribution gives probability to.
+        draft: the model.
+    """
+
+    num_speculative_tokens: DraftTokens
+    choices: tuple[DraftTokens, ...]
+    candidates: Size
+    draft: Model
+
+
+class NoSpeculation(_Strict, frozen=True, tag_field="name", tag="none"):
+    """Plain decoding."""
+
+
+Method = DraftModel | NoSpeculation
+
+
+class TokenizerInfo(_Strict, frozen=True):
+    """The tokenizer's files and special tokens.
+
+    Attributes:
+        file: ``tokenizer.json`` as the tokenizers library reads it.
+        eos_token_ids: tokens that end a text.
+        special_tokens: ``bos_token`` and the like, for chat templates.
+        chat_template: Jinja template file, if the model has one.
+    """
+
+    file: str
+    eos_token_ids: tuple[Count, ...]
+    special_tokens: dict[str, str] = {}
+    chat_template: str | None = None
+
+
+class GenerationDefaults(_Strict, frozen=True):
+    """What ``specexport run`` uses for a parameter that is not given; the model's own defaults."""
+
+    temperature: Annotated[float, Meta(ge=0.0)] = 0.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Count = 0
+    min_p: Probability = 0.0
+
+
+class Manifest(_Strict, frozen=True):
+    """The whole of ``specexport.json``.
+
+    Attributes:
+        format_version: of this schema; a reader refuses a newer one.
+        specexport_version: that wrote the bundle.
+        created: ISO 8601, UTC.
+        built_with: versions of the libraries that matter.
+        backend: what runs the graphs.
+        max_seq_len: longest sequence (prompt and output), in tokens.
+        prefill_chunk: tokens a prefill step takes.
+        batch_sizes: slots the graphs were made for.
+        target: the model whose distribution is sampled.
+        method: how tokens are proposed.
+        tokenizer: shared by target and draft.
+        generation: sampling defaults.
+        files: every file but this one.
+    """
+
+    format_version: int
+    specexport_version: str
+    created: str
+    built_with: dict[str, str]
+    backend: Literal["onnxruntime"]
+    max_seq_len: Size
+    prefill_chunk: Size
+    batch_sizes: tuple[Size, ...]
+    target: Model
+    method: Method
+    tokenizer: TokenizerInfo
+    generation: GenerationDefaults
+    files: tuple[FileEntry, ...]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes ``specexport.json`` into a folder."""
+    (folder / MANIFEST_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and validates the manifest alone; files are not looked at.
+
+    Raises:
+        BundleError: the folder or the manifest is missing, malformed, too new, or names a path outside the bundle.
+    """
+    path = folder / MANIFEST_NAME
+    if not folder.is_dir():
+        raise BundleError(f"{folder}: no such folder; expected a bundle made by 'specexport build'")
+    if not path.is_file():
+        raise BundleError(f"{folder}: no {MANIFEST_NAME}; expected a bundle made by 'specexport build'")
+    size = path.stat().st_size
+    if size > _MAX_MANIFEST_BYTES:
+        raise BundleError(f"{path}: {size} bytes; a manifest has at most {_MAX_MANIFEST_BYTES}")
+    raw = path.read_bytes()
+    try:
+        version = msgspec.json.decode(raw, type=_Version).format_version
+        if version > FORMAT_VERSION:
+            raise BundleError(
+                f"{path}: format version {version} is newer than {FORMAT_VERSION}, the newest this specexport reads; "
+                "upgrade specexport or build the bundle again"
+            )
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise BundleError(f"{path}: not a valid manifest: {error}; build the bundle again") from error
+    _check_references(path, manifest)
+    return manifest
+
+
+class _Version(msgspec.Struct):
+    format_version: Annotated[int, Meta(ge=1)]
+
+
+def _check_references(path: Path, manifest: Manifest) -> None:
+    """Every path stays in the bundle, and every file that is used has a size and a hash."""
+    listed = set()
+    for entry in manifest.files:
+        pure = PurePosixPath(entry.path)
+        plain = entry.path == str(pure) and not pure.is_absolute() and ".." not in pure.parts
+        if not plain or "\\" in entry.path or ":" in entry.path:
+            raise BundleError(f"{path}: files: {entry.path!r} is not a plain path in the bundle; refusing to load it")
+        if entry.path in listed:
+            raise BundleError(f"{path}: files: {entry.path!r} is listed twice")
+        listed.add(entry.path)
+    models = [manifest.target, *([manifest.method.draft] if isinstance(manifest.method, DraftModel) else [])]
+    used = [manifest.tokenizer.file, *([manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else [])]
+    for model in models:
+        used += [model.weights, model.graph.master, *(p.file for p in model.graph.points)]
+    for name in used:
+        if name not in listed:
+            raise BundleError(f"{path}: {name!r} is used but not listed under files; build the bundle again")
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256_310(file)
+
+
+def _sha256_310(file: object) -> str:
+    """``hashlib.file_digest`` for Python 3.10."""
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):  # type: ignore[attr-defined]
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def check_files(
+    folder: Path, manifest: Manifest, *, hashes: bool, progress: Callable[[int], None] | None = None
+) -> None:
+    """Checks that every listed file is inside the bundle, whole, and (with ``hashes``) unaltered.
+
+    Args:
+        folder: the bundle.
+        manifest: its manifest.
+        hashes: also compare SHA-256; costs about a second for two gigabytes.
+        progress: called with the bytes of each file checked.
+
+    Raises:
+        BundleError: names the first file that is missing, outside, of another size, or altered.
+    """
+    root = folder.resolve()
+    for entry in manifest.files:
+        path = folder / entry.path
+        if not path.is_file():
+            raise BundleError(f"{path}: missing; the bundle is incomplete, copy or build it again")
+        if not path.resolve().is_relative_to(root):
+            raise BundleError(f"{path}: leads outside the bundle to {path.resolve()}; refusing to load it")
+        size = path.stat().st_size
+        if size != entry.size:
+            raise BundleError(
+                f"{path}: {size} bytes, expected {entry.size}; the file was cut short or replaced, copy or build the "
+                "bundle again"
+            )
+        if hashes:
+            found = sha256(path)
+            if found != entry.sha256:
+                raise BundleError(
+                    f"{path}: sha256 is {found}, expected {entry.sha256}; the file was altered, copy or build the "
+                    "bundle again"
+                )
+        if progress:
+            progress(entry.size)

@@ -1,0 +1,55 @@
+"""Shape points: the only shapes a bundle's graphs ever run at."""
+
+from __future__ import annotations
+
+import msgspec
+
+_BUCKET_GRAIN = 64
+
+MAX_VERIFY_TOKENS = 63
+"""Wider steps are prefill chunks."""
+
+
+class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """One static shape of a graph.
+
+    Attributes:
+        batch: slots, ``B``.
+        tokens: query tokens a slot, ``T``.
+        cache: cache rows a slot, ``S``.
+        drafts: tokens a propose graph drafts, ``K``; 0 for a step graph.
+    """
+
+    batch: int
+    tokens: int
+    cache: int
+    drafts: int = 0
+
+    @property
+    def logits_rows(self) -> int:
+        """Rows of logits a step computes here: one for a prefill chunk, else one a token."""
+        return 1 if self.tokens > MAX_VERIFY_TOKENS else self.tokens
+
+    def __str__(self) -> str:
+        return f"b{self.batch}.t{self.tokens}.s{self.cache}" + (f".k{self.drafts}" if self.drafts else "")
+
+
+def cache_buckets(max_seq_len: int, widest: int) -> tuple[int, ...]:
+    """Sizes a slot's cache grows through, in rows, ascending.
+
+    Attention over a static cache costs for its whole length, so a short text must not pay for a long declared context:
+    sizes grow by about 1.4x from 256 rows. The last one leaves room for a whole step of ``widest`` tokens that starts
+    at the last row of the context, so that a step at the end of the context runs at the same shape as any other.
+
+    Args:
+        max_seq_len: the longest sequence (prompt and output), in tokens.
+        widest: most tokens any step writes.
+    """
+    top = -(-(max_seq_len + widest) // _BUCKET_GRAIN) * _BUCKET_GRAIN
+    sizes: list[int] = []
+    size = 256
+    while size < top:
+        sizes.append(size)
+        # 256, 384, 512, 768, 1024, 1536, ...: powers of two and the midpoints between them.
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return (*sizes, top)

@@ -1,0 +1,52 @@
+"""Every tensor name of every graph in a bundle, with its type, shape and meaning.
+
+Symbols: ``B`` slots of the batch, ``T`` query tokens, ``R`` rows whose logits are wanted, ``S`` cache rows, ``Hkv``
+key/value heads, ``D`` head size, ``V`` vocabulary (width of the target's logits), ``K`` draft tokens, ``M`` candidate
+tokens of a draft distribution, ``L`` layers.
+"""
+
+from __future__ import annotations
+
+# --- step graph (the target's prefill, decode and verify) -------------------------------------------------------------
+INPUT_IDS = "input_ids"  # int64 [B,T]    tokens of this step: a chain, a tree, or a prefill chunk
+POSITION_IDS = "position_ids"  # int64 [B,T]    absolute positions; siblings in a tree share one
+TREE_MASK = "tree_mask"  # bool  [B,T,T]  row t may see column u among the new tokens (ancestors and itself)
+PAST_LENGTH = "past_length"  # int64 [B]      valid cache rows; also the row where this step's rows are written
+LOGITS_ROWS = "logits_rows"  # int64 [B,R]    which of the T tokens logits are computed for (one, in prefill)
+LOGITS = "logits"  # float32 [B,R,V]
+
+# --- propose graph (the draft: first pass over T tokens, then single-token passes, in one call) -----------------------
+NUM_DRAFT_TOKENS = "num_draft_tokens"  # int64 []     K, how many tokens to draft (the loop's trip count)
+LAST_ROW = "last_row"  # int64 [B]    which of the T tokens is the last real one
+UNIFORM = "uniform"  # float32    noise in [0,1): [B,K] for propose, [B,K+1] for accept
+TEMPERATURE = "temperature"  # float32 [B]  > 0; greedy is expressed as top_k = 1
+TOP_K = "top_k"  # int64 [B]    0 keeps every token
+TOP_P = "top_p"  # float32 [B]  1 keeps every token
+MIN_P = "min_p"  # float32 [B]  0 keeps every token
+DRAFT_TOKENS = "draft_tokens"  # int64 [K,B] out of propose, [B,K] into accept
+DRAFT_IDS = "draft_ids"  # int64 [K,B,M] / [B,K,M]    the tokens q gives probability to, most probable first
+DRAFT_PROBS = "draft_probs"  # float32, as DRAFT_IDS       q of those tokens; sums to 1 over M
+
+# --- accept graphs (logits of the K+1 verified positions in, the step's tokens out) -----------------------------------
+NUM_ACCEPTED = "num_accepted"  # int64 [B]      draft tokens accepted, 0..K
+TOKENS = "tokens"  # int64 [B,K+1]  accepted tokens, then the bonus token at index num_accepted, then 0
+
+
+def past_key(layer: int) -> str:
+    """Static key cache of one layer, float32 ``[B,Hkv,S,D]``: the same memory as :func:`present_key`."""
+    return f"past_key.{layer}"
+
+
+def past_value(layer: int) -> str:
+    """Static value cache of one layer, float32 ``[B,Hkv,S,D]``: the same memory as :func:`present_value`."""
+    return f"past_value.{layer}"
+
+
+def present_key(layer: int) -> str:
+    """The key cache after this call's rows were written at ``past_length``."""
+    return f"present_key.{layer}"
+
+
+def present_value(layer: int) -> str:
+    """The value cache after this call's rows were written at ``past_length``."""
+    return f"present_value.{layer}"

@@ -1,0 +1,351 @@
+"""``specexport build``: from checkpoints to a bundle."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+import torch
+from specexport.contract import manifest as mf
+from specexport.contract.errors import BuildError
+from specexport.contract.shapes import ShapePoint, cache_buckets
+from specexport.exporter import check, compose, static, trace
+from specexport.exporter.checkpoint import (
+    TRANSFORMERS_VERSION,
+    Checkpoint,
+    load_checkpoint,
+    load_tokenizer,
+    require_same_tokenizer,
+)
+from specexport.exporter.weights import PRECISIONS, Precision, WeightsFile, WeightsReport
+from specexport.graphs.propose import MAX_CANDIDATES
+
+DEFAULT_SPECULATIVE_TOKENS = 4
+DEFAULT_MAX_SEQ_LEN = 2048
+DEFAULT_BLOCK_SIZE = 32
+PREFILL_CHUNK = 64
+CATCH_UP_TOKENS = 2
+"""Tokens the draft's first pass sees: the last two. When all K draft tokens were accepted, the draft never saw the last
+of them; giving it the token before the last always, seen or not, keeps the shape static."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with a step's name, how much of it is done, and how much there is in all."""
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What to build.
+
+    Attributes:
+        target: folder or hub id of the model whose distribution is sampled.
+        output: the bundle's folder; replaced only with ``overwrite``.
+        draft: folder or hub id of a smaller model with the same tokenizer, or None for plain decoding.
+        num_speculative_tokens: K, draft tokens a step.
+        speculative_choices: further values of K that requests may choose.
+        max_seq_len: longest sequence in tokens; None for the models' limit, at most 2048.
+        precision: how the target's matrices are stored.
+        draft_precision: how the draft's are; None for ``precision``.
+        block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256.
+        overwrite: replace an existing bundle.
+    """
+
+    target: str
+    output: Path
+    draft: str | None = None
+    num_speculative_tokens: int = DEFAULT_SPECULATIVE_TOKENS
+    speculative_choices: tuple[int, ...] = ()
+    max_seq_len: int | None = None
+    precision: Precision = "fp32"
+    draft_precision: Precision | None = None
+    block_size: int = DEFAULT_BLOCK_SIZE
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("precision", "draft_precision"):
+            value = getattr(self, name)
+            if value is not None and value not in PRECISIONS:
+                raise BuildError(f"{name} is {value!r}; expected one of {', '.join(PRECISIONS)}")
+        for k in self.all_choices:
+            if not 1 <= k <= 32:
+                raise BuildError(f"num_speculative_tokens is {k}; expected 1 to 32")
+        if self.block_size not in (16, 32, 64, 128, 256):
+            raise BuildError(f"block_size is {self.block_size}; expected 16, 32, 64, 128 or 256")
+        if self.max_seq_len is not None and self.max_seq_len < 2:
+            raise BuildError(f"max_seq_len is {self.max_seq_len}; expected at least 2")
+
+    @property
+    def all_choices(self) -> tuple[int, ...]:
+        """Every K to build for, ascending."""
+        return tuple(sorted({self.num_speculative_tokens, *self.speculative_choices}))
+
+
+def build(options: BuildOptions, progress: Progress | None = None) -> Path:
+    """Builds a bundle.
+
+    It is written beside its place and renamed at the end, so that a build that fails or is killed leaves nothing half
+    written there.
+
+    Returns:
+        The bundle's folder.
+
+    Raises:
+        BuildError: something about the checkpoints, the options or the output folder is wrong.
+    """
+    report = progress or (lambda *_: None)
+    output = options.output
+    if output.exists() and not options.overwrite:
+        raise BuildError(f"{output}: exists already; choose another folder or pass --overwrite to replace it")
+    if output.exists() and not (output / mf.MANIFEST_NAME).is_file():
+        raise BuildError(f"{output}: exists and is not a bundle (no {mf.MANIFEST_NAME}); not replacing it")
+    with _written_beside(output) as folder:
+        _fill(folder, options, report)
+    return output
+
+
+@contextlib.contextmanager
+def _written_beside(output: Path) -> Iterator[Path]:
+    """A temporary folder beside ``output`` that takes its name if the block succeeds."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for stale in output.parent.glob(f".{output.name}.building-*"):
+        if not _alive(stale.name.rpartition("-")[2]):
+            shutil.rmtree(stale, ignore_errors=True)
+    folder = output.parent / f".{output.name}.building-{os.getpid()}"
+    folder.mkdir()
+    try:
+        yield folder
+        if output.exists():
+            retired = Path(tempfile.mkdtemp(prefix=f".{output.name}.old-", dir=output.parent))
+            output.rename(retired / output.name)
+            folder.rename(output)
+            shutil.rmtree(retired, ignore_errors=True)
+        else:
+            folder.rename(output)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
+    progress("loading the target", 0, 1)
+    target = load_checkpoint(options.target)
+    tokenizer = load_tokenizer(target.path)
+    progress("loading the target", 1, 1)
+    draft_path = None
+    if options.draft is not None:
+        from specexport.exporter.checkpoint import locate
+
+        draft_path = locate(options.draft)
+        require_same_tokenizer(tokenizer.tokenizer, load_tokenizer(draft_path).tokenizer, target.path, draft_path)
+
+    max_seq_len = _max_seq_len(options, target)
+    choices = options.all_choices if options.draft is not None else ()
+    widths = (1, *(k + 1 for k in choices), PREFILL_CHUNK)
+    caches = cache_buckets(max_seq_len, max(widths))
+    target_vocab = target.vocab_size
+    at = tuple(ShapePoint(1, tokens, cache) for tokens in widths for cache in caches)
+    target_info = _export_target(folder, target, options, at, progress)
+    eos, generation = target.eos_token_ids, target.generation
+    del target
+    gc.collect()
+
+    method: mf.Method = mf.NoSpeculation()
+    if options.draft is not None:
+        progress("loading the draft", 0, 1)
+        draft = load_checkpoint(options.draft)
+        progress("loading the draft", 1, 1)
+        if draft.max_positions < max_seq_len:
+            raise BuildError(
+                f"max_seq_len is {max_seq_len}, but the draft {draft.source} was made for {draft.max_positions} "
+                f"positions; pass --max-seq-len {draft.max_positions} or choose another draft"
+            )
+        passes_of = (*((CATCH_UP_TOKENS, k) for k in choices), (PREFILL_CHUNK, 1))
+        draft_points = tuple(ShapePoint(1, tokens, cache, k) for tokens, k in passes_of for cache in caches)
+        vocab = min(draft.vocab_size, target_vocab)
+        method = mf.DraftModel(
+            num_speculative_tokens=options.num_speculative_tokens,
+            choices=choices,
+            candidates=min(MAX_CANDIDATES, vocab),
+            draft=_export_draft(folder, draft, options, vocab, draft_points, progress),
+        )
+
+    (folder / "tokenizer").mkdir()
+    tokenizer.tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    if tokenizer.chat_template is not None:
+        (folder / "tokenizer" / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+    from specexport import __version__
+
+    manifest = mf.Manifest(
+        format_version=mf.FORMAT_VERSION,
+        specexport_version=__version__,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        built_with={"torch": str(torch.__version__), "transformers": TRANSFORMERS_VERSION, "onnx": onnx.__version__},
+        backend="onnxruntime",
+        max_seq_len=max_seq_len,
+        prefill_chunk=PREFILL_CHUNK,
+        batch_sizes=(1,),
+        target=target_info,
+        method=method,
+        tokenizer=mf.TokenizerInfo(
+            file="tokenizer/tokenizer.json",
+            eos_token_ids=eos,
+            special_tokens=tokenizer.special_tokens,
+            chat_template="tokenizer/chat_template.jinja" if tokenizer.chat_template is not None else None,
+        ),
+        generation=_generation(generation),
+        files=_file_entries(folder, progress),
+    )
+    mf.write_manifest(folder, manifest)
+    mf.read_manifest(folder)
+
+
+def _generation(defaults: dict[str, float]) -> mf.GenerationDefaults:
+    values: dict[str, float | int] = {**defaults}
+    if "top_k" in values:
+        values["top_k"] = int(values["top_k"])
+    return mf.GenerationDefaults(**values)  # type: ignore[arg-type]
+
+
+def _max_seq_len(options: BuildOptions, target: Checkpoint) -> int:
+    if options.max_seq_len is None:
+        return min(DEFAULT_MAX_SEQ_LEN, target.max_positions)
+    if options.max_seq_len > target.max_positions:
+        raise BuildError(
+            f"max_seq_len is {options.max_seq_len}, but {target.source} was made for {target.max_positions} positions; "
+            f"pass --max-seq-len {target.max_positions} or less"
+        )
+    return options.max_seq_len
+
+
+def _export_target(
+    folder: Path, target: Checkpoint, options: BuildOptions, at: tuple[ShapePoint, ...], progress: Progress
+) -> mf.Model:
+    progress("checking the target's lowering", 0, 1)
+    check.same_as_eager(target)
+    progress("checking the target's lowering", 1, 1)
+    progress("tracing the target", 0, 1)
+    model = _traced(target, lambda: trace.trace_step(target.model, target.cache))
+    progress("tracing the target", 1, 1)
+    return _write_model(folder / "target", "step", model, target, options.precision, options.block_size, at, progress)
+
+
+def _export_draft(
+    folder: Path,
+    draft: Checkpoint,
+    options: BuildOptions,
+    vocab_size: int,
+    at: tuple[ShapePoint, ...],
+    progress: Progress,
+) -> mf.Model:
+    progress("checking the draft's lowering", 0, 1)
+    check.same_as_eager(draft)
+    progress("checking the draft's lowering", 1, 1)
+    progress("tracing the draft", 0, 1)
+    one_pass = _traced(
+        draft,
+        lambda: trace.trace_draft_pass(draft.model, draft.cache, vocab_size, draft.input_vocab, draft.max_positions),
+    )
+    model = compose.propose_graph(one_pass, draft.cache)
+    progress("tracing the draft", 1, 1)
+    precision = options.draft_precision or options.precision
+    return _write_model(folder / "draft", "propose", model, draft, precision, options.block_size, at, progress)
+
+
+def _traced(checkpoint: Checkpoint, tracer: Callable[[], ir.Model]) -> ir.Model:
+    try:
+        return tracer()
+    except BuildError:
+        raise
+    except Exception as error:  # torch.export raises many unrelated types
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BuildError(
+            f"{checkpoint.source}: model family '{checkpoint.family}' cannot be traced into a static graph: {reason}"
+        ) from error
+
+
+def _write_model(
+    folder: Path,
+    name: str,
+    model: ir.Model,
+    checkpoint: Checkpoint,
+    precision: Precision,
+    block_size: int,
+    at: tuple[ShapePoint, ...],
+    progress: Progress,
+) -> mf.Model:
+    """Writes weights, master and static graphs into ``folder`` and describes them."""
+    folder.mkdir()
+    role = folder.name
+    total = 4 * checkpoint.parameters
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done = min(total, done + size)
+        progress(f"writing the {role}'s weights ({precision})", done, total)
+
+    with WeightsFile(folder / "weights.bin", advance) as weights:
+        weights.externalize(model.graph, precision, block_size)
+    progress(f"writing the {role}'s weights ({precision})", total, total)
+    passes.RemoveUnusedNodesPass()(model)
+    master = folder / f"{name}.onnx"
+    ir.save(model, master)
+    graphs = []
+    for index, point in enumerate(at):
+        file = folder / f"{name}.{point}.onnx"
+        static.pin(master, point, file)
+        graphs.append(mf.PointGraph(point=point, file=f"{role}/{file.name}"))
+        progress(f"pinning the {role}'s shape points", index + 1, len(at))
+    return mf.Model(
+        family=checkpoint.family,
+        source=str(checkpoint.path.resolve()) if Path(checkpoint.source).is_dir() else checkpoint.source,
+        parameters=checkpoint.parameters,
+        vocab_size=checkpoint.vocab_size,
+        max_positions=checkpoint.max_positions,
+        precision=_precision_info(precision, block_size, weights.report),
+        cache=tuple(
+            mf.CacheLayer(heads=c.heads, key_size=c.key_size, value_size=c.value_size) for c in checkpoint.cache
+        ),
+        weights=f"{role}/weights.bin",
+        graph=mf.Graph(master=f"{role}/{name}.onnx", points=tuple(graphs)),
+    )
+
+
+def _precision_info(precision: Precision, block_size: int, report: WeightsReport) -> mf.PrecisionInfo:
+    quantized = precision in ("int8", "int4")
+    return mf.PrecisionInfo(
+        weights=precision,
+        compute="fp32",
+        cache="fp32",
+        block_size=block_size if quantized else None,
+        weight_rms_error=report.rms_error if quantized else None,
+        not_quantized=report.left,
+    )
+
+
+def _file_entries(folder: Path, progress: Progress) -> tuple[mf.FileEntry, ...]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    entries = []
+    for index, path in enumerate(files):
+        name = path.relative_to(folder).as_posix()
+        entries.append(mf.FileEntry(path=name, size=path.stat().st_size, sha256=mf.sha256(path)))
+        progress("hashing files", index + 1, len(files))
+    return tuple(entries)

@@ -1,0 +1,93 @@
+"""Checks, before anything is traced, that a model computes the same through our lowering as in plain transformers.
+
+transformers' interfaces are kept by most families and bent by some. A family that bends them must be refused by name,
+not exported wrong, so every build runs a prefill, a chain step and a branching tree both ways.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from specexport.contract.errors import BuildError
+from specexport.contract.tree import TokenTree
+from specexport.exporter.checkpoint import Checkpoint
+from specexport.exporter.trace import quiet
+from specexport.graphs.attention import ATTENTION_NAME
+from specexport.graphs.rotary import fused_rotary
+from specexport.graphs.step import StepModule
+
+TOLERANCE = 1e-3
+"""Largest difference of a logit, relative to the largest logit; rounding of deep models stays ten times below."""
+
+_PROMPT, _ROWS = 9, 32
+_TREE = TokenTree((-1, 0, 0, 1, 1, 2))
+
+
+def same_as_eager(checkpoint: Checkpoint) -> None:
+    """Compares the step module with the eager model over prefill, a chain step and every path of a tree.
+
+    Raises:
+        BuildError: they differ; it names the family.
+    """
+    model, vocab = checkpoint.model, min(checkpoint.vocab_size, checkpoint.input_vocab)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, vocab, (1, _PROMPT), generator=generator)
+    chain = torch.randint(0, vocab, (1, 2), generator=generator)
+    tree = torch.randint(0, vocab, (1, len(_TREE)), generator=generator)
+    try:
+        with torch.no_grad(), quiet():
+            with fused_rotary(model):
+                ours = _through_lowering(checkpoint, prompt, chain, tree)
+            model.set_attn_implementation("eager")
+            theirs = _through_eager(model, prompt, chain, tree)
+    except BuildError as error:
+        raise BuildError(f"{checkpoint.source}: model family '{checkpoint.family}': {error}") from error
+    except Exception as error:  # whatever the model's code raises
+        raise BuildError(
+            f"{checkpoint.source}: model family '{checkpoint.family}' is not supported: comparing it with plain "
+            f"transformers failed ({type(error).__name__}: {error})"
+        ) from error
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+    scale = max(1.0, float(theirs.abs().max()))
+    worst = float((ours - theirs).abs().max()) / scale
+    if not worst <= TOLERANCE:
+        raise BuildError(
+            f"{checkpoint.source}: model family '{checkpoint.family}' is not supported: through specexport's attention "
+            f"its logits are {worst:.2g} (relative) away from transformers' own, more than {TOLERANCE:g}"
+        )
+
+
+def _through_lowering(
+    checkpoint: Checkpoint, prompt: torch.Tensor, chain: torch.Tensor, tree: torch.Tensor
+) -> torch.Tensor:
+    """Logits of the prompt's last token, the chain and the tree, ``[1 + 2 + nodes, V]``."""
+    step = StepModule(checkpoint.model, len(checkpoint.cache))
+    past = [torch.zeros(1, c.heads, _ROWS, size) for c in checkpoint.cache for size in (c.key_size, c.value_size)]
+    done, logits = 0, []
+    for tokens, shape in ((prompt, None), (chain, None), (tree, _TREE)):
+        shape = shape or TokenTree.chain(tokens.shape[1])
+        out = step(
+            tokens,
+            torch.from_numpy(shape.depths)[None] + done,
+            torch.from_numpy(shape.mask)[None],
+            torch.tensor([done]),
+            torch.arange(tokens.shape[1])[None],
+            past,
+        )
+        logits.append(out[0][0])
+        past = list(out[1:])
+        done += tokens.shape[1]
+    return torch.cat([logits[0][-1:], *logits[1:]])
+
+
+def _through_eager(
+    model: torch.nn.Module, prompt: torch.Tensor, chain: torch.Tensor, tree: torch.Tensor
+) -> torch.Tensor:
+    """The same logits, each path of the tree as a text of its own."""
+    start = torch.cat([prompt, chain], dim=1)
+    logits = [model(start, use_cache=False).logits[0, _PROMPT - 1 :]]
+    for node in range(len(_TREE)):
+        path = torch.from_numpy(np.flatnonzero(_TREE.mask[node]))
+        logits.append(model(torch.cat([start, tree[:, path]], dim=1), use_cache=False).logits[0, -1:])
+    return torch.cat(logits).float()

@@ -1,0 +1,266 @@
+"""Loads a Hugging Face causal LM and finds out what the graphs need to know about it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from specexport.contract.errors import BuildError
+from specexport.exporter.trace import CacheShape, quiet
+from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, lowering, sample_masks
+from specexport.graphs.rotary import freeze_frequencies
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded model, in fp32, whose attention goes through :mod:`specexport.graphs.attention`.
+
+    Attributes:
+        source: what the user named: a folder or a hub id.
+        path: the local folder.
+        family: transformers' ``model_type``.
+        model: the model, in evaluation mode.
+        cache: heads and sizes of each attention layer.
+        vocab_size: width of the logits.
+        input_vocab: rows of the embedding.
+        max_positions: longest sequence the model was made for, and whose rotary frequencies do not depend on its
+            length.
+        parameters: number of parameters, tied ones counted once.
+        eos_token_ids: tokens that end a text.
+        generation: the model's own sampling defaults (``temperature``, ``top_p``, ``top_k``, ``min_p``).
+    """
+
+    source: str
+    path: Path
+    family: str
+    model: Any
+    cache: tuple[CacheShape, ...]
+    vocab_size: int
+    input_vocab: int
+    max_positions: int
+    parameters: int
+    eos_token_ids: tuple[int, ...]
+    generation: dict[str, float] = field(default_factory=dict)
+
+
+def locate(source: str) -> Path:
+    """The local folder of a checkpoint; a hub id is downloaded into the hub's own cache.
+
+    Raises:
+        BuildError: it is neither a folder with a ``config.json`` and safetensors nor a reachable hub id.
+    """
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        if path.exists() or source.count("/") != 1 or source.startswith((".", "/", "~")):
+            raise BuildError(f"{source}: no such folder; expected a Hugging Face model folder or a hub id (owner/name)")
+        from huggingface_hub import snapshot_download
+
+        try:
+            path = Path(snapshot_download(source, allow_patterns=_HUB_FILES))
+        except Exception as error:  # the hub client raises a dozen unrelated types
+            raise BuildError(f"{source}: not a local folder, and the hub could not provide it: {error}") from error
+    if not (path / "config.json").is_file():
+        raise BuildError(f"{path}: no config.json; expected a Hugging Face model folder")
+    if not any(path.glob("*.safetensors")):
+        found = ", ".join(sorted(p.name for p in path.glob("*.bin"))) or "no weights"
+        raise BuildError(
+            f"{path}: found {found}, expected *.safetensors. Pickled weights are not read, as they can run code; "
+            "convert them with model.save_pretrained(..., safe_serialization=True) where you trust them"
+        )
+    return path
+
+
+def load_checkpoint(source: str) -> Checkpoint:
+    """Loads the model in fp32 and probes its attention layers.
+
+    Raises:
+        BuildError: the checkpoint cannot be found or loaded, or its family cannot be traced.
+    """
+    path = locate(source)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (ValueError, OSError, KeyError) as error:
+        raise BuildError(f"{path / 'config.json'}: {error}") from error
+    family = str(config.model_type)
+    try:
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=torch.float32, attn_implementation=ATTENTION_NAME, use_safetensors=True
+            ).eval()
+    except BuildError:
+        raise
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise BuildError(f"{path}: model family '{family}' could not be loaded: no {error}") from error
+        raise BuildError(
+            f"{path}: model family '{family}' is not supported: it does not use transformers' attention interface"
+        ) from error
+    except Exception as error:  # transformers raises whatever the model's code raises
+        raise BuildError(f"{path}: model family '{family}' could not be loaded: {error}") from error
+    text = config.get_text_config()
+    max_positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(max_positions, int):
+        raise BuildError(f"{path / 'config.json'}: no max_position_embeddings; model family '{family}' is unsupported")
+    max_positions = freeze_frequencies(model, max_positions)
+    head = model.get_output_embeddings()
+    if head is None:
+        raise BuildError(f"{path}: model family '{family}' has no language-model head; expected a causal LM")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return Checkpoint(
+        source=source,
+        path=path,
+        family=family,
+        model=model,
+        cache=_probe(model, family, max_positions),
+        vocab_size=int(head.weight.shape[0]),
+        input_vocab=int(model.get_input_embeddings().weight.shape[0]),
+        max_positions=max_positions,
+        parameters=sum(p.numel() for p in model.parameters()),
+        eos_token_ids=_eos(model),
+        generation=_generation_defaults(path),
+    )
+
+
+class _Probe:
+    """A lowering that only writes down the shapes of each layer's keys and values."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, CacheShape] = {}
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
+        self.seen[layer] = CacheShape(key.shape[1], key.shape[3], value.shape[3])
+        return query.new_zeros((*query.shape[:3], value.shape[3]))
+
+
+def _probe(model: Any, family: str, max_positions: int) -> tuple[CacheShape, ...]:
+    """Runs two tokens to learn each layer's cache shape: works for every family, whatever its config calls things."""
+    probe = _Probe()
+    layers = int(model.config.get_text_config().num_hidden_layers)
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    try:
+        with torch.no_grad(), lowering(probe), sample_masks(max_positions):
+            model(ids, position_ids=torch.arange(2)[None], past_key_values=PassThroughCache(layers), use_cache=True)
+    except BuildError as error:
+        raise BuildError(f"model family '{family}': {error}") from error
+    except Exception as error:
+        raise BuildError(
+            f"model family '{family}' cannot be traced: it does not run through transformers' attention and cache "
+            f"interfaces ({type(error).__name__}: {error})"
+        ) from error
+    if sorted(probe.seen) != list(range(layers)):
+        raise BuildError(
+            f"model family '{family}' cannot be traced: {layers} layers, but attention ran in layers "
+            f"{sorted(probe.seen)}; expected one attention with its own cache in every layer"
+        )
+    return tuple(probe.seen[layer] for layer in range(layers))
+
+
+def _eos(model: Any) -> tuple[int, ...]:
+    for config in (model.generation_config, model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if isinstance(ids, int):
+            return (ids,)
+        if ids:
+            return tuple(int(i) for i in ids)
+    return ()
+
+
+def _generation_defaults(path: Path) -> dict[str, float]:
+    """What ``generation_config.json`` says of sampling; temperature 0 where it says not to sample."""
+    try:
+        config = GenerationConfig.from_pretrained(path)
+    except OSError:
+        return {"temperature": 0.0}
+    if not config.do_sample:
+        return {"temperature": 0.0}
+    defaults = {"temperature": 1.0}
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        value = getattr(config, name, None)
+        if value is not None:
+            defaults[name] = float(value)
+    return defaults
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """A tokenizer as the runtime needs it.
+
+    Attributes:
+        tokenizer: the fast tokenizer.
+        chat_template: the Jinja template, or None.
+        special_tokens: ``bos_token`` and the like, for chat templates.
+    """
+
+    tokenizer: Tokenizer
+    chat_template: str | None
+    special_tokens: dict[str, str]
+
+
+def load_tokenizer(path: Path) -> TokenizerFiles:
+    """Loads the tokenizer of a checkpoint folder as a ``tokenizers.Tokenizer``.
+
+    Raises:
+        BuildError: there is none, or it has no fast form.
+    """
+    try:
+        loaded = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # from missing files to malformed JSON
+        raise BuildError(f"{path}: its tokenizer could not be loaded: {error}") from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise BuildError(
+            f"{path}: its tokenizer ({type(loaded).__name__}) has no fast form; expected one that a tokenizer.json can "
+            "hold"
+        )
+    template = loaded.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    special = {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
+    return TokenizerFiles(backend, template, special)
+
+
+def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Path, draft_path: Path) -> None:
+    """Checks that two tokenizers give every token the same id; padding beyond both does not matter.
+
+    Raises:
+        BuildError: they differ; it names the first token that does.
+    """
+    ours, theirs = target.get_vocab(with_added_tokens=True), draft.get_vocab(with_added_tokens=True)
+    if ours == theirs and _pipeline(target) == _pipeline(draft):
+        return
+    for token, index in sorted(ours.items(), key=lambda item: item[1]):
+        if theirs.get(token) != index:
+            found = theirs.get(token, "absent")
+            raise BuildError(
+                f"target and draft use different tokenizers: token {token!r} is {index} in {target_path} and {found} "
+                f"in {draft_path}. A draft must use the target's tokenizer; choose one from the same family"
+            )
+    detail = (
+        f"{len(theirs)} tokens against {len(ours)}"
+        if len(ours) != len(theirs)
+        else "the same tokens, split differently"
+    )
+    raise BuildError(
+        f"target and draft use different tokenizers: {draft_path} has {detail} in {target_path}. A draft must use the "
+        "target's tokenizer; choose one from the same family"
+    )
+
+
+def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What decides how text becomes tokens, without what only dresses sequences up."""
+    parts = json.loads(tokenizer.to_str())
+    return {name: parts.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")} | {
+        "merges": parts.get("model", {}).get("merges")
+    }
+
+
+TRANSFORMERS_VERSION = transformers.__version__

@@ -1,0 +1,17 @@
+"""What the rewrites ask of a graph."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+
+def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The node that makes ``value``, if it is an ``op_type``."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == op_type and node.domain == "" else None
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """The number a one-element constant holds, or None."""
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return float(tensor.numpy().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else None

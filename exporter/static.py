@@ -1,0 +1,31 @@
+"""Pins a master's symbolic dimensions: the static-shape graph of one shape point."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+from specexport.contract.shapes import ShapePoint
+from specexport.exporter.unroll import unroll
+
+
+def pin(master: Path, point: ShapePoint, output: Path) -> None:
+    """Writes the graph of one shape point: graph only, its weights stay in the master's weights file.
+
+    A prefill chunk computes the logits of one row, any other step those of all its tokens; a propose graph's loop is
+    unrolled.
+
+    Args:
+        master: the symbolic graph.
+        point: the dimensions to pin.
+        output: where to write it; in the master's folder, as both refer to the same weights file.
+    """
+    model = ir.load(master)
+    if point.drafts:
+        unroll(model, point.drafts)
+    sizes = {"B": point.batch, "T": point.tokens, "S": point.cache, "R": point.logits_rows, "K": point.drafts}
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.shape is not None:
+            value.shape = ir.Shape([dim if isinstance(dim, int) else sizes[str(dim.value)] for dim in value.shape])
+    model.graph.name = f"{model.graph.name}.{point}"
+    ir.save(model, output)

@@ -1,0 +1,160 @@
+"""Traces the modules of ``specexport.graphs`` into ``onnx_ir`` models with symbolic B, T, S: the masters."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+import torch
+from onnxscript import optimizer
+from specexport.contract import tensors
+from specexport.exporter.passes.linear import canonical_weights
+from specexport.exporter.passes.rms_norm import fuse_rms_norm
+from specexport.graphs.ops import translations
+from specexport.graphs.propose import DraftPass
+from specexport.graphs.rotary import fused_rotary
+from specexport.graphs.step import StepModule
+
+OPSET = 24
+
+# Sizes to trace with: all different from one another and from 0 and 1, which torch.export would specialise on.
+_B, _T, _S, _R, _DONE = 2, 5, 24, 3, 4
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Key/value heads and head sizes of one attention layer."""
+
+    heads: int
+    key_size: int
+    value_size: int
+
+
+def cache_names(layers: int, *, present: bool) -> list[str]:
+    """``[past_key.0, past_value.0, past_key.1, ...]``, or the ``present`` ones."""
+    key, value = (tensors.present_key, tensors.present_value) if present else (tensors.past_key, tensors.past_value)
+    return [name(layer) for layer in range(layers) for name in (key, value)]
+
+
+def _cache(shapes: Sequence[CacheShape], rows: int) -> list[torch.Tensor]:
+    return [torch.zeros(_B, s.heads, rows, size) for s in shapes for size in (s.key_size, s.value_size)]
+
+
+def trace_step(model: torch.nn.Module, shapes: Sequence[CacheShape]) -> ir.Model:
+    """The step graph of a target (see ``specexport.contract.tensors``)."""
+    layers = len(shapes)
+    b, t, s, r = (torch.export.Dim(name) for name in "BTSR")
+    position_ids = torch.arange(_T)[None].repeat(_B, 1)
+    inputs = {
+        tensors.INPUT_IDS: (torch.ones(_B, _T, dtype=torch.int64), {0: b, 1: t}),
+        tensors.POSITION_IDS: (position_ids, {0: b, 1: t}),
+        tensors.TREE_MASK: (torch.ones(_B, _T, _T, dtype=torch.bool).tril(), {0: b, 1: t, 2: t}),
+        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
+        tensors.LOGITS_ROWS: (torch.tensor([[0, 1, 2]] * _B), {0: b, 1: r}),
+    }
+    return _trace(
+        model,
+        StepModule(model, layers),
+        (*(tensor for tensor, _ in inputs.values()), _cache(shapes, _S)),
+        (*(dims for _, dims in inputs.values()), [{0: b, 2: s}] * (2 * layers)),
+        [*inputs, *cache_names(layers, present=False)],
+        [tensors.LOGITS, *cache_names(layers, present=True)],
+    )
+
+
+def trace_draft_pass(
+    model: torch.nn.Module, shapes: Sequence[CacheShape], vocab_size: int, input_vocab: int, max_positions: int
+) -> ir.Model:
+    """One pass of a draft (:class:`~specexport.graphs.propose.DraftPass`), to be put into a loop.
+
+    Its inputs are the propose graph's; ``row.*`` are the cache rows made so far and not written yet.
+    """
+    layers = len(shapes)
+    b, t, s, done = (torch.export.Dim(name) for name in ("B", "T", "S", "R"))
+    inputs = {
+        tensors.INPUT_IDS: (torch.ones(_B, _T, dtype=torch.int64), {0: b, 1: t}),
+        tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
+        tensors.UNIFORM: (torch.full((_B,), 0.5), {0: b}),
+        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
+        tensors.TEMPERATURE: (torch.ones(_B), {0: b}),
+        tensors.TOP_K: (torch.zeros(_B, dtype=torch.int64), {0: b}),
+        tensors.TOP_P: (torch.ones(_B), {0: b}),
+        tensors.MIN_P: (torch.zeros(_B), {0: b}),
+    }
+    return _trace(
+        model,
+        DraftPass(model, layers, vocab_size, input_vocab, max_positions),
+        (*(tensor for tensor, _ in inputs.values()), _cache(shapes, _S), _cache(shapes, _DONE)),
+        (*(dims for _, dims in inputs.values()), [{0: b, 2: s}] * (2 * layers), [{0: b, 2: done}] * (2 * layers)),
+        [*inputs, *cache_names(layers, present=False), *row_names(layers)],
+        [
+            tensors.DRAFT_TOKENS,
+            tensors.DRAFT_IDS,
+            tensors.DRAFT_PROBS,
+            *(f"{name}.grown" for name in row_names(layers)),
+        ],
+    )
+
+
+def row_names(layers: int) -> list[str]:
+    """The draft pass's new cache rows, ``[row.key.0, row.value.0, ...]``."""
+    return [f"row.{kind}.{layer}" for layer in range(layers) for kind in ("key", "value")]
+
+
+def _trace(
+    model: torch.nn.Module,
+    module: torch.nn.Module,
+    example: tuple[object, ...],
+    dynamic_shapes: tuple[object, ...],
+    input_names: list[str],
+    output_names: list[str],
+) -> ir.Model:
+    leaves = torch.utils._pytree.tree_leaves(example)
+    # torch.export takes inputs that are one tensor for one input, and leaves the others unread.
+    assert len({id(leaf) for leaf in leaves}) == len(leaves) == len(input_names)
+    with quiet(), fused_rotary(model), torch.no_grad():
+        program = torch.onnx.export(
+            module.eval(),
+            example,
+            dynamo=True,
+            opset_version=OPSET,
+            custom_translation_table=translations(),
+            dynamic_shapes=dynamic_shapes,
+            input_names=input_names,
+            output_names=output_names,
+            optimize=False,
+            verbose=False,
+        )
+        assert program is not None
+        traced = program.model
+        optimizer.optimize(traced)
+    canonical_weights(traced)
+    fuse_rms_norm(traced)
+    for clean in (
+        passes.CommonSubexpressionEliminationPass(),
+        passes.LiftConstantsToInitializersPass(),
+        passes.RemoveUnusedNodesPass(),
+        passes.ClearMetadataAndDocStringPass(),
+        passes.TopologicalSortPass(),
+    ):
+        clean(traced)
+    return traced
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences what torch and its exporter say about their own insides; errors still raise."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logging.disable(previous)

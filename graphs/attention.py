@@ -1,0 +1,337 @@
+"""How every attention layer of a transformers model is lowered: the one hook between model code and our graphs.
+
+transformers lets an attention function be registered by name and chosen per model, so no model code of ours is needed:
+the model calls :func:`attend` with its new queries, keys and values, and the *lowering* in force decides how they meet
+the static cache. Two lowerings exist:
+
+* :class:`NativeLowering`: one TensorScatter into the cache, one Attention over it (opset 24).
+* :class:`TwoPartLowering`: plain MatMul and Softmax over two parts, the cache as it was and the new rows. The cache is
+  only read; new rows are returned. ``propose`` needs it, since a cache can be written in place only once a graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
+
+from specexport.contract.errors import BuildError
+from specexport.graphs.ops import tensor_scatter
+
+ATTENTION_NAME = "specexport"
+
+# Arguments models pass to attention functions that change nothing here: the mask is ours, dropout is off in eval mode,
+# and rotary positions were applied before.
+_HARMLESS = {
+    "attention_mask", "cache_position", "dropout", "head_mask", "is_causal", "output_attentions",
+    "output_hidden_states", "position_embeddings", "position_ids", "return_dict", "use_cache",
+}  # fmt: skip
+
+
+class Lowering(Protocol):
+    """Turns one layer's attention into graph operations."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attention of ``query [B,H,T,D]`` over the cache and the new ``key``/``value [B,Hkv,T,D]``; ``[B,H,T,D]``."""
+
+
+_active: Lowering | None = None
+
+
+@contextlib.contextmanager
+def lowering(active: Lowering) -> Iterator[None]:
+    """Makes ``active`` the lowering of every model loaded with ``attn_implementation=ATTENTION_NAME``."""
+    global _active
+    previous, _active = _active, active
+    try:
+        yield
+    finally:
+        _active = previous
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function transformers calls (see ``transformers.AttentionInterface``).
+
+    Returns:
+        ``[B,T,H,D]`` and no weights.
+
+    Raises:
+        BuildError: the model asks its attention for something the lowerings do not know (a sink, a position bias, a
+            mask of its own).
+    """
+    if _active is None:
+        raise BuildError("attention was called outside a lowering; this is a defect of specexport, please report it")
+    unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _HARMLESS)
+    unknown = [name for name in unknown if not isinstance(kwargs[name], bool)]
+    if unknown:
+        raise BuildError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which specexport cannot trace; "
+            "this model family is not supported"
+        )
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise BuildError(f"{type(module).__name__} has no layer_idx; this model family is not supported")
+    if attention_mask is not None:
+        _require_known_mask(module, attention_mask, sliding_window)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out = _active.attend(layer, query, key, value, scaling=float(scale), softcap=softcap, window=sliding_window)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION_NAME, attend)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def sample_masks(max_positions: int) -> Iterator[None]:
+    """While active, models get two rows of their mask, far into the longest text, instead of no mask at all.
+
+    Lowerings make their masks of the window a model passes to its attention. Some families pass none and rely on the
+    mask, or mask by other rules; a short text cannot tell, so :func:`attend` compares these rows with its own.
+    Call the model with two tokens.
+    """
+    queries = torch.tensor(_sampled_queries(max_positions))[None, None, :, None]
+    keys = torch.arange(max_positions)[None, None, None, :]
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+
+    def rows(*, mask_function: Any, **_: Any) -> torch.Tensor:
+        mask: torch.Tensor = mask_function(zero, zero, queries, keys)
+        return mask.expand(1, 1, 2, max_positions)
+
+    AttentionMaskInterface.register(ATTENTION_NAME, rows)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        # Without a function under this name, transformers makes no masks at all.
+        del AttentionMaskInterface._global_mapping[ATTENTION_NAME]
+
+
+def _sampled_queries(max_positions: int) -> list[int]:
+    # The last position alone would take attention within chunks for a sliding window.
+    return [max_positions * 5 // 7, max_positions - 1]
+
+
+def _require_known_mask(module: torch.nn.Module, mask: torch.Tensor, window: int | None) -> None:
+    """Compares a mask made by :func:`sample_masks` with what the lowerings would mask."""
+    positions = mask.shape[-1]
+    distance = torch.tensor(_sampled_queries(positions))[:, None] - torch.arange(positions)
+    ours = (distance >= 0) & (distance < (positions if window is None else window))
+    if mask.dtype != torch.bool or mask.shape[-2:] != ours.shape or not bool((mask == ours).all()):
+        raise BuildError(
+            f"{type(module).__name__} masks its attention by rules of its own, which specexport cannot trace; "
+            "this model family is not supported"
+        )
+
+
+class _CacheLayer:
+    """What model code asks of one layer of a cache while it prepares a call: nothing here depends on the answers."""
+
+    is_sliding = False
+    is_compileable = True
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
+class PassThroughCache(Cache):
+    """A ``Cache`` that hands new keys and values on to the attention function, where the lowering stores them."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = [_CacheLayer() for _ in range(layers)]
+        self.layer_class_to_replicate = None
+        self.offloading = False
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Returns the new rows as they are."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Zero: positions are explicit inputs."""
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[Any, int]:
+        """The new rows only; masks are the lowerings' own."""
+        return query_length, 0
+
+
+def full_mask(tree_mask: torch.Tensor, past_length: torch.Tensor, cache_rows: int) -> torch.Tensor:
+    """Which cache rows each new token sees once the new rows are written: bool ``[B,T,S]``.
+
+    Rows before ``past_length`` are seen by all; the ``T`` rows from there on as ``tree_mask`` says; the rest by none.
+    """
+    column = torch.arange(cache_rows)[None, :] - past_length[:, None]  # [B,S], counted from the first new row
+    tokens = tree_mask.shape[1]
+    index = column.clamp(0, tokens - 1)[:, None, :].expand(-1, tokens, -1)
+    among_new = torch.gather(tree_mask, 2, index) & (column < tokens)[:, None, :]
+    return (column < 0)[:, None, :] | among_new
+
+
+def key_positions(position_ids: torch.Tensor, past_length: torch.Tensor, cache_rows: int) -> torch.Tensor:
+    """The position of the token in each cache row, int64 ``[B,S]``: committed rows are in order, new ones as given."""
+    row = torch.arange(cache_rows)[None, :].expand(past_length.shape[0], -1)
+    column = row - past_length[:, None]
+    tokens = position_ids.shape[1]
+    new = torch.gather(position_ids, 1, column.clamp(0, tokens - 1))
+    return torch.where((column >= 0) & (column < tokens), new, row)
+
+
+def grouped_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """``query [B,H,T,D]`` against ``key [B,Hkv,N,D]`` without repeating keys for grouped heads: ``[B,H,T,N]``."""
+    batch, heads, tokens, size = query.shape
+    grouped = query.reshape(batch, key.shape[1], heads // key.shape[1] * tokens, size)
+    return torch.matmul(grouped, key.transpose(2, 3)).reshape(batch, heads, tokens, -1)
+
+
+def grouped_values(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``weights [B,H,T,N]`` over ``value [B,Hkv,N,D]``: ``[B,H,T,D]``."""
+    batch, heads, tokens, rows = weights.shape
+    grouped = weights.reshape(batch, value.shape[1], heads // value.shape[1] * tokens, rows)
+    return torch.matmul(grouped, value).reshape(batch, heads, tokens, -1)
+
+
+def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+class NativeLowering:
+    """TensorScatter into the static cache, then Attention over it with an explicit boolean mask.
+
+    Attributes:
+        present: after the model ran, each layer's (key, value) cache with the new rows written.
+    """
+
+    def __init__(
+        self,
+        past: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        tree_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_length: torch.Tensor,
+    ) -> None:
+        self._past = past
+        self._past_length = past_length
+        self._position_ids = position_ids
+        self._rows = past[0][0].shape[2]
+        self._masks: dict[int | None, torch.Tensor] = {None: full_mask(tree_mask, past_length, self._rows)}
+        self.present: list[tuple[torch.Tensor, torch.Tensor]] = [(k, v) for k, v in past]
+
+    def _mask(self, window: int | None) -> torch.Tensor:
+        """``[B,1,T,S]``; with a sliding window, keys ``window`` or more positions back are hidden."""
+        if window not in self._masks:
+            keys = key_positions(self._position_ids, self._past_length, self._rows)
+            near = self._position_ids[:, :, None] - keys[:, None, :] < window
+            self._masks[window] = self._masks[None] & near
+        return self._masks[window][:, None]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See :class:`Lowering`."""
+        past_key, past_value = self._past[layer]
+        keys = tensor_scatter(past_key, key, self._past_length)
+        values = tensor_scatter(past_value, value, self._past_length)
+        self.present[layer] = keys, values
+        mask = self._mask(window)
+        if softcap is None:
+            return torch.onnx.ops.attention(query, keys, values, mask, scale=scaling)[0]
+        # TensorRT's parser knows Attention but not its softcap attribute, so a capped layer is spelt out.
+        scores = _capped(grouped_scores(query, keys) * scaling, softcap)
+        return grouped_values(torch.where(mask, scores, torch.finfo(scores.dtype).min).softmax(-1), values)
+
+
+_HIDDEN = torch.finfo(torch.float32).min / 2
+"""Added to the score of a row that must not be seen; half the range, so that adding a score cannot overflow."""
+
+
+class TwoPartLowering:
+    """Attention over the cache, which is only read, and over the rows that are not in it yet; one softmax.
+
+    The new rows are a chain: each sees those before it and itself.
+
+    Attributes:
+        rows: each layer's (key, value) rows not yet in the cache, ``[B,Hkv,R,D]``; grows by T when the model runs.
+    """
+
+    def __init__(
+        self,
+        past: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        past_length: torch.Tensor,
+    ) -> None:
+        self._past = past
+        self._past_length = past_length[:, None, None]
+        self._biases: dict[tuple[int, int | None], torch.Tensor] = {}
+        self.rows = list(rows)
+
+    def _bias(self, tokens: int, new: int, group: int, window: int | None) -> torch.Tensor:
+        """``[B,1,G*T,S+R]``: 0 where one of the last ``tokens`` rows sees a cached or new row, else very low."""
+        if (group, window) not in self._biases:
+            query = (new - tokens + torch.arange(tokens))[None, :, None]  # [1,T,1], counted from the first new row
+            cached = torch.arange(self._past[0][0].shape[2])[None, None, :]
+            fresh = torch.arange(new)[None, None, :]
+            in_cache = (cached < self._past_length).expand(-1, tokens, -1)
+            among_new = (fresh <= query).expand(self._past_length.shape[0], -1, -1)
+            if window is not None:
+                in_cache = in_cache & (query + self._past_length - cached < window)
+                among_new = among_new & (query - fresh < window)
+            seen = torch.cat([in_cache, among_new], dim=-1)[:, None]
+            self._biases[group, window] = torch.where(seen, 0.0, _HIDDEN).repeat(1, 1, group, 1)
+        return self._biases[group, window]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See :class:`Lowering`. Few and small operators: a draft's pass costs little more than their number."""
+        past_key, past_value = self._past[layer]
+        new_key = torch.cat([self.rows[layer][0], key], dim=2)
+        new_value = torch.cat([self.rows[layer][1], value], dim=2)
+        self.rows[layer] = new_key, new_value
+        cached, new = past_key.shape[2], new_key.shape[2]
+        batch, heads, tokens, size = query.shape
+        group = heads // key.shape[1]
+        # The heads of a group share keys and values: they are so many more queries against the same rows.
+        grouped = query.reshape(batch, key.shape[1], group * tokens, size) if group > 1 else query
+        scores = torch.cat(
+            [torch.matmul(grouped, past_key.transpose(2, 3)), torch.matmul(grouped, new_key.transpose(2, 3))], dim=-1
+        )
+        weights = (_capped(scores * scaling, softcap) + self._bias(tokens, new, group, window)).softmax(-1)
+        out = torch.matmul(weights[..., :cached], past_value) + torch.matmul(weights[..., cached:], new_value)
+        return out.reshape(batch, heads, tokens, -1) if group > 1 else out

@@ -1,0 +1,114 @@
+"""The propose graph: K draft tokens in one call.
+
+:class:`DraftPass` is one pass of the draft over the tokens it has not seen, ending in the choice of the next token; the
+exporter puts it into a loop, so that the weights are stored, packed and cached once however many tokens are drafted.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specexport.graphs.attention import TwoPartLowering
+from specexport.graphs.step import flat, pairs, run_model
+
+MAX_CANDIDATES = 64
+"""q is given by its most probable tokens only. Whatever q is, speculative sampling is exact as long as the token was
+drawn from the q that is handed to acceptance, so cutting the tail costs a little acceptance at high temperatures and
+saves moving K vocabularies of probabilities."""
+
+
+def draw_candidate(
+    logits: torch.Tensor,
+    uniform: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draws one token from the draft's distribution after temperature, top-k, top-p and min-p.
+
+    Greedy decoding is ``top_k = 1``: q is then 1 at the most probable token, whatever the noise.
+
+    Args:
+        logits: float32 ``[B,V]``.
+        uniform: float32 ``[B]`` in [0,1).
+        temperature: float32 ``[B]``, above 0.
+        top_k: int64 ``[B]``; 0 keeps all.
+        top_p: float32 ``[B]``.
+        min_p: float32 ``[B]``, relative to the most probable token.
+
+    Returns:
+        The token, int64 ``[B]``; the candidates, int64 ``[B,M]``, most probable first; q of each, float32 ``[B,M]``.
+    """
+    candidates = min(MAX_CANDIDATES, logits.shape[-1])
+    best, ids = torch.topk(logits, candidates, dim=-1)  # sorted, ties by lower id
+    rank = torch.arange(candidates)[None, :]
+    probs = (best / temperature[:, None]).softmax(-1)
+    in_top_k = (rank < top_k[:, None]) | (top_k[:, None] == 0)
+    probs = torch.where(in_top_k, probs, 0.0)
+    probs = probs / probs.sum(-1, keepdim=True)
+    before = probs.cumsum(-1) - probs
+    keep = (before < top_p[:, None]) & (probs >= min_p[:, None] * probs[:, :1])
+    probs = torch.where(keep | (rank == 0), probs, 0.0)
+    probs = probs / probs.sum(-1, keepdim=True)
+    # The first candidate whose cumulative probability exceeds the noise; rounding must not run past the last kept one.
+    below = (probs.cumsum(-1) <= uniform[:, None]).sum(-1)
+    kept = (probs > 0).sum(-1)
+    choice = torch.minimum(below, kept - 1)
+    token = torch.gather(ids, 1, choice[:, None])[:, 0]
+    return token, ids, probs
+
+
+class DraftPass(torch.nn.Module):
+    """One pass of the draft model.
+
+    Args:
+        model: the draft, loaded with ``attn_implementation=ATTENTION_NAME``.
+        layers: number of attention layers.
+        vocab_size: proposals are below this; the smaller of the target's and the draft's logits width.
+        input_vocab: rows of the draft's embedding; a larger token id, which only the target has, is read as the last.
+        max_positions: positions the draft was made for; later ones are read as the last.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, layers: int, vocab_size: int, input_vocab: int, max_positions: int
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.layers = layers
+        self.vocab_size = vocab_size
+        self.input_vocab = input_vocab
+        self.max_positions = max_positions
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        logits_row: torch.Tensor,
+        uniform: torch.Tensor,
+        past_length: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        past: list[torch.Tensor],
+        rows: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """Runs the draft over ``input_ids [B,T]``, which follow the cache and the ``R`` rows not in it yet.
+
+        Returns:
+            ``(token [B], ids [B,M], probs [B,M], rows...)`` with each of ``rows`` grown to ``[B,Hkv,R+T,D]``.
+        """
+        done = rows[0].shape[2]
+        position_ids = past_length[:, None] + done + torch.arange(input_ids.shape[1])[None, :]
+        position_ids = position_ids.clamp(max=self.max_positions - 1)
+        two_part = TwoPartLowering(pairs(past), pairs(rows), past_length)
+        logits = run_model(
+            self.model,
+            two_part,
+            self.layers,
+            input_ids.clamp(max=self.input_vocab - 1),
+            position_ids,
+            logits_row[:, None],
+        )[:, 0, : self.vocab_size]
+        token, ids, probs = draw_candidate(logits, uniform, temperature, top_k, top_p, min_p)
+        return (token, ids, probs, *flat(two_part.rows))

@@ -1,0 +1,98 @@
+"""Rotary positions: one RotaryEmbedding operator (opset 23) instead of six primitives, and the same at every length."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_NAME = "apply_rotary_pos_emb"
+
+
+def _rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The usual rotation of the two halves of each head's first ``R`` channels; others pass.
+
+    ``q, k [B,H,T,D]``; ``cos, sin [B,T,R]``, halves alike.
+    """
+    width = cos.shape[-1]
+    cos, sin = cos[..., : width // 2], sin[..., : width // 2]
+    partial = width if width < q.shape[-1] else 0  # 0: whole heads
+    return (
+        torch.onnx.ops.rotary_embedding(q, cos, sin, rotary_embedding_dim=partial),
+        torch.onnx.ops.rotary_embedding(k, cos, sin, rotary_embedding_dim=partial),
+    )
+
+
+def _rotates_like_us(original: Any) -> bool:
+    """Whether a model family's own function computes what :func:`_rotate` does, tried on random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, angle = (torch.randn(shape, generator=generator) for shape in ((1, 2, 3, 12), (1, 1, 3, 12), (1, 3, 4)))
+    angle = torch.cat([angle, angle], dim=-1)
+    # Most families know whole heads only and fail on a part of one; those that do not fail must do as we do.
+    return _same(original, q[..., :8], k[..., :8], angle) is True and _same(original, q, k, angle) is not False
+
+
+def _same(original: Any, q: torch.Tensor, k: torch.Tensor, angle: torch.Tensor) -> bool | None:
+    """Whether both rotate alike; None if ``original`` does not take these arguments."""
+    try:
+        theirs = original(q, k, angle.cos(), angle.sin())
+    except (TypeError, RuntimeError, ValueError, IndexError):
+        return None
+    if not isinstance(theirs, tuple) or len(theirs) != 2:
+        return False
+    ours = _rotate(q, k, angle.cos(), angle.sin())
+    return all(a.shape == b.shape and torch.allclose(a, b, atol=1e-6) for a, b in zip(theirs, ours, strict=True))
+
+
+@contextlib.contextmanager
+def fused_rotary(model: torch.nn.Module) -> Iterator[None]:
+    """While active, ``model``'s family rotates through RotaryEmbedding if it rotates the usual way."""
+    family = sys.modules[type(model).__module__]
+    original = getattr(family, _NAME, None)
+    if original is None or not _rotates_like_us(original):
+        yield
+        return
+
+    def rotate(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Anything else that is passed says that heads or positions are laid out in another way.
+        return original(q, k, cos, sin, *args, **kwargs) if args or kwargs else _rotate(q, k, cos, sin)
+
+    setattr(family, _NAME, rotate)
+    try:
+        yield
+    finally:
+        setattr(family, _NAME, original)
+
+
+def freeze_frequencies(model: torch.nn.Module, max_positions: int) -> int:
+    """Stops rotary embeddings from changing their frequencies with the length of the text.
+
+    A cached key keeps the rotation it was made with, so frequencies that change later would not even be right. As they
+    are initialised, they are what transformers uses up to the length at which it would change them.
+
+    Returns:
+        That length, at most ``max_positions``.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)  # a name, or one for each type of layer
+        parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
+        if not isinstance(kinds, str | dict) or not isinstance(parameters, dict):
+            continue
+        for layer_type, kind in list(kinds.items()) if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind == "longrope":
+                of_layer = parameters if layer_type is None else parameters[layer_type]
+                max_positions = min(max_positions, int(of_layer["original_max_position_embeddings"]))
+            elif "dynamic" not in kind:
+                continue
+            if isinstance(kinds, dict):
+                kinds[layer_type] = "default"
+            else:
+                module.rope_type = "default"
+    return max_positions

@@ -1,0 +1,25 @@
+"""The lean runtime: runs a bundle. Imports neither torch, transformers nor onnx.
+
+>>> from specexport.runtime import Engine, SamplingParams
+>>> engine = Engine.load("bundle/")  # doctest: +SKIP
+>>> for chunk in engine.stream("def fibonacci(n):", SamplingParams(max_tokens=64)):  # doctest: +SKIP
+...     print(chunk.text, end="")
+"""
+
+from specexport.contract.errors import BackendError, BundleError, RequestError, SpecExportError
+from specexport.runtime.engine import Chunk, Completion, Engine, Stream
+from specexport.runtime.params import SamplingParams
+from specexport.runtime.stats import Stats
+
+__all__ = [
+    "BackendError",
+    "BundleError",
+    "Chunk",
+    "Completion",
+    "Engine",
+    "RequestError",
+    "SamplingParams",
+    "SpecExportError",
+    "Stats",
+    "Stream",
+]

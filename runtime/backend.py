@@ -1,0 +1,104 @@
+"""What the engine asks of an inference backend, and the buffers each kind of graph has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from specexport.contract import tensors
+from specexport.contract.manifest import DraftModel, Manifest, Model
+from specexport.contract.shapes import ShapePoint
+from specexport.runtime.bundle import Bundle
+
+Array = npt.NDArray[Any]
+Buffers = Callable[[ShapePoint], tuple[dict[str, Array], dict[str, Array]]]
+"""Makes the input and output arrays of a shape point, caches aside."""
+
+
+class Graph(Protocol):
+    """A loaded graph with its static buffers.
+
+    Inputs are written into the arrays :meth:`inputs` returns; results are read from those :meth:`run` returns. Both
+    are the same memory call after call: copy what must outlive the next run.
+    """
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache at its present size."""
+
+    def reserve(self, rows: int) -> None:
+        """Makes every slot's cache hold at least ``rows`` rows, keeping its content."""
+
+    def release(self) -> None:
+        """Shrinks the cache to its smallest size; its content is lost."""
+
+    def inputs(self, tokens: int, drafts: int = 0) -> dict[str, Array]:
+        """The input arrays of a shape point at the present cache size; ``drafts`` is for propose graphs."""
+
+    def run(self, tokens: int, drafts: int = 0) -> dict[str, Array]:
+        """Runs at that shape point; the outputs by name, without the caches."""
+
+
+def open_graph(bundle: Bundle, model: Model, batch: int, buffers: Buffers, threads: int | None) -> Graph:
+    """Loads a model's graph on the bundle's backend.
+
+    Args:
+        bundle: the bundle.
+        model: its target or its draft.
+        batch: slots.
+        buffers: see :data:`Buffers`.
+        threads: for CPU backends; None for every core this process may use.
+
+    Raises:
+        BackendError: the backend is not installed or refuses the graph.
+    """
+    # Imported here: each backend has dependencies that the others' users need not install.
+    from specexport.runtime.ort import OnnxRuntimeGraph, available_cores
+
+    return OnnxRuntimeGraph(bundle.file(model.graph.master), model, batch, buffers, threads or available_cores())
+
+
+def step_buffers(manifest: Manifest) -> Buffers:
+    """The step graph's arrays (see ``contract.tensors``); every row's logits except in a prefill chunk."""
+    vocab = manifest.target.vocab_size
+
+    def make(point: ShapePoint) -> tuple[dict[str, Array], dict[str, Array]]:
+        batch, tokens, rows = point.batch, point.tokens, point.logits_rows
+        inputs: dict[str, Array] = {
+            tensors.INPUT_IDS: np.zeros((batch, tokens), np.int64),
+            tensors.POSITION_IDS: np.zeros((batch, tokens), np.int64),
+            tensors.TREE_MASK: np.broadcast_to(np.tri(tokens, dtype=np.bool_), (batch, tokens, tokens)).copy(),
+            tensors.PAST_LENGTH: np.zeros(batch, np.int64),
+            tensors.LOGITS_ROWS: np.broadcast_to(np.arange(rows), (batch, rows)).copy(),
+        }
+        return inputs, {tensors.LOGITS: np.zeros((batch, rows, vocab), np.float32)}
+
+    return make
+
+
+def propose_buffers(method: DraftModel) -> Buffers:
+    """The propose graph's arrays."""
+
+    def make(point: ShapePoint) -> tuple[dict[str, Array], dict[str, Array]]:
+        batch, tokens, drafted = point.batch, point.tokens, point.drafts
+        inputs: dict[str, Array] = {
+            tensors.INPUT_IDS: np.zeros((batch, tokens), np.int64),
+            tensors.PAST_LENGTH: np.zeros(batch, np.int64),
+            tensors.LAST_ROW: np.full(batch, tokens - 1, np.int64),
+            tensors.NUM_DRAFT_TOKENS: np.array(drafted, np.int64),
+            tensors.UNIFORM: np.zeros((batch, drafted), np.float32),
+            tensors.TEMPERATURE: np.ones(batch, np.float32),
+            tensors.TOP_K: np.ones(batch, np.int64),
+            tensors.TOP_P: np.ones(batch, np.float32),
+            tensors.MIN_P: np.zeros(batch, np.float32),
+        }
+        outputs: dict[str, Array] = {
+            tensors.DRAFT_TOKENS: np.zeros((drafted, batch), np.int64),
+            tensors.DRAFT_IDS: np.zeros((drafted, batch, method.candidates), np.int64),
+            tensors.DRAFT_PROBS: np.zeros((drafted, batch, method.candidates), np.float32),
+        }
+        return inputs, outputs
+
+    return make

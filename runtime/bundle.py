@@ -1,0 +1,55 @@
+"""An opened bundle: a checked manifest, the folder it describes, and its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specexport.contract.errors import BundleError
+from specexport.contract.manifest import Manifest, check_files, read_manifest
+from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle on disk.
+
+    Attributes:
+        folder: where it lies.
+        manifest: its validated manifest.
+    """
+
+    folder: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, folder: str | Path, *, check_hashes: bool = True) -> Bundle:
+        """Reads the manifest and checks every file it lists.
+
+        Args:
+            folder: the bundle.
+            check_hashes: also compare SHA-256; sizes and places are always checked.
+
+        Raises:
+            BundleError: names the file that is missing, altered, outside the bundle or too new.
+        """
+        path = Path(folder).expanduser()
+        manifest = read_manifest(path)
+        check_files(path, manifest, hashes=check_hashes)
+        return cls(path, manifest)
+
+    def file(self, name: str) -> Path:
+        """The path of a file the manifest names."""
+        return self.folder / name
+
+    def tokenizer(self) -> Tokenizer:
+        """Loads the tokenizer.
+
+        Raises:
+            BundleError: the file is not a tokenizer.
+        """
+        path = self.file(self.manifest.tokenizer.file)
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise BundleError(f"{path}: not a tokenizer: {error}; build the bundle again") from error

@@ -1,0 +1,79 @@
+"""What a request asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from specexport.contract.errors import RequestError
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures this low would overflow what they divide."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue one prompt. Names and meanings are vLLM's.
+
+    Filters apply in the order temperature, top-k, top-p, min-p, to the target's distribution p and to the draft's q
+    alike, so speculation does not change what is sampled.
+
+    Attributes:
+        max_tokens: most tokens to generate; 0 generates none.
+        temperature: divides the logits; 0, and anything below 1e-5, takes the most probable token (greedy).
+        top_p: keep the smallest set of most probable tokens that holds this much probability; 1 keeps all.
+        top_k: keep this many most probable tokens; 0 or -1 keeps all.
+        min_p: drop tokens less probable than this fraction of the most probable one; 0 keeps all.
+        seed: makes the text reproducible on the same bundle and machine; None draws a fresh one.
+        stop: texts that end the output; they are not part of it.
+        ignore_eos: go on past end-of-text tokens, as benchmarks do.
+
+    Raises:
+        RequestError: a value is out of range; names the field.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        else:
+            object.__setattr__(self, "stop", tuple(self.stop))
+        _require("max_tokens", self.max_tokens, _whole(self.max_tokens) and self.max_tokens >= 0, "a whole number >= 0")
+        _require("temperature", self.temperature, _finite(self.temperature) and self.temperature >= 0, "a number >= 0")
+        _require("top_p", self.top_p, _finite(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
+        _require("top_k", self.top_k, _whole(self.top_k) and self.top_k >= -1, "a whole number >= -1")
+        _require("min_p", self.min_p, _finite(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]")
+        _require("seed", self.seed, self.seed is None or (_whole(self.seed) and self.seed >= 0), "a whole number >= 0")
+        texts = all(isinstance(text, str) and text for text in self.stop)
+        _require("stop", self.stop, texts, "texts that are not empty")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken, without drawing."""
+        return self.temperature < _GREEDY_BELOW or self.top_k == 1
+
+    def replace(self, **changes: object) -> SamplingParams:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _require(name: str, value: object, ok: bool, expected: str) -> None:
+    if not ok:
+        raise RequestError(f"{name} is {value!r}; expected {expected}")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

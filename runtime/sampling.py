@@ -1,0 +1,113 @@
+"""Speculative sampling on the host: what p is, and which draft tokens are accepted.
+
+Notation is that of Leviathan et al. 2023 and Chen et al. 2023: p is the target's distribution and q the draft's, both
+after temperature, top-k, top-p and min-p; K is the number of draft tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from specexport.runtime.params import SamplingParams
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """q of each draft token of one slot, by its most probable tokens.
+
+    Attributes:
+        ids: int64 ``[K,M]``.
+        probs: float32 ``[K,M]``; each row sums to 1.
+    """
+
+    ids: Ints
+    probs: Floats
+
+
+def target_distribution(logits: Floats, params: SamplingParams) -> Doubles:
+    """p: float64 ``[V]`` from float32 logits ``[V]``; tokens tied at a threshold are kept together."""
+    if params.greedy:
+        p = np.zeros(logits.shape[0])
+        p[int(logits.argmax())] = 1.0
+        return p
+    scaled = logits.astype(np.float64) / params.temperature
+    if 0 < params.top_k < scaled.shape[0]:
+        threshold = np.partition(scaled, -params.top_k)[-params.top_k]
+        scaled = np.where(scaled >= threshold, scaled, -np.inf)
+    p = np.exp(scaled - scaled.max())
+    p /= p.sum()
+    if params.top_p < 1.0:
+        ordered = np.sort(p)[::-1]
+        # The first position at which the probability so far reaches top_p is the last one kept.
+        last = min(int(np.searchsorted(np.cumsum(ordered), params.top_p)), p.shape[0] - 1)
+        p = np.where(p >= ordered[last], p, 0.0)
+    if params.min_p > 0.0:
+        p = np.where(p >= params.min_p * p.max(), p, 0.0)
+    return np.asarray(p / p.sum())
+
+
+def draw(p: Doubles, uniform: float) -> int:
+    """The token at which the cumulative probability first exceeds ``uniform * sum(p)``; never one of probability 0."""
+    cumulative = np.cumsum(p)
+    token = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    return min(token, int(np.flatnonzero(p)[-1]))
+
+
+def residual(p: Doubles, ids: Ints, q: Floats) -> Doubles:
+    """norm(max(0, p - q)): what to draw from when a draft token was rejected.
+
+    Where q covers p up to rounding nothing is left, and p itself is returned: a rejection then has probability 0.
+    """
+    left = p.copy()
+    left[ids] = np.maximum(left[ids] - q, 0.0)
+    total = float(left.sum())
+    return left / total if total > 0 else p
+
+
+def accept_greedy(logits: Floats, draft_tokens: Ints) -> tuple[int, int]:
+    """Accepts draft tokens while they are the target's most probable ones.
+
+    Args:
+        logits: float32 ``[K+1,V]``; row i predicts draft token i, the last row the bonus token.
+        draft_tokens: int64 ``[K]``.
+
+    Returns:
+        How many are accepted, and the token that follows them.
+    """
+    best = logits.argmax(axis=-1)
+    agree = best[:-1] == draft_tokens
+    accepted = len(draft_tokens) if agree.all() else int(agree.argmin())
+    return accepted, int(best[accepted])
+
+
+def accept_sampled(
+    logits: Floats, draft_tokens: Ints, q: Distributions | None, params: SamplingParams, uniform: Doubles
+) -> tuple[int, int]:
+    """Accepts x ~ q with probability min(1, p(x)/q(x)); at the first rejection draws from norm(max(0, p - q)).
+
+    Args:
+        logits: float32 ``[K+1,V]``.
+        draft_tokens: int64 ``[K]``.
+        q: the distributions the draft tokens were drawn from; None where they were chosen without drawing (q = 1).
+        params: gives p.
+        uniform: float64 ``[K+1]`` noise in [0,1): one number a draft token, one for the final draw.
+
+    Returns:
+        How many are accepted, and the token that follows them. Together they are distributed as if every token had
+        been drawn from p.
+    """
+    for i, x in enumerate(draft_tokens.tolist()):
+        p = target_distribution(logits[i], params)
+        ids, probs = (np.array([x]), np.ones(1, np.float32)) if q is None else (q.ids[i], q.probs[i])
+        q_x = float(probs[ids == x].sum())
+        # u < p/q without dividing: p >= q always accepts, p = 0 never does.
+        if uniform[i] * q_x < p[x]:
+            continue
+        return i, draw(residual(p, ids, probs), uniform[-1])
+    return len(draft_tokens), draw(target_distribution(logits[len(draft_tokens)], params), uniform[-1])

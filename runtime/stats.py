@@ -1,0 +1,85 @@
+"""What a request cost and how well its drafts were accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Stats:
+    """Counters of one request. Times are seconds of wall clock.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        output_tokens: tokens generated.
+        steps: verify steps, plain ones included.
+        drafted: draft tokens verified.
+        accepted: draft tokens accepted.
+        accepted_at: how often the draft token at each position of a step was accepted.
+        steps_with_draft: steps that verified draft tokens.
+        prefill: time in the target's prefill.
+        propose: time proposing, the draft's own prefill included.
+        verify: time in the target's decode and verify steps.
+        accept: time deciding what is accepted.
+        host: everything else between the first step and the last: bookkeeping and text.
+        first_token: from the start of the request to its first tokens.
+        total: from start to end, waiting for the consumer of the stream left out.
+    """
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    steps_with_draft: int = 0
+    prefill: float = 0.0
+    propose: float = 0.0
+    verify: float = 0.0
+    accept: float = 0.0
+    host: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens a verify step commits: accepted ones and the bonus token."""
+        return (self.accepted + self.steps) / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of draft tokens accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Share of steps in which the draft token at each position was accepted."""
+        return [count / self.steps_with_draft for count in self.accepted_at] if self.steps_with_draft else []
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time after the prefill."""
+        return self.propose + self.verify + self.accept + self.host
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens a second of decoding."""
+        return self.output_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def count_step(self, drafted: int, accepted: int) -> None:
+        """Adds one verify step."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        if drafted:
+            self.steps_with_draft += 1
+            self.accepted_at += [0] * (drafted - len(self.accepted_at))
+            for position in range(accepted):
+                self.accepted_at[position] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Counters and what follows from them, for JSON."""
+        derived = ("acceptance_length", "acceptance_rate", "acceptance_by_position", "tokens_per_second")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}

@@ -1,0 +1,189 @@
+"""What the demonstration models are made from and shipped with: corpus, tokenizer, held-out prompts, model cards.
+
+Everything is cut from the sources of the standard library of the Python that runs the script, so nothing is
+downloaded. Which files are held out depends only on their relative path, so it is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import random
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+EXCLUDED_PARTS = {"site-packages", "lib2to3", "idlelib", "pydoc_data", "encodings", "__pycache__"}
+EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")  # files that the build generates on the machine it runs on
+MAX_FILE_BYTES = 400_000
+HELD_OUT_ONE_IN = 40
+
+
+CARD = """---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+tags: [speculative-decoding, python]
+---
+
+# {name}
+
+{summary}
+It exists to try speculative decoding without a download. It writes text that looks like Python; expect no more of it.
+
+| | |
+|---|---|
+| architecture | Llama, {layers} layers, hidden size {hidden}, tied embeddings, {parameters:,} parameters, float16 |
+| tokenizer | byte-level BPE, {vocabulary} entries; `<|endoftext|>` separates documents and ends the text |
+| data | the standard library of CPython {python} (PSF-2.0), {files} files, {tokens:,} tokens |
+| held out | {held_out} files chosen by a hash of the path |
+| held-out loss | {loss:.3f} nats a token, at windows of 512 tokens |
+| training | {training} |
+| seed | {seed} |
+| command | `{command}` |
+| licence | weights: Apache-2.0; the sources they were trained on: PSF-2.0 |
+
+Acceptance length of the pair (tokens per target step, the target's own token included) on the {prompts} held-out
+prompts of {prompt_tokens} tokens, {new_tokens} tokens generated:
+
+{table}
+
+A greedy completion of a held-out prompt (`{sample_file}`), which ends at the mark `<<<`:
+
+```python
+{sample}
+```
+"""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of the corpus: its path relative to the standard library, and its text."""
+
+    path: str
+    text: str
+
+    @property
+    def held_out(self) -> bool:
+        """True for about one file in `HELD_OUT_ONE_IN`, chosen by a hash of the path alone."""
+        return int(hashlib.sha256(self.path.encode()).hexdigest()[:8], 16) % HELD_OUT_ONE_IN == 0
+
+
+def read_corpus(root: Path | None = None) -> list[SourceFile]:
+    """Return the library's modules and the top-level files of its test package, sorted by path.
+
+    Folders of tests below the top level are left out: they hold mostly data and deliberately broken sources.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        folders = relative.parts[:-1]
+        if EXCLUDED_PARTS.intersection(folders) or any(part.startswith(EXCLUDED_PREFIXES) for part in relative.parts):
+            continue
+        if folders != ("test",) and {"test", "tests"}.intersection(folders):
+            continue
+        if not 200 <= path.stat().st_size <= MAX_FILE_BYTES:
+            continue
+        try:
+            files.append(SourceFile(relative.as_posix(), path.read_text(encoding="utf-8")))
+        except UnicodeDecodeError:
+            continue
+    return files
+
+
+def train_tokenizer(files: list[SourceFile], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer of `vocab_size` entries; encoding adds no special token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((file.text for file in files), trainer, length=len(files))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode_stream(tokenizer: PreTrainedTokenizerFast, files: list[SourceFile], seed: int) -> torch.Tensor:
+    """Return all files in one shuffled stream of token ids `[tokens]`, each closed by the end-of-text token."""
+    order = list(files)
+    random.Random(seed).shuffle(order)
+    stream: list[int] = []
+    for ids in tokenizer([file.text for file in order])["input_ids"]:
+        stream.extend(ids)
+        stream.append(tokenizer.eos_token_id)
+    return torch.tensor(stream, dtype=torch.long)
+
+
+def random_windows(stream: torch.Tensor, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Cut `count` windows at random offsets out of `stream`: `[count, length]`."""
+    starts = torch.randint(0, stream.numel() - length, (count, 1), generator=generator)
+    return stream[starts + torch.arange(length)]
+
+
+def cut_prompts(
+    tokenizer: PreTrainedTokenizerFast, files: list[SourceFile], count: int, tokens: int, seed: int
+) -> list[dict[str, str]]:
+    """Cut `count` prompts that start at a definition, a class, a decorator or an import of a held-out file.
+
+    A prompt is kept only where its text encodes back to exactly `tokens` ids, so that a benchmark may stack them.
+    The files take turns, so that a long file does not fill the list.
+    """
+    rng = random.Random(seed)
+    starts = ("def ", "class ", "@", "import ", "from ", "async def ")
+    per_file: list[list[dict[str, str]]] = []
+    for file in files:
+        lines = file.text.splitlines(keepends=True)
+        found = []
+        for number, line in enumerate(lines):
+            if not line.lstrip().startswith(starts):
+                continue
+            ids = tokenizer.encode("".join(lines[number : number + 60]))[:tokens]
+            text = tokenizer.decode(ids)
+            if len(ids) == tokens and tokenizer.encode(text) == ids:
+                found.append({"id": "", "file": file.path, "text": text})
+        rng.shuffle(found)
+        per_file.append(found)
+    prompts: list[dict[str, str]] = []
+    while len(prompts) < count and any(per_file):
+        prompts.extend(found.pop() for found in per_file if found)
+    prompts = prompts[:count]
+    for number, prompt in enumerate(prompts):
+        prompt["id"] = f"held-out-{number:02d}"
+    return prompts
+
+
+def write_jsonl(rows: list[dict[str, str]], path: Path) -> None:
+    """Write one JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, card: str) -> None:
+    """Write the model in float16 with its tokenizer, generation settings and card."""
+    half = copy.deepcopy(model).to(torch.float16)
+    end = tokenizer.eos_token_id
+    half.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=end, do_sample=False)
+    half.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings_path = folder / "tokenizer_config.json"
+    settings = json.loads(settings_path.read_text(encoding="utf-8"))
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that releases of transformers before 5 know too
+    settings_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")

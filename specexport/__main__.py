@@ -1,0 +1,7 @@
+"""``python -m specexport``."""
+
+import sys
+
+from specexport.cli import main
+
+sys.exit(main())

@@ -1,0 +1,115 @@
+"""Build a bundle from a target and, for speculation, a draft model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from specexport.commands.inspect import summary
+from specexport.contract.errors import BuildError
+from specexport.contract.manifest import read_manifest
+
+_PRECISIONS = ("fp32", "fp16", "int8", "int4")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of ``specexport build``."""
+    parser.add_argument("--target", required=True, metavar="DIR_OR_ID", help="Hugging Face folder or hub id")
+    parser.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer")
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=_draft_tokens,
+        metavar="K[,K...]",
+        help="draft tokens a step (default: 4); of several the first is the default and requests may choose the others",
+    )
+    parser.add_argument(
+        "--max-seq-len", type=int, metavar="S", help="longest prompt and output (default: the model's, at most 2048)"
+    )
+    parser.add_argument("--precision", choices=_PRECISIONS, default="fp32", help="how matrices are stored")
+    parser.add_argument("--draft-precision", choices=_PRECISIONS, help="the draft's, if it is to differ")
+    parser.add_argument(
+        "--block-size", type=int, default=32, metavar="N", help="weights that share a scale in int8 and int4"
+    )
+    parser.add_argument("--backend", choices=("onnxruntime",), default="onnxruntime", help="what runs the graphs")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
+
+
+def _draft_tokens(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number or several with commas between") from None
+
+
+def exporter() -> types.ModuleType:
+    """The exporter, or an error that names the extra it needs.
+
+    Raises:
+        BuildError: the ``[export]`` extra is not installed, or Python is older than 3.11.
+    """
+    if sys.version_info < (3, 11):
+        raise BuildError(
+            f"building needs Python 3.11 or newer; this is {sys.version_info.major}.{sys.version_info.minor}. "
+            "Bundles run on 3.10, so build elsewhere and copy the folder"
+        )
+    try:
+        from specexport.exporter import build
+    except ImportError as error:
+        raise BuildError(
+            f"building needs the [export] extra ({error}); install it with: pip install 'specexport[cpu,export]'"
+        ) from error
+    return build
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs ``specexport build``."""
+    if arguments.num_speculative_tokens is not None and arguments.draft is None:
+        raise BuildError("--num-speculative-tokens was given without --draft; nothing would propose those tokens")
+    if arguments.draft_precision is not None and arguments.draft is None:
+        raise BuildError("--draft-precision was given without --draft")
+    module = exporter()
+    wanted = arguments.num_speculative_tokens or (module.DEFAULT_SPECULATIVE_TOKENS,)
+    options = module.BuildOptions(
+        target=arguments.target,
+        output=arguments.output,
+        draft=arguments.draft,
+        num_speculative_tokens=wanted[0],
+        speculative_choices=wanted[1:],
+        max_seq_len=arguments.max_seq_len,
+        precision=arguments.precision,
+        draft_precision=arguments.draft_precision,
+        block_size=arguments.block_size,
+        overwrite=arguments.overwrite,
+    )
+    console = Console(stderr=True)
+    with build_progress(console) as progress:
+        module.build(options, Bars(progress))
+    Console().print(summary(arguments.output, read_manifest(arguments.output)))
+    return 0
+
+
+def build_progress(console: Console) -> Progress:
+    """The progress display of a build."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), console=console
+    )
+
+
+class Bars:
+    """Shows the exporter's progress reports, a bar a step."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        """Called by the exporter with a step's name, how much is done, and how much there is."""
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=total)
+        self._progress.update(self._tasks[name], completed=done, total=total)

@@ -1,0 +1,129 @@
+"""Show what is in a bundle."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from specexport.contract.manifest import DraftModel, Manifest, Model, check_files, read_manifest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of ``specexport inspect``."""
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE")
+    parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    parser.add_argument("--hashes", action="store_true", help="also check every file's SHA-256")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs ``specexport inspect``."""
+    manifest = read_manifest(arguments.bundle)
+    check_files(arguments.bundle, manifest, hashes=arguments.hashes)
+    if arguments.json:
+        print(json.dumps(msgspec.to_builtins(manifest), indent=2))
+        return 0
+    console = Console()
+    console.print(summary(arguments.bundle, manifest))
+    console.print(_files(manifest))
+    return 0
+
+
+def summary(folder: Path, manifest: Manifest) -> RenderableType:
+    """What a bundle holds, as a table: one column a model."""
+    method = manifest.method
+    models = {"target": manifest.target} | ({"draft": method.draft} if isinstance(method, DraftModel) else {})
+    table = Table(title=f"{folder}", title_justify="left", show_edge=False)
+    table.add_column("")
+    for role in models:
+        table.add_column(role)
+    for label, cell in _ROWS:
+        table.add_row(label, *(cell(model) for model in models.values()))
+    size = sum(entry.size for entry in manifest.files)
+    sampling = msgspec.to_builtins(manifest.generation)
+    lines = {
+        "speculation": _speculation(manifest),
+        "context": f"{manifest.max_seq_len} tokens, prefill in chunks of {manifest.prefill_chunk}",
+        "backend": manifest.backend,
+        "sampling": ", ".join(f"{name} {value:g}" for name, value in sampling.items()),
+        "chat template": manifest.tokenizer.chat_template or "none",
+        "end of text": ", ".join(map(str, manifest.tokenizer.eos_token_ids)) or "none",
+        "size": f"{_bytes(size)} in {len(manifest.files)} files",
+        "built": f"{manifest.created} by specexport {manifest.specexport_version} (format {manifest.format_version}), "
+        + ", ".join(f"{name} {version}" for name, version in manifest.built_with.items()),
+    }
+    details = Table.grid(padding=(0, 2))
+    for label, text in lines.items():
+        details.add_row(label, text)
+    return Group(table, "", details)
+
+
+def _speculation(manifest: Manifest) -> str:
+    method = manifest.method
+    if not isinstance(method, DraftModel):
+        return "none: plain decoding"
+    K = method.num_speculative_tokens
+    others = [k for k in method.choices if k != K]
+    text = f"draft model, K = {K} draft tokens a step, verified {K + 1} at a time; lossless"
+    return text + (f"; requests may choose K = {_list(others)}" if others else "")
+
+
+def _cache(model: Model) -> str:
+    row = sum(4 * layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
+    return f"{len(model.cache)} layers, {_bytes(row)} a token ({model.precision.cache})"
+
+
+def _precision(model: Model) -> str:
+    precision = model.precision
+    text = f"{precision.weights}, computed in {precision.compute}"
+    if precision.block_size:
+        text += f", blocks of {precision.block_size}"
+    if precision.weight_rms_error is not None:
+        text += f", weight error {precision.weight_rms_error:.2%}"
+    if precision.not_quantized:
+        text += f"; left in fp32: {len(precision.not_quantized)}"
+    return text
+
+
+def _shapes(model: Model) -> str:
+    points = [graph.point for graph in model.graph.points]
+    tokens, caches, batches = (sorted({getattr(p, name) for p in points}) for name in ("tokens", "cache", "batch"))
+    return f"batch {_list(batches)}; tokens {_list(tokens)}; cache {_list(caches)}"
+
+
+def _list(values: list[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+_ROWS = (
+    ("family", lambda m: m.family),
+    ("source", lambda m: m.source),
+    ("parameters", lambda m: f"{m.parameters:,}"),
+    ("vocabulary", lambda m: f"{m.vocab_size:,}"),
+    ("made for", lambda m: f"{m.max_positions:,} positions"),
+    ("weights", _precision),
+    ("cache", _cache),
+    ("shape points", _shapes),
+)
+
+
+def _files(manifest: Manifest) -> Table:
+    table = Table(title="files", title_justify="left", show_edge=False)
+    table.add_column("path")
+    table.add_column("size", justify="right")
+    table.add_column("sha256")
+    for entry in manifest.files:
+        table.add_row(entry.path, _bytes(entry.size), entry.sha256[:16] + "…")
+    return table
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"

@@ -1,0 +1,102 @@
+"""Generate text from a bundle."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from specexport.contract.errors import RequestError
+from specexport.runtime import Engine, Stats, Stream
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of ``specexport run``."""
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE")
+    parser.add_argument("-p", "--prompt", help="text to continue; '-' or none reads standard input")
+    parser.add_argument("-n", "--max-tokens", type=int, default=128, help="most tokens to generate")
+    unset = argparse.SUPPRESS
+    parser.add_argument("--temperature", type=float, default=unset, help="0 is greedy (default: the model's own)")
+    parser.add_argument("--top-p", type=float, default=unset, help="nucleus sampling (default: the model's own)")
+    parser.add_argument("--top-k", type=int, default=unset, help="0 keeps all tokens (default: the model's own)")
+    parser.add_argument("--min-p", type=float, default=unset, help="0 keeps all tokens (default: the model's own)")
+    parser.add_argument("--seed", type=int, default=unset, help="makes the text reproducible")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
+    parser.add_argument(
+        "--stream", action=argparse.BooleanOptionalAction, default=True, help="print text as it is generated"
+    )
+    parser.add_argument("--stats", action="store_true", help="print counters and times to standard error")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--no-speculation", action="store_true", help="decode plainly, for comparison")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs ``specexport run``."""
+    if arguments.threads is not None and arguments.threads < 1:
+        raise RequestError(f"--threads is {arguments.threads}; expected at least 1")
+    prompt = _prompt(arguments.prompt)
+    with Engine.load(arguments.bundle, threads=arguments.threads) as engine:
+        given = {name: getattr(arguments, name) for name in _SAMPLING if hasattr(arguments, name)}
+        params = engine.defaults().replace(
+            max_tokens=arguments.max_tokens, stop=tuple(arguments.stop), ignore_eos=arguments.ignore_eos, **given
+        )
+        with engine.stream(prompt, params, speculation=not arguments.no_speculation) as stream:
+            if arguments.json:
+                print(json.dumps(_result(prompt, stream) | {"params": dataclasses.asdict(params)}))
+            else:
+                _print_text(stream, arguments.stream)
+            if arguments.stats:
+                print(describe(stream.stats), file=sys.stderr)
+    return 0
+
+
+def _prompt(given: str | None) -> str:
+    if given is not None and given != "-":
+        return given
+    if given is None and sys.stdin.isatty():
+        print("reading the prompt from standard input; end it with Ctrl-D", file=sys.stderr)
+    return sys.stdin.read()
+
+
+def _result(prompt: str, stream: Stream) -> dict[str, Any]:
+    chunks = list(stream)
+    return {
+        "prompt": prompt,
+        "text": "".join(chunk.text for chunk in chunks),
+        "token_ids": [token for chunk in chunks for token in chunk.token_ids],
+        "finish_reason": chunks[-1].finish_reason,
+        "stats": stream.stats.as_dict(),
+    }
+
+
+def _print_text(stream: Stream, as_it_comes: bool) -> None:
+    if as_it_comes:
+        for chunk in stream:
+            print(chunk.text, end="", flush=True)
+        print()
+    else:
+        print("".join(chunk.text for chunk in stream))
+
+
+def describe(stats: Stats) -> str:
+    """Counters and times of a request in a few lines."""
+    positions = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_position)
+    per_step = 1e3 / max(1, stats.steps)
+    lines = [
+        f"tokens      {stats.prompt_tokens} in, {stats.output_tokens} out in {stats.steps} steps: "
+        f"acceptance length {stats.acceptance_length:.2f}",
+        f"speed       {stats.tokens_per_second:.1f} tokens/s decoding; prefill {stats.prefill * 1e3:.1f} ms, "
+        f"first token after {stats.first_token * 1e3:.1f} ms, total {stats.total * 1e3:.1f} ms",
+        f"a step      propose {stats.propose * per_step:.2f} ms, verify {stats.verify * per_step:.2f} ms, "
+        f"accept {stats.accept * per_step:.3f} ms, host {stats.host * per_step:.3f} ms",
+    ]
+    if stats.drafted:
+        lines.insert(1, f"draft       {stats.accepted} of {stats.drafted} accepted; by position {positions}")
+    return "\n".join(lines)

@@ -1,0 +1,158 @@
+"""Tiny random checkpoints of every supported model family, as Hugging Face folders.
+
+They say nothing sensible, but everything a family's code can do differently occurs in them: every layer type, norms and
+biases that are not what they are initialised to, windows shorter than a test's texts.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+VOCAB = 320
+MAX_POSITIONS = 512
+WINDOW = 8
+BOS, EOS, PAD = 0, 1, 2
+
+_SPECIAL = ["<s>", "</s>", "<pad>"]
+_TEXT = """
+    the of and to in is that it was for on are as with his they at be this from have or by one had not but what all were
+    when we there can an your which their said if do will each about how up out them then she many some so these would
+    other into has more her two like him see time could no make than first been its who now people my made over did down
+    only way find use may water long little very after words called just where most know get through back much before go
+    good new write our used me man too any day same right look think also around another came come work three word must
+    because does part even place well such here take why things help put years different away again off went old number
+"""
+
+# Four heads of 16, two of them sharing keys and values, unless the family knows no such thing.
+_GROUPED: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+_UNGROUPED = {key: value for key, value in _GROUPED.items() if key != "num_key_value_heads"}
+
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_GROUPED},
+    "mistral": {"model_type": "mistral", **_GROUPED, "sliding_window": WINDOW},
+    "qwen2": {"model_type": "qwen2", **_GROUPED, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", **_GROUPED, "head_dim": 24, "tie_word_embeddings": True},
+    "gemma2": {
+        "model_type": "gemma2",
+        **_GROUPED,
+        "head_dim": 24,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": WINDOW,
+        # Low enough to bend what random weights make.
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **_GROUPED,
+        "num_hidden_layers": 3,
+        "head_dim": 24,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "phi3": {"model_type": "phi3", **_GROUPED, "partial_rotary_factor": 0.5},
+    "opt": {
+        "model_type": "opt",
+        "hidden_size": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": MAX_POSITIONS,
+        "word_embed_proj_dim": 48,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_inner": 96,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": MAX_POSITIONS,
+    },
+    "gpt_neox": {"model_type": "gpt_neox", **_UNGROUPED, "rotary_pct": 0.25},
+    "granite": {
+        "model_type": "granite",
+        **_GROUPED,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 2.0,
+        "tie_word_embeddings": True,
+    },
+    "smollm3": {"model_type": "smollm3", **_GROUPED, "no_rope_layers": [1, 0], "tie_word_embeddings": True},
+    "olmo2": {"model_type": "olmo2", **_GROUPED},
+}
+
+FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
+
+
+@lru_cache(maxsize=1)
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with at most ``VOCAB`` tokens, the same in every process."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=_SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    words, draw = _TEXT.split(), random.Random(0)
+    trained.train_from_iterator((" ".join(draw.choices(words, k=12)) for _ in range(400)), trainer)
+    bos, eos, pad = _SPECIAL
+    return PreTrainedTokenizerFast(
+        tokenizer_object=trained, bos_token=bos, eos_token=eos, pad_token=pad, clean_up_tokenization_spaces=False
+    )
+
+
+def make_model(family: str, *, seed: int = 0, **config: Any) -> torch.nn.Module:
+    """A random model; ``family`` is one of ``FAMILIES`` or any ``model_type`` whose sizes ``config`` gives."""
+    settings = {
+        "vocab_size": VOCAB,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        **_CONFIGS.get(family, {"model_type": family}),
+        **config,
+    }
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(settings.pop("model_type"), **settings), attn_implementation="eager"
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            # Matrices are drawn anew; norms and biases are moved away from ones and zeros.
+            parameter.copy_(0.25 * noise if parameter.ndim > 1 else parameter + 0.2 * noise)
+    return model.eval()
+
+
+def make_checkpoint(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Path:
+    """Writes a random model and its tokenizer into ``folder`` the way ``save_pretrained`` does; returns ``folder``.
+
+    Args:
+        folder: made if it does not exist.
+        family: see :func:`make_model`.
+        seed: of the weights; two seeds make two models with one tokenizer.
+        config: settings of the family's configuration to replace.
+    """
+    model: Any = make_model(family, seed=seed, **config)
+    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,58 @@
+"""Bundles for the tests, made once a session, or taken ready-made where torch is not installed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+from specexport.runtime import Engine
+
+hypothesis.settings.register_profile("specexport", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("specexport")
+
+READY_MADE = "SPECEXPORT_TEST_BUNDLES"
+"""A folder written by ``python -m tests.make_bundles``; with it, tests not marked ``exporter`` run without torch."""
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the bundle of a name that ``tests.make_bundles`` knows. Not to be changed: the session shares it."""
+    ready = os.environ.get(READY_MADE)
+
+    def get(name: str) -> Path:
+        if ready:
+            return Path(ready) / name
+        from tests.make_bundles import make
+
+        # The parent is shared by pytest-xdist's workers.
+        base = tmp_path_factory.getbasetemp()
+        return make(name, (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "bundles")
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def oracle(bundle: Callable[[str], Path]) -> Callable[[str], Any]:
+    """Gives what transformers says of a bundle's target; see ``tests.make_bundles``."""
+    return lambda name: json.loads((bundle(name) / ".." / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def engine(bundle: Callable[[str], Path]) -> Iterator[Callable[[str], Engine]]:
+    """Gives a loaded bundle by its name. The session shares it, so tests leave it open and without a running stream."""
+    loaded: dict[str, Engine] = {}
+
+    def get(name: str) -> Engine:
+        if name not in loaded:
+            loaded[name] = Engine.load(bundle(name), threads=1)
+        return loaded[name]
+
+    yield get
+    for one in loaded.values():
+        one.close()

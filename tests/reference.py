@@ -1,0 +1,96 @@
+"""What the runtime is compared with: its definitions written out slowly, and the statistics of sampled texts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+from specexport.runtime.params import SamplingParams
+
+Text = tuple[int, ...]
+
+
+def warped(logits: Sequence[float] | npt.NDArray[np.floating], params: SamplingParams) -> npt.NDArray[np.float64]:
+    """The distribution a token is drawn from: temperature, then top-k, then top-p, then min-p, one token at a time."""
+    values = [float(value) for value in logits]
+    if params.greedy:
+        return np.eye(len(values))[values.index(max(values))]
+    scaled = [value / params.temperature for value in values]
+    weights = {token: math.exp(value - max(scaled)) for token, value in enumerate(scaled)}
+    if params.top_k > 0:
+        ranked = sorted(weights.values(), reverse=True)
+        worst = ranked[min(params.top_k, len(ranked)) - 1]
+        weights = {token: weight for token, weight in weights.items() if weight >= worst}
+    if params.top_p < 1.0:
+        total, so_far, worst = sum(weights.values()), 0.0, 0.0
+        for weight in sorted(weights.values(), reverse=True):
+            so_far, worst = so_far + weight / total, weight
+            if so_far >= params.top_p:
+                break
+        weights = {token: weight for token, weight in weights.items() if weight >= worst}
+    if params.min_p > 0.0:
+        best = max(weights.values())
+        weights = {token: weight for token, weight in weights.items() if weight >= params.min_p * best}
+    total = sum(weights.values())
+    return np.array([weights.get(token, 0.0) / total for token in range(len(values))])
+
+
+def text_distribution(next_token: Callable[[Text], npt.NDArray[np.float64]], length: int) -> dict[Text, float]:
+    """The probability of every text of ``length`` tokens, by the chain rule; impossible ones are left out."""
+    texts: dict[Text, float] = {(): 1.0}
+    for _ in range(length):
+        texts = {
+            (*text, token): probability * p
+            for text, probability in texts.items()
+            for token, p in enumerate(next_token(text).tolist())
+            if p > 0
+        }
+    return texts
+
+
+def chi_square_p(texts: Sequence[Text], exact: dict[Text, float]) -> float:
+    """How probable it is that ``texts`` are no closer to ``exact`` if they were drawn from it.
+
+    Texts expected fewer than five times share one bin. A text that cannot occur makes the answer 0.
+    """
+    found = Counter(texts)
+    if any(text not in exact for text in found):
+        return 0.0
+    bins = sorted((len(texts) * probability, found[text]) for text, probability in exact.items())
+    rare = 0
+    while rare < len(bins) and (bins[rare][0] < 5 or 0 < sum(expected for expected, _ in bins[:rare]) < 5):
+        rare += 1
+    pooled = [(sum(expected for expected, _ in bins[:rare]), sum(count for _, count in bins[:rare]))] if rare else []
+    expected, observed = zip(*(pooled + bins[rare:]), strict=True)
+    assert len(expected) > 3, "too few bins to tell distributions apart"
+    return float(stats.chisquare(observed, np.array(expected) * (len(texts) / sum(expected))).pvalue)
+
+
+def draw_candidates(
+    logits: npt.NDArray[np.float32], uniform: npt.NDArray[np.float32], params: SamplingParams, candidates: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """What ``graphs.propose.draw_candidate`` does to many rows of logits, in numpy: tokens, candidates, q."""
+    count = min(candidates, logits.shape[1])
+    ids = np.argsort(-logits, axis=-1, kind="stable")[:, :count]
+    best = np.take_along_axis(logits, ids, -1)
+    rank = np.arange(count)[None]
+    one = np.float32(1)
+
+    def normalised(weights: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return weights / weights.sum(-1, keepdims=True)
+
+    temperature, top_k = (one, 1) if params.greedy else (np.float32(params.temperature), max(params.top_k, 0))
+    scaled = best / temperature
+    probs = normalised(np.exp(scaled - scaled[:, :1]))
+    probs = normalised(np.where((rank < top_k) | (top_k == 0), probs, np.float32(0)))
+    before = probs.cumsum(-1) - probs
+    keep = (before < np.float32(params.top_p)) & (probs >= np.float32(params.min_p) * probs[:, :1])
+    probs = normalised(np.where(keep | (rank == 0), probs, np.float32(0)))
+    below = (probs.cumsum(-1) <= uniform[:, None]).sum(-1)
+    choice = np.minimum(below, (probs > 0).sum(-1) - 1)
+    return np.take_along_axis(ids, choice[:, None], 1)[:, 0], ids, probs

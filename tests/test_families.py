@@ -1,0 +1,476 @@
+"""Every supported model family computes in its graphs what transformers computes; every other one is refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+import onnxruntime as ort
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers.pytorch_utils import Conv1D
+
+from specexport.contract import tensors
+from specexport.contract.errors import BuildError
+from specexport.contract.tree import TokenTree
+from specexport.exporter import check, compose, trace
+from specexport.exporter.checkpoint import Checkpoint, load_checkpoint
+from specexport.exporter.weights import WeightsFile
+from specexport.graphs.propose import MAX_CANDIDATES, draw_candidate
+from tests.checkpoints import FAMILIES, MAX_POSITIONS, VOCAB, WINDOW, make_checkpoint
+
+Array = npt.NDArray[Any]
+
+TOLERANCE = 1e-4
+TREE = TokenTree((-1, 0, 0, 1, 1, 2, 5))
+CHAIN_STEPS = 4
+NOISE = 0.37
+
+
+@dataclass
+class Family:
+    """One family's checkpoint, its model as transformers runs it, and its graphs on disk."""
+
+    name: str
+    checkpoint: Checkpoint
+    eager: Any
+    folder: Path
+
+    def logits(self, tokens: Sequence[int]) -> Array:
+        """What transformers says after each token of a text: ``[N,V]``."""
+        with torch.no_grad():
+            logits: Array = self.eager(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
+        return logits
+
+    def greedy(self, tokens: Sequence[int], count: int) -> list[int]:
+        text = list(tokens)
+        for _ in range(count):
+            text.append(int(self.logits(text)[-1].argmax()))
+        return text[len(tokens) :]
+
+
+class Graph:
+    """A graph in onnxruntime with a cache for some slots."""
+
+    def __init__(self, path: Path, checkpoint: Checkpoint, batch: int, rows: int) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self.batch = batch
+        sizes = [(c.heads, size) for c in checkpoint.cache for size in (c.key_size, c.value_size)]
+        names = trace.cache_names(len(checkpoint.cache), present=False)
+        # What was never written must never be read: it would show at once.
+        self.caches = {
+            name: np.full((batch, heads, rows, size), 1e6, np.float32)
+            for name, (heads, size) in zip(names, sizes, strict=True)
+        }
+
+    def run(self, **inputs: Array) -> dict[str, Array]:
+        """Runs the graph and keeps the caches it returns."""
+        names = [output.name for output in self.session.get_outputs()]
+        outputs = dict(zip(names, self.session.run(names, {**inputs, **self.caches}), strict=True))
+        self.caches = {name: outputs.pop(name.replace("past", "present")) for name in self.caches}
+        return outputs
+
+    def step(self, tokens: Array, past: Sequence[int], tree: TokenTree, rows: Array | None = None) -> Array:
+        """Logits of ``rows [B,R]`` (all, if None) of a step over ``tokens [B,T]``."""
+        every = np.arange(len(tree))[None].repeat(self.batch, 0)
+        return self.run(
+            input_ids=tokens,
+            position_ids=np.array(past, np.int64)[:, None] + tree.depths[None],
+            tree_mask=tree.mask[None].repeat(self.batch, 0),
+            past_length=np.array(past, np.int64),
+            logits_rows=every if rows is None else rows,
+        )[tensors.LOGITS]
+
+    def propose(
+        self,
+        tokens: Array,
+        past: Sequence[int],
+        last_row: Sequence[int],
+        count: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 1,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+    ) -> dict[str, Array]:
+        return self.run(
+            input_ids=tokens,
+            past_length=np.array(past, np.int64),
+            last_row=np.array(last_row, np.int64),
+            num_draft_tokens=np.array(count, np.int64),
+            uniform=np.full((self.batch, count), NOISE, np.float32),
+            temperature=np.full(self.batch, temperature, np.float32),
+            top_k=np.full(self.batch, top_k, np.int64),
+            top_p=np.full(self.batch, top_p, np.float32),
+            min_p=np.full(self.batch, min_p, np.float32),
+        )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for one another cost more than they bring at these sizes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    folder = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+    eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    yield Family(request.param, load_checkpoint(str(folder)), eager, folder)
+
+
+@pytest.fixture(scope="module")
+def step_graph(family: Family) -> Path:
+    path = family.folder / "step.onnx"
+    ir.save(trace.trace_step(family.checkpoint.model, family.checkpoint.cache), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def propose_graph(family: Family) -> Path:
+    path, loaded = family.folder / "propose.onnx", family.checkpoint
+    one_pass = trace.trace_draft_pass(
+        loaded.model, loaded.cache, loaded.vocab_size, loaded.input_vocab, loaded.max_positions
+    )
+    ir.save(compose.propose_graph(one_pass, loaded.cache), path)
+    return path
+
+
+def random_text(length: int, seed: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCAB, length)]
+
+
+def padded(parts: Sequence[Sequence[int]], width: int) -> Array:
+    return np.array([[*part, *[7] * (width - len(part))] for part in parts], np.int64)
+
+
+def differences(family: Family, path: Path, prompts: Sequence[int], chunk: int, rows: int) -> dict[str, float]:
+    """The largest difference of a logit from transformers' in prefill, chain steps and a tree, slots in parallel."""
+    texts = [random_text(length + CHAIN_STEPS + len(TREE), seed) for seed, length in enumerate(prompts)]
+    expected = [family.logits(text) for text in texts]
+    graph = Graph(path, family.checkpoint, len(texts), rows)
+    past = [0] * len(texts)
+    worst = {"prefill": 0.0, "chain": 0.0, "tree": 0.0}
+
+    def note(part: str, ours: Array, theirs: Array) -> None:
+        worst[part] = max(worst[part], float(np.abs(ours - theirs).max(initial=0.0)))
+
+    while any(done < length for done, length in zip(past, prompts, strict=True)):
+        # The shorter text's slot runs along on padding.
+        parts = [text[done : min(done + chunk, n)] for text, done, n in zip(texts, past, prompts, strict=True)]
+        logits = graph.step(padded(parts, chunk), past, TokenTree.chain(chunk))
+        for slot, part in enumerate(parts):
+            note("prefill", logits[slot, : len(part)], expected[slot][past[slot] : past[slot] + len(part)])
+            past[slot] += len(part)
+    for _ in range(CHAIN_STEPS):
+        logits = graph.step(np.array([[text[done]] for text, done in zip(texts, past, strict=True)]), past, TREE.chain(1))
+        for slot, done in enumerate(past):
+            note("chain", logits[slot], expected[slot][done : done + 1])
+        past = [done + 1 for done in past]
+    nodes = np.array([text[done:] for text, done in zip(texts, past, strict=True)])
+    logits = graph.step(nodes, past, TREE)
+    for slot, done in enumerate(past):
+        for node in range(len(TREE)):
+            path_tokens = nodes[slot, TREE.mask[node]]
+            note("tree", logits[slot, node], family.logits([*texts[slot][:done], *path_tokens])[-1])
+    # Only the root is accepted: a chain step overwrites what the tree wrote, and what it does not reach stays unseen.
+    logits = graph.step(nodes[:, 1:3], [done + 1 for done in past], TokenTree.chain(2), np.ones((len(texts), 1), np.int64))
+    for slot, done in enumerate(past):
+        note("chain", logits[slot], family.logits(texts[slot][: done + 3])[-1:])
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("prompts", "chunk", "rows"),
+    [((2 * WINDOW + 5, WINDOW + 3), 8, 40), ((WINDOW + 13,), 16, 56)],
+    ids=["two slots", "one slot"],
+)
+def test_step_graph_computes_what_transformers_does(
+    family: Family, step_graph: Path, prompts: tuple[int, ...], chunk: int, rows: int
+) -> None:
+    worst = differences(family, step_graph, prompts, chunk, rows)
+    assert max(worst.values()) < TOLERANCE, worst
+
+
+def test_step_graph_is_plain_onnx_with_fused_norms(family: Family, step_graph: Path) -> None:
+    model = ir.load(step_graph)
+    assert model.opset_imports == {"": 24}
+    nodes = Counter(node.op_type for node in model.graph.all_nodes())
+    assert {node.domain for node in model.graph.all_nodes()} == {""}
+    kinds = Counter(type(module).__name__ for module in family.eager.modules())
+    rms_norms = sum(count for name, count in kinds.items() if name.endswith("RMSNorm"))
+    assert nodes["RMSNormalization"] == rms_norms
+    assert nodes["LayerNormalization"] == kinds["LayerNorm"]
+    assert rms_norms + kinds["LayerNorm"] > 0
+    assert nodes["Reciprocal"] == nodes["Sqrt"] == nodes["ReduceMean"] == 0
+    rotary = [node for node in model.graph if node.op_type == "RotaryEmbedding"]
+    rotated_layers = {"opt": 0, "gpt2": 0, "smollm3": 1}.get(family.name, len(family.checkpoint.cache))
+    assert len(rotary) == 2 * rotated_layers
+    assert nodes["Gemm"] == 0
+    assert sum(_weight_shape(node) is not None for node in model.graph) == len(linear_layers(family.eager))
+    capped = family.name == "gemma2"
+    assert nodes["Attention"] == (0 if capped else len(family.checkpoint.cache))
+
+
+def linear_layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, torch.nn.Linear | Conv1D)]
+
+
+def _weight_shape(node: ir.Node) -> tuple[int, ...] | None:
+    """``[K,N]`` if ``node`` multiplies by a weight: one stored that way, or the transposed embedding."""
+    if node.op_type != "MatMul":
+        return None
+    weight = node.inputs[1]
+    assert weight is not None
+    transpose = weight.producer()
+    tied = transpose is not None and transpose.op_type == "Transpose"
+    stored = transpose.inputs[0] if transpose is not None and tied else weight
+    if stored is None or not stored.is_initializer():
+        return None
+    assert stored.const_value is not None
+    shape = tuple(int(size) for size in stored.const_value.shape)
+    return shape[::-1] if tied else shape
+
+
+def test_every_linear_layer_is_quantized(family: Family, step_graph: Path, tmp_path: Path) -> None:
+    layers = linear_layers(family.eager)
+    model = ir.load(step_graph)
+    shapes = Counter(shape for node in model.graph if (shape := _weight_shape(node)) is not None)
+    assert shapes == Counter(
+        tuple(layer.weight.shape) if isinstance(layer, Conv1D) else tuple(layer.weight.shape[::-1]) for layer in layers
+    )
+    with WeightsFile(tmp_path / "weights.bin") as weights:
+        weights.externalize(model.graph, "int8", 32)
+    passes.RemoveUnusedNodesPass()(model)
+    ir.save(model, tmp_path / "step.onnx")
+    report = weights.report
+    multiplied = [name for name in report.quantized if ".matmul" in name or ".tied" in name]
+    assert len(multiplied) == len(layers), report
+    assert not report.left
+    text = random_text(12, 0)
+    graph = Graph(tmp_path / "step.onnx", family.checkpoint, 1, 16)
+    ours = graph.step(np.array([text]), [0], TokenTree.chain(12))[0]
+    theirs = family.logits(text)
+    assert 1e-5 < np.abs(ours - theirs).mean() / np.abs(theirs).mean() < 0.1
+
+
+def test_propose_graph_drafts_what_transformers_would_say(family: Family, propose_graph: Path) -> None:
+    K, chunk, rows = 4, 24, 64
+    prompts = [random_text(2 * WINDOW + 5, 10), random_text(WINDOW + 3, 11)]
+    graph = Graph(propose_graph, family.checkpoint, 2, rows)
+    # Prefill of all but the last token; a pass over a padded chunk still says what follows its last real token.
+    drafts = graph.propose(padded([p[:-1] for p in prompts], chunk), [0, 0], [len(p) - 2 for p in prompts], 1)
+    for slot, prompt in enumerate(prompts):
+        assert drafts[tensors.DRAFT_TOKENS][0, slot] == family.greedy(prompt[:-1], 1)[0]
+
+    texts = [list(prompt) for prompt in prompts]
+    # All drafts are accepted and a token follows; two are accepted and another token follows; none is.
+    for round_, accepted in enumerate((K, 2, 0, 1)):
+        past = [len(text) - 2 for text in texts]
+        drafts = graph.propose(np.array([text[-2:] for text in texts]), past, [1, 1], K)
+        for slot, text in enumerate(texts):
+            drafted = drafts[tensors.DRAFT_TOKENS][:, slot].tolist()
+            assert drafted == family.greedy(text, K), (round_, slot)
+            assert drafts[tensors.DRAFT_IDS][:, slot, 0].tolist() == drafted
+            assert drafts[tensors.DRAFT_PROBS][:, slot, 0].tolist() == [1.0] * K
+            text += [*drafted[:accepted], random_text(1, 20 + 2 * round_ + slot)[0]]
+        if round_ == 0:
+            recomputed = Graph(propose_graph, family.checkpoint, 2, rows)
+            written = [prompt + drafts[tensors.DRAFT_TOKENS][:, slot].tolist() for slot, prompt in enumerate(prompts)]
+            recomputed.propose(padded(written, 32), [0, 0], [0, 0], 1)
+            for name, cache in graph.caches.items():
+                for slot, prompt in enumerate(prompts):
+                    made = len(prompt) + K - 1
+                    ours, theirs = cache[slot, :, :made], recomputed.caches[name][slot, :, :made]
+                    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4, err_msg=name)
+
+    sampling = {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "min_p": 0.02}
+    drafts = graph.propose(np.array([t[-2:] for t in texts]), [len(t) - 2 for t in texts], [1, 1], 2, **sampling)
+    for slot, text in enumerate(texts):
+        for index in range(2):
+            ids, probs, token = candidate_of(family.logits(text)[-1], NOISE, **sampling)
+            kept = probs > 0
+            assert drafts[tensors.DRAFT_IDS][index, slot][kept].tolist() == ids[kept].tolist()
+            np.testing.assert_allclose(drafts[tensors.DRAFT_PROBS][index, slot], probs, atol=1e-4)
+            assert drafts[tensors.DRAFT_TOKENS][index, slot] == token
+            text.append(token)
+
+
+def test_propose_graph_is_plain_onnx(family: Family, propose_graph: Path) -> None:
+    model = ir.load(propose_graph)
+    assert model.opset_imports == {"": 24}
+    nodes = Counter(node.op_type for node in model.graph.all_nodes())
+    assert {node.domain for node in model.graph.all_nodes()} == {""}
+    assert nodes["Loop"] == 1
+    assert nodes["Gemm"] == nodes["Reciprocal"] == nodes["ReduceMean"] == 0
+    (body,) = (node.attributes["body"].as_graph() for node in model.graph if node.op_type == "Loop")
+    assert sum(_weight_shape(node) is not None for node in body) == len(linear_layers(family.eager))
+
+
+def candidate_of(
+    logits: Array, noise: float, *, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[Array, Array, int]:
+    """The draft's distribution and draw, said in NumPy: candidates, their probabilities and the token."""
+    ids = np.argsort(-logits.astype(np.float64), kind="stable")[:MAX_CANDIDATES]
+    scores = logits[ids].astype(np.float64) / temperature
+    probs = np.exp(scores - scores[0])
+    if top_k:
+        probs[top_k:] = 0
+    probs /= probs.sum()
+    kept = [i for i in range(len(ids)) if i == 0 or (probs[:i].sum() < top_p and probs[i] >= min_p * probs[0])]
+    probs = np.where(np.isin(np.arange(len(ids)), kept), probs, 0)
+    probs /= probs.sum()
+    last = int(np.flatnonzero(probs)[-1])
+    return ids, probs, int(ids[min(last, int((probs.cumsum() <= noise).sum()))])
+
+
+@pytest.mark.parametrize("vocab", [3, MAX_CANDIDATES - 1, MAX_CANDIDATES, 500])
+def test_candidates_are_drawn_from_the_declared_distribution(vocab: int) -> None:
+    draw = np.random.default_rng(vocab)
+    n = 400
+    logits = (draw.standard_normal((n, vocab)) * draw.choice([0.1, 1, 5, 30], (n, 1))).astype(np.float32)
+    noise = draw.choice([0.0, 0.999999, -1], n).astype(np.float32)
+    noise = np.where(noise < 0, draw.random(n), noise).astype(np.float32)
+    temperature = draw.choice([0.01, 0.5, 1.0, 1.7], n).astype(np.float32)
+    top_k = draw.choice([0, 1, 2, 40, MAX_CANDIDATES, 1000], n)
+    top_p = draw.choice([1e-6, 0.3, 0.9, 1.0], n).astype(np.float32)
+    min_p = draw.choice([0.0, 0.05, 0.7, 1.0], n).astype(np.float32)
+    given = (logits, noise, temperature, top_k, top_p, min_p)
+    token, ids, probs = (out.numpy() for out in draw_candidate(*(torch.from_numpy(array) for array in given)))
+
+    assert ids.shape == probs.shape == (n, min(vocab, MAX_CANDIDATES))
+    assert probs.dtype == np.float32
+    np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-5)
+    for row in range(n):
+        settings = {"temperature": temperature[row], "top_k": top_k[row], "top_p": top_p[row], "min_p": min_p[row]}
+        expected_ids, expected, _ = candidate_of(logits[row], noise[row], **settings)
+        np.testing.assert_array_equal(ids[row], expected_ids)
+        np.testing.assert_allclose(probs[row], expected, atol=2e-5, err_msg=str(settings))
+        (index,) = np.flatnonzero(ids[row] == token[row])
+        until = expected.cumsum()
+        # The noise falls where the token's share of the distribution lies, up to rounding.
+        assert until[index] - expected[index] - 1e-5 <= noise[row] <= until[index] + 1e-5
+        assert probs[row, index] > 0
+
+
+def test_a_token_the_noise_rounds_past_is_still_a_kept_one() -> None:
+    one = torch.ones(1)
+    token, ids, probs = draw_candidate(
+        torch.zeros(1, 40), one * (1 - 2**-24), one, torch.tensor([3]), one, torch.zeros(1)
+    )
+    assert int((probs > 0).sum()) == 3
+    assert int(token) in ids[0, :3].tolist()
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "no attention": ("mamba", {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}),
+    "attention in some layers": (
+        "qwen3_next",
+        {**SIZES, "head_dim": 16, "num_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "attention sinks": ("gpt_oss", {**SIZES, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "ALiBi": ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "ALiBi, another": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}),
+    "attention of its own": ("falcon", {**SIZES, "alibi": True}),
+    "two softmaxes": ("diffllama", SIZES),
+    # These say in their mask only how far back a token sees, and farther than a short text can show.
+    "window in the mask": ("phimoe", {**SIZES, "num_local_experts": 4, "sliding_window": 64, "rope_parameters": PLAIN_ROPE}),
+    "chunks": ("llama4_text", {**SIZES, "num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 64}),
+    "bidirectional": ("gemma3_text", {**SIZES, "head_dim": 16, "use_bidirectional_attention": True}),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_other_families_are_refused_by_name(why: str, tmp_path: Path) -> None:
+    name, config = REFUSED[why]
+    make_checkpoint(tmp_path, name, **config)
+    with pytest.raises(BuildError, match=rf"model family '{name}'"):
+        check.same_as_eager(load_checkpoint(str(tmp_path)))
+
+
+def test_an_encoder_decoder_is_refused_by_name(tmp_path: Path) -> None:
+    T5ForConditionalGeneration(
+        T5Config(d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16, vocab_size=VOCAB)
+    ).save_pretrained(tmp_path)
+    with pytest.raises(BuildError, match="model family 't5'"):
+        load_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("layers", [2])
+def test_keys_shared_between_layers_are_cached_by_each(layers: int, tmp_path: Path) -> None:
+    """Gemma 3n's last layers attend to the keys of earlier ones; a cache of its own for each is the same."""
+    make_checkpoint(
+        tmp_path,
+        "gemma3n_text",
+        **{**SIZES, "num_hidden_layers": 2 * layers},
+        head_dim=16,
+        num_kv_shared_layers=layers,
+        layer_types=["sliding_attention", "full_attention"] * layers,
+        sliding_window=WINDOW,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * (2 * layers),
+        altup_num_inputs=2,
+    )
+    check.same_as_eager(load_checkpoint(str(tmp_path)))
+
+
+LENGTH_DEPENDENT: dict[str, tuple[str, dict[str, Any], int]] = {
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, MAX_POSITIONS),
+    "longrope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0 + 0.1 * i for i in range(8)],
+                "long_factor": [2.0 + 0.3 * i for i in range(8)],
+            },
+            "partial_rotary_factor": 1.0,
+            "original_max_position_embeddings": 48,
+        },
+        48,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LENGTH_DEPENDENT)
+def test_rotary_frequencies_that_change_with_length_hold_up_to_the_declared_one(kind: str, tmp_path: Path) -> None:
+    name, config, positions = LENGTH_DEPENDENT[kind]
+    make_checkpoint(tmp_path, name, num_hidden_layers=1, **config)
+    loaded = load_checkpoint(str(tmp_path))
+    assert loaded.max_positions == positions
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
+    ir.save(trace.trace_step(loaded.model, loaded.cache), tmp_path / "step.onnx")
+    family = Family(name, loaded, eager, tmp_path)
+    worst = differences(family, tmp_path / "step.onnx", (48 - CHAIN_STEPS - len(TREE),), 16, 64)
+    assert max(worst.values()) < TOLERANCE, worst
+    if kind == "longrope":
+        text = random_text(64, 0)
+        assert not math.isclose(family.logits(text)[47, 0], family.logits(text[:48])[47, 0], abs_tol=1e-3)

@@ -1,0 +1,92 @@
+"""Enlarging a checkpoint keeps what it computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.inflate import Shape, choose_shape, compare, inflate, main, real_layers
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2, 8]]
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A tiny random Llama checkpoint whose heads are together wider than its residual stream."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=request.param,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data.mul_(2.0)
+    model.save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def test_inflated_model_computes_the_same(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shape = inflate(source, out, params=5e5)
+    agreement = compare(source, out, PROMPTS)
+    assert agreement.positions == sum(len(prompt) for prompt in PROMPTS)
+    assert agreement.exact
+    assert agreement.largest_difference < 1e-4
+
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    assert Shape.of(config) == shape
+    assert abs(shape.params - 5e5) < 0.2 * 5e5
+    with safe_open(out / "model.safetensors", framework="pt") as tensors:
+        written = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    assert written == shape.tensors()
+
+
+def test_new_weights_are_dense_and_seeded(source: Path, tmp_path: Path) -> None:
+    shape = Shape.of(json.loads((source / "config.json").read_text(encoding="utf-8")))
+    large = Shape(64, 8, 4, 16, 5, 96, shape.vocab, shape.tied)
+    weights = []
+    for out, seed in ((tmp_path / "a", 1), (tmp_path / "b", 1), (tmp_path / "c", 2)):
+        assert inflate(source, out, shape=large, seed=seed) == large
+        weights.append((out / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
+    with safe_open(tmp_path / "a" / "model.safetensors", framework="pt") as tensors:
+        for name, size in large.tensors().items():
+            if len(size) == 2:
+                assert (tensors.get_tensor(name) != 0).float().mean() > 0.99, name
+
+
+def test_real_layers_are_spread_evenly() -> None:
+    assert real_layers(2, 8) == {2: 0, 6: 1}
+    assert real_layers(3, 3) == {0: 0, 1: 1, 2: 2}
+    assert sorted(real_layers(7, 24).values()) == list(range(7))
+
+
+def test_chosen_shapes_have_the_size_asked_for() -> None:
+    target = choose_shape(Shape(256, 4, 2, 64, 7, 672, 4096, True), 290e6)
+    draft = choose_shape(Shape(96, 2, 1, 64, 2, 288, 4096, True), 25e6)
+    assert (target.hidden, target.heads, target.kv_heads, target.ffn, target.layers) == (1024, 16, 8, 2816, 24)
+    assert target.params == pytest.approx(290e6, rel=0.02)
+    assert draft.params == pytest.approx(25e6, rel=0.05)
+
+
+def test_refusals(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="more parameters"):
+        inflate(source, tmp_path / "out", params=1e3)
+    shape = Shape.of(json.loads((source / "config.json").read_text(encoding="utf-8")))
+    with pytest.raises(ValueError, match="smaller hidden"):
+        inflate(source, tmp_path / "out", shape=Shape(16, 4, 2, 16, 2, 40, shape.vocab, shape.tied))
+    assert main(["--source", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]) == 1
+    assert "no config.json" in capsys.readouterr().err

@@ -1,0 +1,443 @@
+"""What is accepted, and what p is: properties that hold for every p, q and noise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from specexport.runtime import RequestError, SamplingParams
+from specexport.runtime.sampling import (
+    Distributions,
+    accept_greedy,
+    accept_sampled,
+    draw,
+    residual,
+    target_distribution,
+)
+from tests.reference import draw_candidates, warped
+
+LAST_BEFORE_ONE = math.nextafter(1.0, 0.0)
+
+uniforms = st.one_of(st.floats(0.0, LAST_BEFORE_ONE), st.sampled_from([0.0, LAST_BEFORE_ONE]))
+# Whole numbers make ties.
+some_logits = st.integers(2, 40).flatmap(
+    lambda size: hnp.arrays(
+        np.float32, size, elements=st.one_of(st.floats(-12, 12, width=32), st.integers(-4, 4).map(float))
+    )
+)
+# Sparse, so that zeros are common.
+distributions = (
+    st.integers(2, 30)
+    .flatmap(lambda size: hnp.arrays(np.float64, size, elements=st.one_of(st.just(0.0), st.floats(1e-6, 1.0))))
+    .filter(lambda weights: weights.sum() > 0)
+    .map(lambda weights: weights / weights.sum())
+)
+
+
+@st.composite
+def sampling(draw_value: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=draw_value(st.floats(0.05, 5.0)),
+        top_k=draw_value(st.integers(-1, 45)),
+        top_p=draw_value(st.one_of(st.just(1.0), st.floats(0.01, 1.0))),
+        min_p=draw_value(st.one_of(st.just(0.0), st.floats(0.0, 1.0))),
+    )
+
+
+@st.composite
+def p_and_q(draw_value: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A target's p, and a draft's q over some candidate tokens."""
+    p = draw_value(distributions)
+    size = draw_value(st.integers(1, len(p)))
+    ids = np.array(draw_value(st.permutations(range(len(p)))), np.int64)[:size]
+    weights = draw_value(hnp.arrays(np.float32, size, elements=st.floats(0.0, 1.0, width=32)))
+    assume(weights.sum() > 1e-3)
+    return p, ids, weights / weights.sum()
+
+
+def as_logits(p: np.ndarray) -> np.ndarray:
+    """Logits whose distribution at temperature 1 is p."""
+    with np.errstate(divide="ignore"):
+        return np.log(p).astype(np.float32)
+
+
+def one_draft(p: np.ndarray, token: int, ids: np.ndarray, q: np.ndarray, noise: tuple[float, float]) -> tuple[int, int]:
+    """Accepts or rejects a single draft token; the position after it has the same p."""
+    logits = np.stack([as_logits(p)] * 2)
+    return accept_sampled(
+        logits, np.array([token]), Distributions(ids[None], q[None]), SamplingParams(), np.array(noise)
+    )
+
+
+# --- p ----------------------------------------------------------------------------------------------------------------
+
+
+@given(some_logits, sampling())
+@example(np.zeros(7, np.float32), SamplingParams(top_k=3))
+@example(np.zeros(4, np.float32), SamplingParams(top_p=0.5))
+@example(np.array([1, 1, 0, 0], np.float32), SamplingParams(top_k=1))
+@example(np.array([3, 1, 3, 1, 0], np.float32), SamplingParams(top_k=3, top_p=0.9, min_p=0.1))
+def test_target_distribution_is_the_one_written_out_slowly(logits: np.ndarray, params: SamplingParams) -> None:
+    assume(not on_the_edge(logits, params))
+    np.testing.assert_allclose(target_distribution(logits, params), warped(logits, params), rtol=1e-9, atol=1e-12)
+
+
+def on_the_edge(logits: np.ndarray, params: SamplingParams) -> bool:
+    """Whether rounding decides what top-p or min-p keep (by chance only: ties in whole numbers do not round)."""
+    if params.greedy:
+        return False
+    after_top_k = np.sort(warped(logits, params.replace(top_p=1.0, min_p=0.0)))[::-1]
+    reached = np.abs(np.cumsum(after_top_k) - params.top_p).min() < 1e-9
+    relative = after_top_k / after_top_k[0]
+    uneven = len(set(logits.tolist())) > 1
+    return uneven and bool(reached and params.top_p < 1 or np.abs(relative - params.min_p).min() < 1e-9)
+
+
+@given(some_logits, sampling())
+def test_target_distribution_sums_to_one_and_keeps_the_most_probable_token(
+    logits: np.ndarray, params: SamplingParams
+) -> None:
+    p = target_distribution(logits, params)
+    assert p.min() >= 0
+    assert p.sum() == pytest.approx(1.0, abs=1e-12)
+    assert p[logits.argmax()] == p.max() > 0
+
+
+@given(some_logits, st.integers(2, 45))
+def test_top_k_keeps_k_tokens_and_those_tied_with_the_last(logits: np.ndarray, k: int) -> None:
+    kept = target_distribution(logits, SamplingParams(top_k=k)) > 0
+    better = (logits[None, :] > logits[:, None]).sum(1)
+    np.testing.assert_array_equal(kept, better < k)
+
+
+@given(some_logits, st.floats(0.01, 0.999))
+def test_top_p_keeps_the_smallest_set_that_holds_the_probability(logits: np.ndarray, top_p: float) -> None:
+    plain = target_distribution(logits, SamplingParams())
+    kept = target_distribution(logits, SamplingParams(top_p=top_p)) > 0
+    assert plain[kept].sum() >= top_p - 1e-9
+    least = plain[kept].min()
+    assert not (plain[~kept] >= least).any()
+    # Without any one of the tokens that are tied for last place, too little would be left.
+    assert plain[kept & (plain > least)].sum() < top_p + 1e-9
+
+
+@given(some_logits, st.floats(0.01, 1.0))
+def test_min_p_drops_tokens_below_a_fraction_of_the_best(logits: np.ndarray, min_p: float) -> None:
+    plain = target_distribution(logits, SamplingParams())
+    kept = target_distribution(logits, SamplingParams(min_p=min_p)) > 0
+    threshold = min_p * plain.max()
+    assert kept[plain > threshold * (1 + 1e-9)].all()
+    assert not kept[plain < threshold * (1 - 1e-9)].any()
+
+
+@given(some_logits)
+def test_low_temperatures_become_greedy(logits: np.ndarray) -> None:
+    first, second = np.sort(logits)[::-1][:2]
+    assume(first - second > 1e-2)
+    for temperature in (1e-4, 1e-5, 1e-6, 1e-30, 1e-320, 0.0):
+        p = target_distribution(logits, SamplingParams(temperature=temperature))
+        assert p[logits.argmax()] == pytest.approx(1.0)
+
+
+@given(some_logits)
+def test_high_temperatures_become_even(logits: np.ndarray) -> None:
+    p = target_distribution(logits, SamplingParams(temperature=1e9))
+    np.testing.assert_allclose(p, 1 / len(logits), rtol=1e-6)
+
+
+@pytest.mark.exporter
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7),
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.8),
+        SamplingParams(min_p=0.1),
+        SamplingParams(temperature=1.6, top_k=12, top_p=0.7, min_p=0.05),
+    ],
+    ids=str,
+)
+def test_filters_mean_what_they_mean_in_transformers(params: SamplingParams) -> None:
+    import torch
+    from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper
+    from transformers import TopKLogitsWarper as TopK
+    from transformers import TopPLogitsWarper as TopP
+
+    rows = np.random.default_rng(3).normal(0, 2, (200, 40)).astype(np.float32)
+    processors = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    processors += [TopK(params.top_k)] if params.top_k else []
+    processors += [TopP(params.top_p)] if params.top_p < 1 else []
+    processors += [MinPLogitsWarper(params.min_p)] if params.min_p else []
+    theirs = processors(torch.zeros(200, 1, dtype=torch.int64), torch.from_numpy(rows)).softmax(-1).numpy()
+    for row, expected in zip(rows, theirs, strict=True):
+        np.testing.assert_allclose(target_distribution(row, params), expected, atol=1e-5)
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+
+@given(distributions, uniforms)
+def test_draw_inverts_the_cumulative_distribution(p: np.ndarray, uniform: float) -> None:
+    token = draw(p, uniform)
+    assert p[token] > 0
+    assert p[:token].sum() <= uniform + 1e-12
+    assert p[: token + 1].sum() > uniform - 1e-12
+
+
+@given(distributions, st.floats(1e-3, 1e3), uniforms)
+def test_draw_does_not_need_a_sum_of_one(p: np.ndarray, scale: float, uniform: float) -> None:
+    assume(np.abs(np.cumsum(p) - uniform).min() > 1e-9)
+    assert draw(p * scale, uniform) == draw(p, uniform)
+
+
+@given(distributions)
+def test_draw_gives_every_token_its_share_of_the_noise(p: np.ndarray) -> None:
+    ends = np.cumsum(p)
+    middles = ends - p / 2
+    for token in np.flatnonzero(p > 1e-9):
+        assert draw(p, middles[token]) == token
+
+
+# --- the residual -----------------------------------------------------------------------------------------------------
+
+
+@given(p_and_q())
+def test_residual_is_what_p_has_and_q_has_not(case: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    p, ids, q = case
+    everywhere = np.zeros(len(p))
+    everywhere[ids] = q
+    assume((p - everywhere).max() > 1e-6)
+    rest = residual(p, ids, q)
+    assert rest.sum() == pytest.approx(1.0)
+    assert (rest >= 0).all()
+    assert (rest[p <= everywhere] == 0).all()
+    np.testing.assert_allclose(rest, np.maximum(p - everywhere, 0) / np.maximum(p - everywhere, 0).sum(), rtol=1e-6)
+
+
+@given(p_and_q())
+def test_accepted_and_residual_tokens_together_are_distributed_as_p(
+    case: tuple[np.ndarray, np.ndarray, np.ndarray],
+) -> None:
+    p, ids, q = case
+    everywhere = np.zeros(len(p))
+    everywhere[ids] = q
+    accepted = np.minimum(p, everywhere)
+    total = accepted + (1 - accepted.sum()) * residual(p, ids, q)
+    np.testing.assert_allclose(total, p, atol=1e-6)
+
+
+@given(distributions)
+def test_residual_of_equal_distributions_is_p(p: np.ndarray) -> None:
+    exactly = np.asarray(p, np.float32)
+    np.testing.assert_array_equal(residual(exactly.astype(np.float64), np.arange(len(p)), exactly), exactly)
+
+
+# --- acceptance -------------------------------------------------------------------------------------------------------
+
+
+@given(p_and_q(), uniforms, uniforms, st.data())
+def test_draft_tokens_are_accepted_with_probability_p_over_q(
+    case: tuple[np.ndarray, np.ndarray, np.ndarray], first: float, last: float, data: st.DataObject
+) -> None:
+    p, ids, q = case
+    token = data.draw(st.sampled_from(ids[q > 0].tolist()))
+    p_x, q_x = target_distribution(as_logits(p), SamplingParams())[token], float(q[ids == token][0])
+    assume(abs(first * q_x - p_x) > 1e-9)
+    accepted, _ = one_draft(p, token, ids, q, (first, last))
+    assert accepted == (first < p_x / q_x)
+
+
+@given(p_and_q(), uniforms, uniforms, st.data())
+def test_tokens_the_target_cannot_say_are_never_accepted_nor_drawn(
+    case: tuple[np.ndarray, np.ndarray, np.ndarray], first: float, last: float, data: st.DataObject
+) -> None:
+    p, ids, q = case
+    token = data.draw(st.sampled_from(ids[q > 0].tolist()))
+    accepted, following = one_draft(p, token, ids, q, (first, last))
+    assert p[token] > 0 or accepted == 0
+    assert p[following] > 0
+
+
+@given(p_and_q(), st.data())
+def test_a_rejected_token_is_not_drawn_again(
+    case: tuple[np.ndarray, np.ndarray, np.ndarray], data: st.DataObject
+) -> None:
+    p, ids, q = case
+    token = data.draw(st.sampled_from(ids[q > 0].tolist()))
+    everywhere = np.zeros(len(p))
+    everywhere[ids] = q
+    assume(p[token] < everywhere[token] - 1e-6)
+    for last in (0.0, 0.25, 0.5, 0.75, LAST_BEFORE_ONE):
+        accepted, following = one_draft(p, token, ids, q, (LAST_BEFORE_ONE, last))
+        assert accepted == 0
+        assert following != token
+        assert p[following] > everywhere[following] - 1e-6
+
+
+@given(some_logits, sampling(), st.integers(1, 5), st.data())
+def test_a_draft_equal_to_the_target_is_always_accepted(
+    row: np.ndarray, params: SamplingParams, k: int, data: st.DataObject
+) -> None:
+    p = target_distribution(row, params)
+    ids = np.flatnonzero(p)
+    # Rounded down, as q is float32: rounding up by an ulp may reject with a probability of an ulp.
+    q = np.nextafter(p[ids].astype(np.float32), np.float32(0))
+    tokens = np.array(data.draw(st.lists(st.sampled_from(ids.tolist()), min_size=k, max_size=k)))
+    noise = np.array(data.draw(st.lists(uniforms, min_size=k + 1, max_size=k + 1)))
+    many = Distributions(np.stack([ids] * k), np.stack([q] * k))
+    accepted, following = accept_sampled(np.stack([row] * (k + 1)), tokens, many, params, noise)
+    assert accepted == k
+    assert p[following] > 0
+
+
+@given(st.integers(0, 6), st.integers(0, 6), uniforms)
+def test_acceptance_stops_at_the_first_rejection(k: int, wrong: int, last: float) -> None:
+    size = 8
+    logits = np.full((k + 1, size), -np.inf, np.float32)
+    logits[np.arange(k + 1), np.arange(k + 1)] = 0.0  # the text 0, 1, 2, ... and no other
+    tokens = np.arange(k)
+    tokens[wrong:] = size - 1
+    q = Distributions(np.full((k, 1), size - 1), np.ones((k, 1), np.float32))
+    q.ids[:, 0] = tokens
+    noise = np.array([0.0] * k + [last])
+    expected = min(wrong, k)
+    assert accept_sampled(logits, tokens, q, SamplingParams(), noise) == (expected, expected)
+    assert accept_greedy(logits, tokens) == (expected, expected)
+
+
+@given(distributions, uniforms, uniforms, st.data())
+def test_tokens_chosen_without_drawing_are_accepted_with_probability_p(
+    p: np.ndarray, first: float, last: float, data: st.DataObject
+) -> None:
+    token = data.draw(st.integers(0, len(p) - 1))
+    logits = np.stack([as_logits(p)] * 2)
+    exact = target_distribution(logits[0], SamplingParams())
+    assume(abs(first - exact[token]) > 1e-9)
+    accepted, following = accept_sampled(logits, np.array([token]), None, SamplingParams(), np.array([first, last]))
+    assert accepted == (first < exact[token])
+    if not accepted:
+        assert following != token
+        assert p[following] > 0
+
+
+@given(some_logits, sampling(), uniforms)
+def test_without_draft_tokens_the_next_token_is_drawn_from_p(
+    row: np.ndarray, params: SamplingParams, uniform: float
+) -> None:
+    nothing = np.empty(0, np.int64)
+    accepted, token = accept_sampled(row[None], nothing, None, params, np.array([uniform]))
+    assert (accepted, token) == (0, draw(target_distribution(row, params), uniform))
+    assert accept_greedy(row[None], nothing) == (0, int(row.argmax()))
+
+
+@given(hnp.arrays(np.float32, (5, 6), elements=st.integers(-3, 3).map(float)), st.data())
+def test_greedy_acceptance_is_comparing_token_by_token(logits: np.ndarray, data: st.DataObject) -> None:
+    best = [row.tolist().index(max(row.tolist())) for row in logits]
+    tokens = [data.draw(st.one_of(st.just(token), st.integers(0, 5))) for token in best[:4]]
+    expected = 0
+    while expected < 4 and tokens[expected] == best[expected]:
+        expected += 1
+    assert accept_greedy(logits, np.array(tokens)) == (expected, best[expected])
+
+
+@given(some_logits, sampling(), uniforms)
+def test_greedy_parameters_sample_what_greedy_acceptance_takes(
+    row: np.ndarray, params: SamplingParams, uniform: float
+) -> None:
+    for greedy in (params.replace(temperature=0.0), params.replace(top_k=1)):
+        _, token = accept_sampled(row[None], np.empty(0, np.int64), None, greedy, np.array([uniform]))
+        assert token == int(row.argmax())
+
+
+# --- what the draft draws from ----------------------------------------------------------------------------------------
+
+
+@given(some_logits, sampling(), uniforms, st.integers(1, 40))
+def test_the_draft_draws_a_candidate_it_gave_probability_to(
+    row: np.ndarray, params: SamplingParams, uniform: float, candidates: int
+) -> None:
+    noise = np.array([uniform], np.float32)
+    assume(noise[0] < 1)
+    tokens, ids, q = draw_candidates(row[None], noise, params, candidates)
+    assert q.sum() == pytest.approx(1.0, abs=1e-5)
+    assert q[0, ids[0] == tokens[0]] > 0
+
+
+@pytest.mark.exporter
+@pytest.mark.parametrize("candidates", [3, 64])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(),
+        SamplingParams(temperature=0.3, top_k=4),
+        SamplingParams(temperature=2.0, top_p=0.6),
+        SamplingParams(temperature=1.2, top_k=9, top_p=0.9, min_p=0.2),
+    ],
+    ids=str,
+)
+def test_the_numpy_draft_draws_what_the_graph_draws(
+    params: SamplingParams, candidates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from specexport.graphs import propose
+
+    monkeypatch.setattr(propose, "MAX_CANDIDATES", candidates)
+    generator = np.random.default_rng(0)
+    logits = generator.normal(0, 2, (500, 20)).astype(np.float32)
+    uniform = generator.random(500, np.float32)
+    ours = draw_candidates(logits, uniform, params, candidates)
+    theirs = propose.draw_candidate(
+        torch.from_numpy(logits),
+        torch.from_numpy(uniform),
+        torch.full((500,), params.temperature or 1.0),
+        torch.full((500,), 1 if params.greedy else params.top_k),
+        torch.full((500,), params.top_p),
+        torch.full((500,), params.min_p),
+    )
+    np.testing.assert_array_equal(ours[1], theirs[1].numpy())
+    np.testing.assert_allclose(ours[2], theirs[2].numpy(), atol=1e-6)
+    # The noise may fall on a border that rounding moves.
+    assert (ours[0] != theirs[0].numpy()).sum() <= 1
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "warm"),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_k", -2),
+        ("top_k", 2.0),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("seed", -1),
+        ("seed", 0.5),
+        ("stop", ("",)),
+        ("stop", ("a", 3)),
+    ],
+)
+def test_parameters_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{field} is "):
+        SamplingParams(**{field: value})
+
+
+def test_one_stop_text_needs_no_tuple() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
