@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit bench clean
+.PHONY: demo test lint types unit compat bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/specexport demo
@@ -23,6 +23,16 @@ types: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The runtime's tests on other Pythons, without torch, over bundles made here.
+COMPAT := python3.10 python3.12
+compat: $(VENV)/.dev
+	$(BIN)/python -m tests.make_bundles build/test-bundles
+	for python in $(COMPAT); do \
+	  $$python -m venv .venv-$$python && \
+	  .venv-$$python/bin/python -m pip install --quiet -e '.[cpu]' pytest hypothesis scipy && \
+	  SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-$$python/bin/python -m pytest -m "not exporter" || exit 1; \
+	done
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks decode

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
 from specexport.contract.errors import BundleError
 from specexport.contract.shapes import ShapePoint
 

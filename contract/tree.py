@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
+
 from specexport.contract.errors import SpecExportError
 
 MAX_NODES = 128

@@ -16,6 +16,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
+
 from specexport.contract import manifest as mf
 from specexport.contract.errors import BuildError
 from specexport.contract.shapes import ShapePoint, cache_buckets

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from specexport.contract.errors import BuildError
 from specexport.contract.tree import TokenTree
 from specexport.exporter.checkpoint import Checkpoint
@@ -50,7 +51,8 @@ def same_as_eager(checkpoint: Checkpoint) -> None:
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
     scale = max(1.0, float(theirs.abs().max()))
-    worst = float((ours - theirs).abs().max()) / scale
+    # Another shape: the logits did not come from the head's own forward, where the rows asked for are taken.
+    worst = float((ours - theirs).abs().max()) / scale if ours.shape == theirs.shape else float("inf")
     if not worst <= TOLERANCE:
         raise BuildError(
             f"{checkpoint.source}: model family '{checkpoint.family}' is not supported: through specexport's attention "
@@ -65,20 +67,20 @@ def _through_lowering(
     step = StepModule(checkpoint.model, len(checkpoint.cache))
     past = [torch.zeros(1, c.heads, _ROWS, size) for c in checkpoint.cache for size in (c.key_size, c.value_size)]
     done, logits = 0, []
-    for tokens, shape in ((prompt, None), (chain, None), (tree, _TREE)):
-        shape = shape or TokenTree.chain(tokens.shape[1])
+    chains = [TokenTree.chain(tokens.shape[1]) for tokens in (prompt, chain)]
+    for tokens, shape, first_row in ((prompt, chains[0], _PROMPT - 1), (chain, chains[1], 0), (tree, _TREE, 0)):
         out = step(
             tokens,
             torch.from_numpy(shape.depths)[None] + done,
             torch.from_numpy(shape.mask)[None],
             torch.tensor([done]),
-            torch.arange(tokens.shape[1])[None],
+            torch.arange(first_row, tokens.shape[1])[None],
             past,
         )
         logits.append(out[0][0])
         past = list(out[1:])
         done += tokens.shape[1]
-    return torch.cat([logits[0][-1:], *logits[1:]])
+    return torch.cat(logits)
 
 
 def _through_eager(

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
 from specexport.contract.errors import BuildError
 from specexport.exporter.trace import CacheShape, quiet
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, lowering, sample_masks
 from specexport.graphs.rotary import freeze_frequencies
-from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
+
 from specexport.contract import tensors
 from specexport.exporter.trace import OPSET, CacheShape, cache_names, row_names
 

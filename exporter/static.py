@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx_ir as ir
+
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter.unroll import unroll
 

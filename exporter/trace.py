@@ -13,8 +13,10 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 from onnxscript import optimizer
+
 from specexport.contract import tensors
 from specexport.exporter.passes.linear import canonical_weights
+from specexport.exporter.passes.merge_linear import merge_linear
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
 from specexport.graphs.ops import translations
 from specexport.graphs.propose import DraftPass
@@ -119,22 +121,26 @@ def _trace(
     # torch.export takes inputs that are one tensor for one input, and leaves the others unread.
     assert len({id(leaf) for leaf in leaves}) == len(leaves) == len(input_names)
     with quiet(), fused_rotary(model), torch.no_grad():
-        program = torch.onnx.export(
-            module.eval(),
-            example,
-            dynamo=True,
-            opset_version=OPSET,
-            custom_translation_table=translations(),
-            dynamic_shapes=dynamic_shapes,
-            input_names=input_names,
-            output_names=output_names,
-            optimize=False,
-            verbose=False,
-        )
+        try:
+            program = torch.onnx.export(
+                module.eval(),
+                example,
+                dynamo=True,
+                opset_version=OPSET,
+                custom_translation_table=translations(),
+                dynamic_shapes=dynamic_shapes,
+                input_names=input_names,
+                output_names=output_names,
+                optimize=False,
+                verbose=False,
+            )
+        except torch.onnx.OnnxExporterError as error:
+            raise RuntimeError(str(_root_cause(error))) from error
         assert program is not None
         traced = program.model
         optimizer.optimize(traced)
     canonical_weights(traced)
+    merge_linear(traced)
     fuse_rms_norm(traced)
     for clean in (
         passes.CommonSubexpressionEliminationPass(),
@@ -145,6 +151,13 @@ def _trace(
     ):
         clean(traced)
     return traced
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """What torch's exporter wraps in advice to people who call it themselves."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
+
 from specexport.contract import tensors
 
 

@@ -227,7 +227,8 @@ def quantize_blocks(
 def pack_int4(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
     """Two integers a byte, the first in the low half, as ONNX stores INT4."""
     nibbles = values.reshape(-1).view(np.uint8) & np.uint8(0xF)
-    return nibbles[0::2] | (nibbles[1::2] << np.uint8(4))
+    packed: npt.NDArray[np.uint8] = nibbles[0::2] | (nibbles[1::2] << np.uint8(4))
+    return packed
 
 
 def _name(value: ir.Value) -> str:

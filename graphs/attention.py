@@ -102,7 +102,7 @@ def attend(
     return out.transpose(1, 2), None
 
 
-AttentionInterface.register(ATTENTION_NAME, attend)  # type: ignore[no-untyped-call]
+AttentionInterface.register(ATTENTION_NAME, attend)
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ def sample_masks(max_positions: int) -> Iterator[None]:
         mask: torch.Tensor = mask_function(zero, zero, queries, keys)
         return mask.expand(1, 1, 2, max_positions)
 
-    AttentionMaskInterface.register(ATTENTION_NAME, rows)  # type: ignore[no-untyped-call]
+    AttentionMaskInterface.register(ATTENTION_NAME, rows)
     try:
         yield
     finally:
@@ -156,7 +156,7 @@ class _CacheLayer:
         return 0
 
 
-class PassThroughCache(Cache):
+class PassThroughCache(Cache):  # type: ignore[misc]
     """A ``Cache`` that hands new keys and values on to the attention function, where the lowering stores them."""
 
     def __init__(self, layers: int) -> None:
@@ -239,7 +239,7 @@ class NativeLowering:
 
     def _mask(self, window: int | None) -> torch.Tensor:
         """``[B,1,T,S]``; with a sliding window, keys ``window`` or more positions back are hidden."""
-        if window not in self._masks:
+        if window is not None and window not in self._masks:
             keys = key_positions(self._position_ids, self._past_length, self._rows)
             near = self._position_ids[:, :, None] - keys[:, None, :] < window
             self._masks[window] = self._masks[None] & near
@@ -262,9 +262,10 @@ class NativeLowering:
         values = tensor_scatter(past_value, value, self._past_length)
         self.present[layer] = keys, values
         mask = self._mask(window)
-        if softcap is None:
+        if softcap is None and query.shape[3] == value.shape[3]:
             return torch.onnx.ops.attention(query, keys, values, mask, scale=scaling)[0]
-        # TensorRT's parser knows Attention but not its softcap attribute, so a capped layer is spelt out.
+        # TensorRT's parser knows Attention but not its softcap attribute, and torch takes values to be as wide as keys;
+        # such layers are spelt out.
         scores = _capped(grouped_scores(query, keys) * scaling, softcap)
         return grouped_values(torch.where(mask, scores, torch.finfo(scores.dtype).min).softmax(-1), values)
 

@@ -80,19 +80,23 @@ def freeze_frequencies(model: torch.nn.Module, max_positions: int) -> int:
     Returns:
         That length, at most ``max_positions``.
     """
+    module: Any
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)  # a name, or one for each type of layer
-        parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
-        if not isinstance(kinds, str | dict) or not isinstance(parameters, dict):
-            continue
-        for layer_type, kind in list(kinds.items()) if isinstance(kinds, dict) else [(None, kinds)]:
-            if kind == "longrope":
-                of_layer = parameters if layer_type is None else parameters[layer_type]
-                max_positions = min(max_positions, int(of_layer["original_max_position_embeddings"]))
-            elif "dynamic" not in kind:
-                continue
-            if isinstance(kinds, dict):
-                kinds[layer_type] = "default"
-            else:
-                module.rope_type = "default"
+        if isinstance(kinds, str):
+            max_positions = _positions(kinds, module.config.rope_parameters, max_positions)
+            module.rope_type = _steady(kinds)
+        elif isinstance(kinds, dict):
+            for layer_type, kind in kinds.items():
+                max_positions = _positions(kind, module.config.rope_parameters[layer_type], max_positions)
+            module.rope_type = {layer_type: _steady(kind) for layer_type, kind in kinds.items()}
     return max_positions
+
+
+def _steady(kind: str) -> str:
+    """The name under which a forward pass leaves the frequencies as they are."""
+    return "default" if kind == "longrope" or "dynamic" in kind else kind
+
+
+def _positions(kind: str, parameters: dict[str, Any], most: int) -> int:
+    return min(most, int(parameters["original_max_position_embeddings"])) if kind == "longrope" else most

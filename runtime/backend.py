@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
 from specexport.contract import tensors
 from specexport.contract.manifest import DraftModel, Manifest, Model
 from specexport.contract.shapes import ShapePoint

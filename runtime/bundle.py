@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from specexport.contract.errors import BundleError
 from specexport.contract.manifest import Manifest, check_files, read_manifest
-from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
 from specexport.contract import tensors
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import DraftModel, Manifest

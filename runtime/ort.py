@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.manifest import Model
@@ -22,7 +23,8 @@ def _import_onnxruntime() -> Any:
         import onnxruntime
     except ImportError as error:
         raise BackendError(
-            "onnxruntime is not installed, and this bundle runs on it; install it with: pip install 'specexport[cpu]'"
+            "onnxruntime is not installed, and this bundle runs on it; install it with: pip install 'specexport[cpu]' "
+            "(Python 3.11 or newer: its wheels for 3.10 are too old)"
         ) from error
     found = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
     if found < MINIMUM:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
 from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
 from specexport.contract.tree import TokenTree

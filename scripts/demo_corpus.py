@@ -40,7 +40,7 @@ It exists to try speculative decoding without a download. It writes text that lo
 | | |
 |---|---|
 | architecture | Llama, {layers} layers, hidden size {hidden}, tied embeddings, {parameters:,} parameters, float16 |
-| tokenizer | byte-level BPE, {vocabulary} entries; `<|endoftext|>` separates documents and ends the text |
+| tokenizer | byte-level BPE, {vocabulary} entries; `<\\|endoftext\\|>` separates documents and ends the text |
 | data | the standard library of CPython {python} (PSF-2.0), {files} files, {tokens:,} tokens |
 | held out | {held_out} files chosen by a hash of the path |
 | held-out loss | {loss:.3f} nats a token, at windows of 512 tokens |

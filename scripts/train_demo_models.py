@@ -37,6 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 1024
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 128, 96  # of the acceptance measurement
+CORPUS_STEPS = 64  # of the draft, before four of five steps take text sampled from the target
 SAMPLED_SHAPE = (96, 160)  # tokens of prompt and of continuation in the draft's training texts
 
 
@@ -202,6 +203,17 @@ def divergence(student: Tensor, teacher: Tensor, kind: str) -> Tensor:
     raise ValueError(f"unknown divergence {kind!r}")
 
 
+@torch.no_grad()
+def inherit_embedding(draft: LlamaForCausalLM, target: LlamaForCausalLM) -> None:
+    """Start the draft's tied embedding `[vocabulary, hidden]` as the target's in its leading singular directions.
+
+    Of all embeddings of that width it keeps the target's dot products between tokens best (Eckart and Young, 1936).
+    """
+    left, scale, _ = torch.linalg.svd(target.get_input_embeddings().weight.float(), full_matrices=False)
+    width = draft.config.hidden_size
+    draft.get_input_embeddings().weight.copy_(left[:, :width] * scale[:width])
+
+
 def distillation_loss(draft: LlamaForCausalLM, teacher: LlamaForCausalLM, ids: Tensor, keep: int, kind: str) -> Tensor:
     """Divergence over the last `keep` predicted positions of the sequences `ids` `[batch, length + 1]`."""
     with torch.no_grad():
@@ -316,9 +328,9 @@ def parse_arguments() -> argparse.Namespace:
     """Return the options, those of `--smoke` filled in."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target-steps", type=int, default=1000, help="of 4096 tokens (default: %(default)s)")
-    parser.add_argument("--draft-steps", type=int, default=320, help="a fifth on the corpus (default: %(default)s)")
+    parser.add_argument("--draft-steps", type=int, default=1500, help="(default: %(default)s)")
     parser.add_argument(
-        "--sampled", type=int, default=1024, help="texts sampled from the target (default: %(default)s)"
+        "--sampled", type=int, default=2048, help="texts sampled from the target (default: %(default)s)"
     )
     parser.add_argument("--divergence", choices=["forward_kl", "reverse_kl", "jsd", "tvd"], default="forward_kl")
     parser.add_argument("--seed", type=int, default=0)
@@ -381,13 +393,14 @@ def main() -> None:
         log,
     )
     target.eval()
+    inherit_embedding(draft, target)
     teacher = copy.deepcopy(target).to(torch.bfloat16)
     sampled = sample_training_text(teacher, stream, args.sampled, SAMPLED_SHAPE, args.seed, args.work)
     greedy = continue_text(target, prompts, NEW_TOKENS, torch.zeros(len(prompts)), generator_at(0))
 
     def draft_loss(step: int) -> Tensor:
         generator = generator_at(700_000 + step)
-        if step < args.draft_steps // 5 or step % 5 == 0:
+        if step < CORPUS_STEPS or step % 5 == 0:
             return distillation_loss(draft, teacher, random_windows(stream, 4, 513, generator), 512, args.divergence)
         chosen = torch.randint(len(sampled), (16,), generator=generator)
         return distillation_loss(draft, teacher, sampled[chosen], SAMPLED_SHAPE[1], args.divergence)
@@ -422,8 +435,8 @@ def main() -> None:
     }
     trainings = {
         "target": f"{args.target_steps} steps of 8 x 512 tokens, Muon and AdamW, {target_seconds / 60:.0f} minutes",
-        "draft": f"{args.draft_steps} steps, the last four fifths mostly on {args.sampled} texts sampled from the "
-        f"target, Muon and AdamW, {draft_seconds / 60:.0f} minutes",
+        "draft": f"{args.draft_steps} steps, all but the first {CORPUS_STEPS} mostly on {args.sampled} texts sampled "
+        f"from the target, Muon and AdamW, {draft_seconds / 60:.0f} minutes",
     }
     for name, model in (("target", target), ("draft", draft)):
         text = continue_text(model, prompts[:1], NEW_TOKENS, torch.zeros(1), generator_at(0))[0]

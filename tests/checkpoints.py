@@ -59,30 +59,14 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "model_type": "gemma3_text",
         **_GROUPED,
-        "num_hidden_layers": 3,
         "head_dim": 24,
         "query_pre_attn_scalar": 20,
         "sliding_window": WINDOW,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "layer_types": ["sliding_attention", "full_attention"],
     },
     "phi3": {"model_type": "phi3", **_GROUPED, "partial_rotary_factor": 0.5},
-    "opt": {
-        "model_type": "opt",
-        "hidden_size": 64,
-        "ffn_dim": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": MAX_POSITIONS,
-        "word_embed_proj_dim": 48,
-    },
-    "gpt2": {
-        "model_type": "gpt2",
-        "n_embd": 64,
-        "n_inner": 96,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": MAX_POSITIONS,
-    },
+    "opt": {"model_type": "opt", **_UNGROUPED, "ffn_dim": 96, "word_embed_proj_dim": 48},
+    "gpt2": {"model_type": "gpt2", **_UNGROUPED, "n_inner": 96},
     "gpt_neox": {"model_type": "gpt_neox", **_UNGROUPED, "rotary_pct": 0.25},
     "granite": {
         "model_type": "granite",
@@ -98,6 +82,8 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
+LAYERS_DIFFER = ("gemma2", "gemma3", "smollm3")
+"""Families whose two layers are of two types; those of the others are alike."""
 
 
 @lru_cache(maxsize=1)
@@ -130,7 +116,7 @@ def make_model(family: str, *, seed: int = 0, **config: Any) -> torch.nn.Module:
         **_CONFIGS.get(family, {"model_type": family}),
         **config,
     }
-    model = AutoModelForCausalLM.from_config(
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(settings.pop("model_type"), **settings), attn_implementation="eager"
     )
     generator = torch.Generator().manual_seed(seed)

@@ -13,6 +13,9 @@ import pytest
 
 from specexport.runtime import Engine
 
+# Models this small are several times slower on more threads. torch reads it when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 hypothesis.settings.register_profile("specexport", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("specexport")
 

@@ -62,13 +62,15 @@ def chi_square_p(texts: Sequence[Text], exact: dict[Text, float]) -> float:
     if any(text not in exact for text in found):
         return 0.0
     bins = sorted((len(texts) * probability, found[text]) for text, probability in exact.items())
-    rare = 0
-    while rare < len(bins) and (bins[rare][0] < 5 or 0 < sum(expected for expected, _ in bins[:rare]) < 5):
-        rare += 1
-    pooled = [(sum(expected for expected, _ in bins[:rare]), sum(count for _, count in bins[:rare]))] if rare else []
-    expected, observed = zip(*(pooled + bins[rare:]), strict=True)
-    assert len(expected) > 3, "too few bins to tell distributions apart"
-    return float(stats.chisquare(observed, np.array(expected) * (len(texts) / sum(expected))).pvalue)
+    pooled: list[tuple[float, int]] = []
+    for expected, count in bins:
+        if pooled and (expected < 5 or pooled[0][0] < 5):
+            pooled[0] = (pooled[0][0] + expected, pooled[0][1] + count)
+        else:
+            pooled.append((expected, count))
+    assert len(pooled) > 3, "too few bins to tell distributions apart"
+    expected_counts, counts = np.array(pooled).T
+    return float(stats.chisquare(counts, expected_counts * (len(texts) / expected_counts.sum())).pvalue)
 
 
 def draw_candidates(

@@ -96,7 +96,7 @@ def on_the_edge(logits: np.ndarray, params: SamplingParams) -> bool:
     reached = np.abs(np.cumsum(after_top_k) - params.top_p).min() < 1e-9
     relative = after_top_k / after_top_k[0]
     uneven = len(set(logits.tolist())) > 1
-    return uneven and bool(reached and params.top_p < 1 or np.abs(relative - params.min_p).min() < 1e-9)
+    return uneven and bool((reached and params.top_p < 1) or np.abs(relative - params.min_p).min() < 1e-9)
 
 
 @given(some_logits, sampling())

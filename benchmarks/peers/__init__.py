@@ -1,4 +1,6 @@
-"""Other engines on the same models, prompts and threads: transformers, ONNX Runtime GenAI and OpenVINO GenAI.
+"""specexport and its peers on the same models, prompts and threads.
+
+The peers are transformers, ONNX Runtime GenAI and OpenVINO GenAI.
 
 Each engine runs in an environment of its own, as a process of its own, greedy and without stopping at an end-of-text
 token, so that all of them generate the same number of tokens:
@@ -15,7 +17,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-ENGINES = ("transformers", "ort", "openvino")
+ENGINES = ("specexport", "transformers", "ort", "openvino")
 PRECISIONS = ("fp32", "int8", "int4")
 
 
@@ -47,19 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         default=Path("examples/prompts/held_out.jsonl"),
-        help="JSON lines with id, file and text (default: %(default)s)",
+        help="JSON lines with id, file and text",
     )
-    parser.add_argument("--num-prompts", type=int, default=8, help="how many of them (default: %(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens of each (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=96, help="tokens to generate (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="for every engine (default: %(default)s)")
-    parser.add_argument("--precisions", type=_precisions, default=list(PRECISIONS), help="default: all three")
-    parser.add_argument("--k", type=_numbers, default=[3, 4, 6], help="draft lengths to try (default: 3,4,6)")
-    parser.add_argument("--repeats", type=int, default=3, help="medians are taken over them (default: %(default)s)")
-    parser.add_argument("--engines", type=_engines, default=list(ENGINES), help="default: all three")
-    parser.add_argument(
-        "--cache", type=Path, default=Path(".cache/peers"), help="converted models (default: %(default)s)"
-    )
+    parser.add_argument("--num-prompts", type=int, default=8, help="how many of them")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens of each")
+    parser.add_argument("--new-tokens", type=int, default=96, help="tokens to generate")
+    parser.add_argument("--threads", type=int, default=2, help="for every engine")
+    parser.add_argument("--precisions", type=_precisions, default=list(PRECISIONS), help="weights to run at")
+    parser.add_argument("--k", type=_numbers, default=[3, 4, 6], help="draft lengths to try")
+    parser.add_argument("--repeats", type=int, default=3, help="medians are taken over them")
+    parser.add_argument("--engines", type=_engines, default=list(ENGINES), help="engines to run")
+    parser.add_argument("--cache", type=Path, default=Path(".cache/peers"), help="converted models")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
 
 

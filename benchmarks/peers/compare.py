@@ -14,12 +14,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers.convert import ROLES, convert, last_lines
+from benchmarks.peers.convert import OPTIONS, ROLES, convert, last_lines
 from benchmarks.peers.job import UNCOUNTED, Job, thread_environment
 from benchmarks.peers.setup import SEPARATE, python_of
 
 REPO = Path(__file__).resolve().parents[2]
-NAMES = {"transformers": "transformers", "ort": "ONNX Runtime GenAI", "openvino": "OpenVINO GenAI"}
+NAMES = {
+    "specexport": "specexport",
+    "transformers": "transformers",
+    "ort": "ONNX Runtime GenAI",
+    "openvino": "OpenVINO GenAI",
+}
 UNATTENDED_WIDTH = 120
 # Plain decoding with either attention implementation; the better one counts. Drafts allow only the first.
 PLAIN_OPTIONS: dict[str, list[dict[str, str]]] = {"openvino": [{"attention": "PA"}, {"attention": "SDPA"}]}
@@ -187,6 +192,7 @@ def report(variants: list[Variant], args: argparse.Namespace, prompts: list[dict
                 "same_as_own_greedy": None if plain is None else variant.same_as(plain),
                 "version": variant.version,
                 "settings": variant.settings,
+                "conversion": OPTIONS.get((variant.engine, variant.precision), []),
                 "prompts": [
                     {"id": prompt["id"], **measured} for prompt, measured in zip(prompts, variant.prompts, strict=True)
                 ],
@@ -216,7 +222,7 @@ def compare(args: argparse.Namespace) -> int:
         return 1
     variants: list[Variant] = []
     for engine in args.engines:
-        for precision in args.precisions if engine in SEPARATE else ["fp32"]:
+        for precision in ["fp32"] if engine == "transformers" else args.precisions:
             with console.status(f"{NAMES[engine]}, {precision}"):
                 variants += run_engine(engine, precision, args, [prompt["tokens"] for prompt in prompts])
     console.print(table(best(variants), variants))

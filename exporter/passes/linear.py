@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
+
 from specexport.exporter.passes.matching import producer
 
 

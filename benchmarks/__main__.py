@@ -1,0 +1,28 @@
+"""``python -m benchmarks decode | peers``; ``python -m benchmarks.inflate`` makes the models they measure on."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from benchmarks import decode, peers
+
+
+def main() -> int:
+    """Runs a benchmark."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in (("decode", decode), ("peers", peers)):
+        command = commands.add_parser(
+            name,
+            description=module.__doc__,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(main=module.main)
+    arguments = parser.parse_args()
+    code: int = arguments.main(arguments)
+    return code
+
+
+sys.exit(main())

@@ -1,0 +1,85 @@
+"""The benchmark-size pair and its bundles, made once and kept in a cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.inflate import inflate
+from specexport.commands.build import Bars, build_progress
+from specexport.contract.manifest import MANIFEST_NAME
+from specexport.exporter.build import BuildOptions, build
+
+TARGET_PARAMETERS, DRAFT_PARAMETERS = 290e6, 25e6
+MAX_POSITIONS = 8192
+"""Declared positions of the inflated models: rotary positions have no table, so a long context may be declared."""
+
+
+def inflated_pair(models: Path, work: Path, seed: int = 0) -> tuple[Path, Path]:
+    """The demo pair, enlarged to benchmark size without changing what it computes; see ``benchmarks.inflate``.
+
+    Args:
+        models: holds ``demo-target`` and ``demo-draft``.
+        work: where the large models are kept, under the digest of the small ones.
+        seed: of the added weights.
+    """
+    folders = []
+    for name, parameters in (("demo-target", TARGET_PARAMETERS), ("demo-draft", DRAFT_PARAMETERS)):
+        digest = hashlib.sha256((models / name / "model.safetensors").read_bytes()).hexdigest()[:12]
+        out = work / f"{name}-{parameters / 1e6:.0f}M-{digest}"
+        if not (out / "done").exists():
+            print(f"inflating {models / name} to {parameters / 1e6:.0f} M parameters", file=sys.stderr)
+            inflate(models / name, out, params=parameters, seed=seed)
+            config = json.loads((out / "config.json").read_text())
+            config["max_position_embeddings"] = MAX_POSITIONS
+            (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            (out / "done").touch()
+        folders.append(out)
+    return folders[0], folders[1]
+
+
+def _digest(*folders: Path) -> str:
+    """A name for the content of checkpoints: their configurations, and both ends of their weights."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        digest.update((folder / "config.json").read_bytes())
+        with (folder / "model.safetensors").open("rb") as file:
+            digest.update(file.read(1 << 20))
+            file.seek(-min(1 << 20, file.seek(0, 2)), 2)
+            digest.update(file.read())
+    return digest.hexdigest()[:8]
+
+
+def bundle(
+    target: Path,
+    draft: Path,
+    work: Path,
+    precision: str,
+    choices: tuple[int, ...],
+    max_seq_len: int,
+    block_size: int = 128,
+) -> Path:
+    """A bundle of the pair, built if it is not there yet."""
+    name = f"{target.name}-{_digest(target, draft)}"
+    out = work / f"{name}.{precision}.b{block_size}.k{'-'.join(map(str, choices))}.s{max_seq_len}"
+    if not (out / MANIFEST_NAME).is_file():
+        print(f"building {out}", file=sys.stderr)
+        from rich.console import Console
+
+        with build_progress(Console(stderr=True)) as progress:
+            build(
+                BuildOptions(
+                    target=str(target),
+                    draft=str(draft),
+                    output=out,
+                    precision=precision,  # type: ignore[arg-type]
+                    num_speculative_tokens=choices[0],
+                    speculative_choices=choices[1:],
+                    max_seq_len=max_seq_len,
+                    block_size=block_size,
+                ),
+                Bars(progress),
+            )
+    return out

@@ -1,0 +1,153 @@
+"""``specexport verify`` on the graphs alone: valid, standard, and of the shapes that were promised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+from onnx import TensorProto
+
+from specexport.contract import manifest as mf
+from specexport.contract import tensors
+from specexport.contract.errors import BundleError
+from specexport.contract.shapes import ShapePoint
+from specexport.runtime.bundle import Bundle
+
+Dims = tuple[int | str, ...]
+Signature = dict[str, tuple[int, Dims]]
+"""Type and shape of each input or output."""
+
+_INT64, _FLOAT, _BOOL = TensorProto.INT64, TensorProto.FLOAT, TensorProto.BOOL
+
+
+def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
+    """Checks every graph of a bundle: the masters and those of all shape points.
+
+    Args:
+        bundle: the bundle.
+        progress: called with how many graphs are done, and how many there are.
+
+    Returns:
+        How many graphs there are.
+
+    Raises:
+        BundleError: names the first graph that is not valid ONNX, uses an operator outside the standard, has other
+            inputs, outputs or shapes than ``contract.tensors`` and its shape point say, or weights elsewhere.
+    """
+    manifest = bundle.manifest
+    models = [(manifest.target, *_step_signature(manifest.target))]
+    if isinstance(manifest.method, mf.DraftModel):
+        models.append((manifest.method.draft, *_propose_signature(manifest.method)))
+    work = [
+        (bundle.file(file), bundle.file(model.weights), _pinned(inputs, point), _pinned(outputs, point))
+        for model, inputs, outputs in models
+        for file, point in [(model.graph.master, None), *((at.file, at.point) for at in model.graph.points)]
+    ]
+    for done, (path, weights, inputs, outputs) in enumerate(work, start=1):
+        _check_graph(path, weights, inputs, outputs)
+        progress(done, len(work))
+    return len(work)
+
+
+def _check_graph(path: Path, weights: Path, inputs: Signature, outputs: Signature) -> None:
+    try:
+        # By path, so that the weights file is looked for where the graph says.
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise BundleError(f"{path}: not a valid ONNX graph: {error}; build the bundle again") from error
+    model = onnx.load(path, load_external_data=False)
+    foreign = sorted(
+        {f"{node.domain}.{node.op_type}" for node in _nodes(model.graph) if node.domain not in ("", "ai.onnx")}
+    )
+    if foreign or model.functions:
+        raise BundleError(f"{path}: operators outside the ONNX standard: {', '.join(foreign) or 'local functions'}")
+    for kind, values, expected in (("input", model.graph.input, inputs), ("output", model.graph.output, outputs)):
+        found = {value.name: _signature(value) for value in values}
+        for name in sorted(found.keys() | expected.keys()):
+            if found.get(name) != expected.get(name):
+                raise BundleError(
+                    f"{path}: {kind} {name} is {_words(found.get(name))}, expected {_words(expected.get(name))}"
+                )
+    size = weights.stat().st_size
+    for tensor in _initializers(model.graph):
+        if tensor.data_location == TensorProto.EXTERNAL:
+            entry = {item.key: item.value for item in tensor.external_data}
+            if entry["location"] != weights.name or int(entry.get("offset", 0)) + int(entry.get("length", 0)) > size:
+                raise BundleError(f"{path}: weight {tensor.name} is not inside {weights.name}; build the bundle again")
+
+
+def _subgraphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
+    """A graph and those in its nodes' attributes, all the way down."""
+    inner = [a.g for node in graph.node for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+    return [graph, *(deeper for one in inner for deeper in _subgraphs(one))]
+
+
+def _nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    return [node for one in _subgraphs(graph) for node in one.node]
+
+
+def _initializers(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
+    return [tensor for one in _subgraphs(graph) for tensor in one.initializer]
+
+
+def _signature(value: onnx.ValueInfoProto) -> tuple[int, Dims]:
+    kind = value.type.tensor_type
+    return kind.elem_type, tuple(dim.dim_param or dim.dim_value for dim in kind.shape.dim)
+
+
+def _words(signature: tuple[int, Dims] | None) -> str:
+    if signature is None:
+        return "absent"
+    return f"{TensorProto.DataType.Name(signature[0]).lower()}[{', '.join(map(str, signature[1]))}]"
+
+
+def _step_signature(model: mf.Model) -> tuple[Signature, Signature]:
+    inputs: Signature = {
+        tensors.INPUT_IDS: (_INT64, ("B", "T")),
+        tensors.POSITION_IDS: (_INT64, ("B", "T")),
+        tensors.TREE_MASK: (_BOOL, ("B", "T", "T")),
+        tensors.PAST_LENGTH: (_INT64, ("B",)),
+        tensors.LOGITS_ROWS: (_INT64, ("B", "R")),
+    }
+    outputs: Signature = {tensors.LOGITS: (_FLOAT, ("B", "R", model.vocab_size))}
+    return {**inputs, **_caches(model, present=False)}, {**outputs, **_caches(model, present=True)}
+
+
+def _propose_signature(method: mf.DraftModel) -> tuple[Signature, Signature]:
+    inputs: Signature = {
+        tensors.INPUT_IDS: (_INT64, ("B", "T")),
+        tensors.PAST_LENGTH: (_INT64, ("B",)),
+        tensors.LAST_ROW: (_INT64, ("B",)),
+        tensors.NUM_DRAFT_TOKENS: (_INT64, ()),
+        tensors.UNIFORM: (_FLOAT, ("B", "K")),
+        tensors.TOP_K: (_INT64, ("B",)),
+        **dict.fromkeys((tensors.TEMPERATURE, tensors.TOP_P, tensors.MIN_P), (_FLOAT, ("B",))),
+    }
+    outputs: Signature = {
+        tensors.DRAFT_TOKENS: (_INT64, ("K", "B")),
+        tensors.DRAFT_IDS: (_INT64, ("K", "B", method.candidates)),
+        tensors.DRAFT_PROBS: (_FLOAT, ("K", "B", method.candidates)),
+    }
+    return {**inputs, **_caches(method.draft, present=False)}, {**outputs, **_caches(method.draft, present=True)}
+
+
+def _caches(model: mf.Model, *, present: bool) -> Signature:
+    key, value = (tensors.present_key, tensors.present_value) if present else (tensors.past_key, tensors.past_value)
+    return {
+        name(layer): (_FLOAT, ("B", shape.heads, "S", size))
+        for layer, shape in enumerate(model.cache)
+        for name, size in ((key, shape.key_size), (value, shape.value_size))
+    }
+
+
+def _pinned(signature: Signature, point: ShapePoint | None) -> Signature:
+    """A signature at a shape point; a draft's number of passes is then part of the graph, and no input."""
+    if point is None:
+        return signature
+    sizes = {"B": point.batch, "T": point.tokens, "S": point.cache, "R": point.logits_rows, "K": point.drafts}
+    return {
+        name: (kind, tuple(sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in dims))
+        for name, (kind, dims) in signature.items()
+        if name != tensors.NUM_DRAFT_TOKENS
+    }

@@ -1,0 +1,210 @@
+"""The two sides of ``specexport verify``'s comparison: the step graph and the model it was traced from, on one feed.
+
+The graph works through a text the way the engine does, chunk by chunk over a cache. The model has no cache: it reads
+each text from its start, so that a mistake in positions, masks or cache rows cannot hide in both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from polygraphy.backend.base import BaseRunner
+from polygraphy.backend.onnxrt import OnnxrtRunner
+from polygraphy.common import TensorMetadata
+from polygraphy.datatype import DataType
+from transformers import AutoModelForCausalLM
+
+from specexport.contract import manifest as mf
+from specexport.contract import tensors
+from specexport.contract.errors import BundleError
+from specexport.contract.tree import TokenTree
+from specexport.exporter.trace import quiet
+from specexport.runtime.backend import step_buffers
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.ort import OnnxRuntimeGraph, available_cores
+
+Array = npt.NDArray[Any]
+Feed = dict[str, Array]
+
+COMMITTED = "committed_ids"
+"""int64 ``[1,N]``, an input of the model only: the text whose rows the graph has in its cache."""
+
+_COMPARED_ROWS = 16
+"""Rows of a prefill chunk that are compared; all of them would be megabytes of logits that say the same."""
+
+# --- feeds ------------------------------------------------------------------------------------------------------------
+
+
+def prefill_feeds(manifest: mf.Manifest, text: Sequence[int]) -> Iterator[Feed]:
+    """The step graph's inputs, caches aside, for reading a text in chunks as the engine does."""
+    chunk = manifest.prefill_chunk
+    for done in range(0, len(text), chunk):
+        part = list(text[done : done + chunk])
+        rows = np.arange(max(0, len(part) - _COMPARED_ROWS), len(part))
+        yield _feed(text[:done], part + [0] * (chunk - len(part)), TokenTree.chain(chunk), rows)
+
+
+def feeds(manifest: mf.Manifest, text: Sequence[int], K: int) -> Iterator[Feed]:
+    """A prefill, then a chain of the verify step's width, a tree over the rows the chain left, and one plain token.
+
+    The tree starts behind the chain's second token, as if the rest of the chain had been rejected, so rows that must no
+    longer be seen are in the cache.
+    """
+    yield from prefill_feeds(manifest, text)
+    width = K + 1
+    # Tokens from the text itself, so that models are asked about what they know.
+    more = [text[i % len(text)] for i in range(2 * width + 1)]
+    committed = list(text)
+    binary = TokenTree(tuple((node - 1) // 2 if node else -1 for node in range(width)))
+    for tokens, tree, kept in (
+        (more[:width], TokenTree.chain(width), 2),
+        (more[width : 2 * width], binary, 1),
+        (more[2 * width :], TokenTree.chain(1), 1),
+    ):
+        if len(committed) + len(tree) > manifest.target.max_positions:
+            return
+        yield _feed(committed, tokens, tree, np.arange(len(tree)))
+        committed += tokens[:kept]
+
+
+def _feed(committed: Sequence[int], tokens: Sequence[int], tree: TokenTree, rows: Array) -> Feed:
+    past = len(committed)
+    return {
+        COMMITTED: np.array([committed], np.int64).reshape(1, past),
+        tensors.INPUT_IDS: np.array([tokens], np.int64),
+        tensors.POSITION_IDS: past + tree.depths[None],
+        tensors.TREE_MASK: tree.mask[None],
+        tensors.PAST_LENGTH: np.array([past], np.int64),
+        tensors.LOGITS_ROWS: rows[None].astype(np.int64),
+    }
+
+
+# --- runners ----------------------------------------------------------------------------------------------------------
+
+
+class StepRunner(OnnxrtRunner):  # type: ignore[misc]
+    """The step graph under onnxruntime, with the runtime's own session; it keeps its caches from feed to feed.
+
+    Args:
+        bundle: the bundle.
+        feeds: what it will be given; decides the size of the cache.
+    """
+
+    def __init__(self, bundle: Bundle, feeds: Sequence[Feed]) -> None:
+        super().__init__(lambda: _session(bundle), name="graph")
+        model = bundle.manifest.target
+        needed = max(feed[COMMITTED].shape[1] + feed[tensors.INPUT_IDS].shape[1] for feed in feeds)
+        self._layers = model.cache
+        self._rows = min(at.point.cache for at in model.graph.points if at.point.cache >= needed)
+
+    def activate_impl(self) -> None:
+        super().activate_impl()
+        self._caches: Feed = {}
+        for layer, shape in enumerate(self._layers):
+            for name, size in (
+                (tensors.past_key(layer), shape.key_size),
+                (tensors.past_value(layer), shape.value_size),
+            ):
+                # What was never written must never be read: it would show at once.
+                self._caches[name] = np.full((1, shape.heads, self._rows, size), 1e6, np.float32)
+
+    def get_input_metadata_impl(self) -> Any:
+        metadata = TensorMetadata()
+        for name, given in super().get_input_metadata_impl().items():
+            if name not in self._caches:
+                metadata.add(name, given.dtype, given.shape)
+        return metadata
+
+    def infer_impl(self, feed_dict: Feed) -> Feed:
+        began = time.perf_counter()
+        names = [output.name for output in self.sess.get_outputs()]
+        outputs = dict(zip(names, self.sess.run(None, {**feed_dict, **self._caches}), strict=True))
+        for name in self._caches:
+            self._caches[name] = outputs[name.replace("past_", "present_", 1)]
+        self.inference_time = time.perf_counter() - began
+        return OrderedDict({tensors.LOGITS: outputs[tensors.LOGITS]})
+
+    def deactivate_impl(self) -> None:
+        super().deactivate_impl()
+        del self._caches
+
+
+def _session(bundle: Bundle) -> Any:
+    manifest = bundle.manifest
+    path = bundle.file(manifest.target.graph.master)
+    return OnnxRuntimeGraph(path, manifest.target, 1, step_buffers(manifest), available_cores())._session
+
+
+class ReferenceRunner(BaseRunner):  # type: ignore[misc]
+    """The original model in plain transformers, eager attention, no cache: each path of a tree is a text of its own.
+
+    Args:
+        path: the checkpoint's folder.
+        model: what the bundle says of it.
+    """
+
+    def __init__(self, path: Path, model: mf.Model) -> None:
+        super().__init__(name="transformers")
+        self._path, self._described = path, model
+
+    def activate_impl(self) -> None:
+        self._model = load_reference(self._path, self._described)
+
+    def get_input_metadata_impl(self) -> Any:
+        metadata = TensorMetadata()
+        metadata.add(COMMITTED, DataType.INT64, (1, None))
+        metadata.add(tensors.INPUT_IDS, DataType.INT64, (1, None))
+        metadata.add(tensors.TREE_MASK, DataType.BOOL, (1, None, None))
+        metadata.add(tensors.LOGITS_ROWS, DataType.INT64, (1, None))
+        return metadata
+
+    def infer_impl(self, feed_dict: Feed) -> Feed:
+        began = time.perf_counter()
+        committed, tokens = feed_dict[COMMITTED][0], feed_dict[tensors.INPUT_IDS][0]
+        mask, rows = feed_dict[tensors.TREE_MASK][0], feed_dict[tensors.LOGITS_ROWS][0]
+        found: dict[int, Array] = {}
+        # Longest paths first: what they pass through need not be run again.
+        for row in sorted(rows.tolist(), key=lambda row: -int(mask[row].sum())):
+            if row not in found:
+                path = np.flatnonzero(mask[row])
+                logits = reference_logits(self._model, np.concatenate([committed, tokens[path]]))
+                found.update(zip(path.tolist(), logits[len(committed) :], strict=True))
+        self.inference_time = time.perf_counter() - began
+        return OrderedDict({tensors.LOGITS: np.stack([found[row] for row in rows.tolist()])[None]})
+
+    def deactivate_impl(self) -> None:
+        del self._model
+
+
+def load_reference(path: Path, described: mf.Model) -> Any:
+    """Loads a checkpoint in fp32 as plain transformers runs it.
+
+    Raises:
+        BundleError: it is not the model that was described.
+    """
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager", use_safetensors=True
+        ).eval()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    width = int(model.get_output_embeddings().weight.shape[0])
+    if (parameters, width) != (described.parameters, described.vocab_size):
+        raise BundleError(
+            f"{path} is another model: {parameters:,} parameters and {width:,} logits, where the bundle was built from "
+            f"{described.parameters:,} and {described.vocab_size:,}; pass the checkpoint the bundle was built from"
+        )
+    return model
+
+
+def reference_logits(model: Any, text: Array) -> Array:
+    """What a model says after each token of a text, float32 ``[N,V]``."""
+    with torch.no_grad():
+        logits: Array = model(torch.from_numpy(text)[None], use_cache=False).logits[0].float().numpy()
+    return logits

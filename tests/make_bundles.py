@@ -1,0 +1,170 @@
+"""Makes the bundles the tests run, with what transformers says their targets generate.
+
+    python -m tests.make_bundles DIR
+
+The tests make them by themselves; made beforehand, and named in ``SPECEXPORT_TEST_BUNDLES``, they let every test that
+is not marked ``exporter`` run where torch is not installed. Beside each bundle lies a JSON file of the same name:
+
+``greedy``
+    Prompts, the tokens that ``generate(do_sample=False)`` continues them with, and for each of those tokens how far its
+    logit is above the second largest.
+``next_logits``
+    For models of few tokens, the logits after the prompt and every text of up to two tokens, by text (``"3 11"``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # more are slower on models this small; torch reads it when imported
+
+import torch
+from filelock import FileLock
+from transformers import AutoModelForCausalLM
+
+from specexport.exporter.build import BuildOptions, build
+from tests.checkpoints import EOS, VOCAB, make_checkpoint, tokenizer
+
+CONTEXT = 512
+DICE_VOCAB = 12
+DICE_PROMPT = (5, 8)
+# One layer and few tokens: tens of thousands of texts take seconds, and every text of three tokens is common enough.
+_DICE: dict[str, Any] = {
+    "vocab_size": DICE_VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A target of a family, and how its draft differs: ``equal``, ``near`` (with noise) or ``bad`` (unrelated)."""
+
+    family: str
+    draft: str
+    choices: tuple[int, ...]
+    default: int
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+RECIPES = {
+    "llama-near": Recipe("llama", "near", (1, 2, 7), 4),
+    "qwen3-bad": Recipe("qwen3", "bad", (1,), 3),
+    "gemma2-equal": Recipe("gemma2", "equal", (1,), 5),
+    "gpt2-near": Recipe("gpt2", "near", (1,), 6),
+    **{f"dice-{draft}": Recipe("llama", draft, (1, 3), 5, _DICE) for draft in ("equal", "near", "bad")},
+}
+_NOISE = {"llama": 0.03, "gpt2": 0.05}
+_DICE_NOISE = 0.3
+
+
+def make(name: str, root: Path) -> Path:
+    """The bundle of a name in a folder, made if it is not there; safe to call from several processes."""
+    recipe = RECIPES[name]
+    root.mkdir(parents=True, exist_ok=True)
+    with FileLock(root / ".lock"):
+        if not (root / name).exists():
+            target = _target(recipe, root)
+            oracle = {"next_logits": _next_logits(target)} if recipe.config else {"greedy": _greedy(target)}
+            (root / f"{name}.json").write_text(json.dumps(oracle), encoding="utf-8")
+            build(
+                BuildOptions(
+                    target=str(target),
+                    draft=str(_draft(recipe, target, root)),
+                    output=root / name,
+                    num_speculative_tokens=recipe.default,
+                    speculative_choices=recipe.choices,
+                )
+            )
+    return root / name
+
+
+def _target(recipe: Recipe, root: Path) -> Path:
+    folder = root / "checkpoints" / (recipe.family + ("-dice" if recipe.config else ""))
+    return folder if folder.exists() else make_checkpoint(folder, recipe.family, **recipe.config)
+
+
+def _draft(recipe: Recipe, target: Path, root: Path) -> Path:
+    if recipe.draft == "equal":
+        return target
+    folder = root / "checkpoints" / f"{target.name}-{recipe.draft}"
+    if recipe.draft == "bad":
+        return make_checkpoint(folder, recipe.family, seed=1, **{"num_hidden_layers": 1, **recipe.config})
+    model: Any = AutoModelForCausalLM.from_pretrained(target)
+    generator = torch.Generator().manual_seed(2)
+    noise = _DICE_NOISE if recipe.config else _NOISE[recipe.family]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _eager(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def _greedy(target: Path) -> list[dict[str, Any]]:
+    model, draw = _eager(target), random.Random(0)
+    cases: list[dict[str, Any]] = []
+    # The last four make the cache grow to its second, third and last size, and end with the context.
+    for length, rows, count in ((1, 4, 32), (2, 4, 32), (3, 4, 32), (9, 4, 32), (20, 4, 32), (64, 4, 32)) + tuple(
+        (length, 1, count) for length, count in ((245, 24), (375, 24), (CONTEXT - 20, 20), (CONTEXT - 1, 1))
+    ):
+        cases += _continued(model, [[draw.randrange(3, VOCAB) for _ in range(length)] for _ in range(rows)], count)
+    return cases
+
+
+def _continued(model: Any, prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
+    """Prompts of one length, so that none is padded."""
+    ids = torch.tensor(prompts)
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=count,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(made.logits, 1).topk(2).values
+    cases = []
+    for row, prompt in enumerate(prompts):
+        tokens = made.sequences[row, len(prompt) :].tolist()
+        tokens = tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+        gaps = (best[row, :, 0] - best[row, :, 1]).tolist()[: len(tokens)]
+        cases.append({"prompt": prompt, "tokens": tokens, "gaps": gaps})
+    return cases
+
+
+def _next_logits(target: Path) -> dict[str, list[float]]:
+    model, logits = _eager(target), {}
+    for length in range(3):
+        texts = list(itertools.product(range(DICE_VOCAB), repeat=length))
+        with torch.no_grad():
+            rows = model(torch.tensor([[*DICE_PROMPT, *text] for text in texts]), use_cache=False).logits[:, -1]
+        logits.update({" ".join(map(str, text)): row for text, row in zip(texts, rows.tolist(), strict=True)})
+    return logits
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    for name in RECIPES:
+        print(make(name, folder))
+
+
+if __name__ == "__main__":
+    main()

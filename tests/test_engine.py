@@ -1,0 +1,504 @@
+"""How the engine behaves around the texts it makes: limits, ends, seeds, streams, threads."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from specexport.contract.manifest import Manifest, write_manifest
+from specexport.runtime import Chunk, Completion, Engine, RequestError, SamplingParams, Stats, Stream
+
+NAME = "llama-near"
+PROMPT = (17, 180, 33, 250, 64, 99, 201)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=24, ignore_eos=True)
+JOIN = 120.0
+"""Seconds after which a thread that should have ended is taken to hang."""
+
+Engines = Callable[[str], Engine]
+
+
+@pytest.fixture
+def llama(engine: Engines) -> Engine:
+    return engine(NAME)
+
+
+@pytest.fixture
+def changed(bundle: Callable[[str], Path], tmp_path: Path) -> Callable[..., Engine]:
+    """Loads the bundle with another manifest: what differs is given as for ``msgspec.structs.replace``."""
+
+    def load(change: Callable[[Manifest], Manifest]) -> Engine:
+        original = bundle(NAME)
+        for file in original.rglob("*"):
+            if file.is_file():
+                place = tmp_path / file.relative_to(original)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_bytes(file.read_bytes())
+        write_manifest(tmp_path, change(Engine.load(original, threads=1).manifest))
+        return Engine.load(tmp_path, threads=1)
+
+    return load
+
+
+def with_ends(*tokens: int) -> Callable[[Manifest], Manifest]:
+    """A manifest whose end-of-text tokens are these."""
+    replace = msgspec.structs.replace
+    return lambda manifest: replace(manifest, tokenizer=replace(manifest.tokenizer, eos_token_ids=tokens))
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """Does something in another thread and gives back what it returned or raised."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(JOIN)
+    assert not thread.is_alive(), "hangs"
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
+
+
+# --- seeds ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_makes_the_text_reproducible(llama: Engine) -> None:
+    texts = [llama.generate(PROMPT, SAMPLED.replace(seed=seed)).token_ids for seed in (1, 2, 1, 2)]
+    assert texts[0] == texts[2] != texts[1] == texts[3]
+
+
+def test_a_seed_means_the_same_in_another_engine(llama: Engine, bundle: Callable[[str], Path]) -> None:
+    with Engine.load(bundle(NAME), threads=1) as other:
+        assert (
+            other.generate(PROMPT, SAMPLED.replace(seed=5)).token_ids
+            == llama.generate(PROMPT, SAMPLED.replace(seed=5)).token_ids
+        )
+
+
+def test_without_a_seed_texts_differ(llama: Engine) -> None:
+    assert len({llama.generate(PROMPT, SAMPLED).token_ids for _ in range(4)}) > 1
+
+
+def test_a_request_leaves_no_trace_in_the_next(llama: Engine) -> None:
+    first = llama.generate(PROMPT, SAMPLED.replace(seed=3)).token_ids
+    llama.generate([300] * 150, SAMPLED.replace(seed=4, max_tokens=60))
+    llama.generate(PROMPT[:3], SAMPLED.replace(seed=4, max_tokens=60))
+    assert llama.generate(PROMPT, SAMPLED.replace(seed=3)).token_ids == first
+
+
+def test_defaults_are_the_models_own(llama: Engine) -> None:
+    assert llama.defaults() == SamplingParams(temperature=0.0)
+    assert llama.generate(PROMPT).token_ids[:24] == llama.generate(PROMPT, GREEDY.replace(ignore_eos=False)).token_ids
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_may_be_text_or_its_tokens(llama: Engine) -> None:
+    text = "what is the first word of all"
+    tokens = llama.tokenizer.encode(text).ids
+    assert llama.encode(text) == tokens
+    from_text, from_tokens = llama.generate(text, GREEDY), llama.generate(tokens, GREEDY)
+    assert from_text.token_ids == from_tokens.token_ids
+    assert from_text.stats.prompt_tokens == len(tokens)
+
+
+def test_an_empty_prompt_is_the_start_token(llama: Engine) -> None:
+    start = llama.tokenizer.token_to_id("<s>")
+    assert llama.encode("") == llama.encode([]) == [start]
+    assert llama.generate("", GREEDY).token_ids == llama.generate([start], GREEDY).token_ids
+
+
+def test_an_empty_prompt_without_a_start_token_is_the_end_token(changed: Callable[..., Engine]) -> None:
+    replace = msgspec.structs.replace
+    one = changed(lambda m: replace(m, tokenizer=replace(m.tokenizer, special_tokens={}, eos_token_ids=(7, 1))))
+    assert one.encode("") == [7]
+
+
+def test_an_empty_prompt_is_refused_where_nothing_could_stand_for_it(changed: Callable[..., Engine]) -> None:
+    replace = msgspec.structs.replace
+    one = changed(lambda m: replace(m, tokenizer=replace(m.tokenizer, special_tokens={}, eos_token_ids=())))
+    with pytest.raises(RequestError, match="prompt is empty"):
+        one.generate("", GREEDY)
+    assert len(one.generate("a", GREEDY).token_ids) == 24
+
+
+@pytest.mark.parametrize("token", [-1, 320, 10**12])
+def test_tokens_the_model_does_not_have_are_refused(llama: Engine, token: int) -> None:
+    before = llama.generate(PROMPT, GREEDY).token_ids
+    with pytest.raises(RequestError, match=f"token {token}.* 0 to 319"):
+        llama.generate([3, token, 4], GREEDY)
+    assert llama.generate(PROMPT, GREEDY).token_ids == before
+
+
+def test_text_whose_tokens_the_model_does_not_have_is_refused(engine: Engines) -> None:
+    """Some tokenizers know more tokens than their model."""
+    small = engine("dice-near")
+    with pytest.raises(RequestError, match="0 to 11"):
+        small.generate("people", GREEDY)
+    assert len(small.generate([3, 4], GREEDY).token_ids) == 24
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 63, 64, 65, 66, 128, 129, 130])
+@pytest.mark.parametrize("name", [NAME, "gemma2-equal"])
+def test_prompts_of_every_length_at_the_borders_of_prefill_chunks(engine: Engines, name: str, length: int) -> None:
+    """The text after a prompt is the same, however much of it is prompt and however much was generated."""
+    prompt = [3 + (37 * i) % 300 for i in range(length)]
+    whole = engine(name).generate(prompt, GREEDY).token_ids
+    assert engine(name).generate(prompt, GREEDY, speculation=False).token_ids == whole
+    assert engine(name).generate([*prompt, *whole[:10]], GREEDY.replace(max_tokens=14)).token_ids == whole[10:]
+
+
+# --- the context ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [512, 513, 700])
+def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers(llama: Engine, length: int) -> None:
+    with pytest.raises(RequestError, match=rf"{length} tokens.*512"):
+        llama.generate([5] * length, GREEDY)
+
+
+@pytest.mark.parametrize("name", [NAME, "qwen3-bad", "gemma2-equal", "gpt2-near"])
+@pytest.mark.parametrize("speculation", [True, False])
+def test_a_text_ends_with_the_context(
+    engine: Engines, oracle: Callable[[str], Any], name: str, speculation: bool
+) -> None:
+    for case in oracle(name)["greedy"][-2:]:
+        params = GREEDY.replace(max_tokens=1000, ignore_eos=False)
+        done = engine(name).generate(case["prompt"], params, speculation=speculation)
+        assert (done.token_ids, done.finish_reason) == (tuple(case["tokens"]), "length")
+        assert len(case["prompt"]) + len(done.token_ids) == 512
+
+
+@pytest.mark.parametrize("name", [NAME, "gemma2-equal"])
+def test_the_caches_grow_without_changing_the_text(
+    bundle: Callable[[str], Path], oracle: Callable[[str], Any], name: str
+) -> None:
+    """In a new engine, whose caches have their first size; the cases cross each border while generating."""
+    for case in oracle(name)["greedy"][-4:-1]:
+        with Engine.load(bundle(name), threads=1) as fresh:
+            done = fresh.generate(case["prompt"], GREEDY.replace(max_tokens=len(case["tokens"]), ignore_eos=False))
+            assert done.token_ids == tuple(case["tokens"])
+
+
+def test_a_text_may_grow_through_every_cache_size(llama: Engine, bundle: Callable[[str], Path]) -> None:
+    params = GREEDY.replace(max_tokens=1000)
+    with Engine.load(bundle(NAME), threads=1) as fresh:
+        whole = fresh.generate([9], params)
+    assert len(whole.token_ids) == 511
+    for at in (200, 300, 450):
+        again = llama.generate([9, *whole.token_ids[:at]], params, speculation=False)
+        assert again.token_ids == whole.token_ids[at:]
+
+
+# --- how texts end ----------------------------------------------------------------------------------------------------
+
+
+def test_max_tokens_is_exact(llama: Engine) -> None:
+    whole = llama.generate(PROMPT, GREEDY).token_ids
+    for count in range(len(whole)):
+        done = llama.generate(PROMPT, GREEDY.replace(max_tokens=count))
+        assert (done.token_ids, done.finish_reason) == (whole[:count], "length")
+        assert done.stats.output_tokens == count
+
+
+def test_no_tokens_are_no_work(llama: Engine) -> None:
+    done = llama.generate([5] * 600, GREEDY.replace(max_tokens=0))
+    assert done == Completion("", (), "length", done.stats)
+    assert done.stats.steps == done.stats.drafted == 0
+
+
+def test_any_of_the_end_tokens_ends_the_text(llama: Engine, changed: Callable[..., Engine]) -> None:
+    whole = llama.generate(PROMPT, GREEDY)
+    later, sooner = whole.token_ids[15], whole.token_ids[9]
+    at = min(whole.token_ids.index(later), whole.token_ids.index(sooner))
+    assert 0 < at < 15
+    other = changed(with_ends(later, sooner))
+    for speculation in (True, False):
+        done = other.generate(PROMPT, GREEDY.replace(ignore_eos=False), speculation=speculation)
+        assert (done.token_ids, done.finish_reason) == (whole.token_ids[: at + 1], "stop")
+        assert done.text == llama.tokenizer.decode(whole.token_ids[:at])
+    assert other.generate(PROMPT, GREEDY).token_ids == whole.token_ids
+
+
+def test_the_end_token_wins_over_the_length(llama: Engine, changed: Callable[..., Engine]) -> None:
+    first = llama.generate(PROMPT, GREEDY).token_ids[0]
+    done = changed(with_ends(first)).generate(PROMPT, GREEDY.replace(ignore_eos=False, max_tokens=1))
+    assert (done.token_ids, done.text, done.finish_reason) == ((first,), "", "stop")
+
+
+def test_a_stop_text_ends_the_text_before_it(llama: Engine) -> None:
+    whole = llama.generate(PROMPT, GREEDY)
+    pieces = [llama.tokenizer.decode([token]) for token in whole.token_ids]
+    for at in range(3, 18):
+        # From the middle of one token into the next.
+        stop = "".join(pieces[at : at + 2])[len(pieces[at]) // 2 :][: len(pieces[at])] or pieces[at]
+        if "\ufffd" in stop:
+            continue
+        done = llama.generate(PROMPT, GREEDY.replace(stop=(stop, "never said")))
+        assert done.finish_reason == "stop"
+        assert done.text == whole.text[: whole.text.index(stop)]
+        assert done.token_ids == whole.token_ids[: len(done.token_ids)]
+        assert stop in llama.tokenizer.decode(done.token_ids)
+        assert stop not in llama.tokenizer.decode(done.token_ids[:-1])
+
+
+def test_a_stop_text_that_is_not_said_changes_nothing(llama: Engine) -> None:
+    whole = llama.generate(PROMPT, GREEDY)
+    end = llama.generate(PROMPT, GREEDY.replace(stop=(whole.text[-3:] + "!", "\x00\x01")))
+    assert (end.text, end.token_ids, end.finish_reason) == (whole.text, whole.token_ids, "length")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_text_is_what_the_tokens_decode_to(llama: Engine, seed: int) -> None:
+    """Random weights say a lot of stray bytes."""
+    done = llama.generate(PROMPT, SAMPLED.replace(seed=seed, temperature=1.5, max_tokens=60))
+    assert done.text == llama.tokenizer.decode(done.token_ids)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_is_the_completion_in_pieces(llama: Engine) -> None:
+    params = SAMPLED.replace(seed=8)
+    whole = llama.generate(PROMPT, params)
+    stream = llama.stream(PROMPT, params)
+    chunks = list(stream)
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert tuple(token for chunk in chunks for token in chunk.token_ids) == whole.token_ids
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert stream.tokens == [*PROMPT, *whole.token_ids]
+    assert list(stream) == []
+
+
+def test_a_stream_starts_when_it_is_read(llama: Engine) -> None:
+    waiting = llama.stream(PROMPT, GREEDY)
+    assert llama.generate(PROMPT, GREEDY).token_ids == tuple(t for chunk in waiting for t in chunk.token_ids)
+
+
+def test_a_second_request_in_a_thread_with_an_unfinished_stream_is_an_error(llama: Engine) -> None:
+    def nested() -> tuple[int, ...]:
+        with llama.stream(PROMPT, GREEDY) as stream:
+            first = next(stream)
+            with pytest.raises(RequestError, match="unfinished stream"):
+                llama.generate(PROMPT, GREEDY)
+            return first.token_ids + tuple(t for chunk in stream for t in chunk.token_ids)
+
+    assert in_thread(nested) == llama.generate(PROMPT, GREEDY).token_ids
+
+
+def test_an_abandoned_stream_frees_the_engine(llama: Engine) -> None:
+    def abandon() -> None:
+        next(llama.stream(PROMPT, GREEDY))
+
+    abandon()
+    gc.collect()
+    assert len(in_thread(lambda: llama.generate(PROMPT, GREEDY)).token_ids) == 24
+
+
+def test_a_closed_stream_frees_the_engine(llama: Engine) -> None:
+    stream = llama.stream(PROMPT, GREEDY)
+    next(stream)
+    stream.close()
+    stream.close()
+    assert list(stream) == []
+    assert len(in_thread(lambda: llama.generate(PROMPT, GREEDY)).token_ids) == 24
+
+
+def test_an_error_while_a_stream_is_read_frees_the_engine(llama: Engine) -> None:
+    with pytest.raises(ZeroDivisionError), llama.stream(PROMPT, GREEDY) as stream:
+        for _ in stream:
+            raise ZeroDivisionError
+    assert len(in_thread(lambda: llama.generate(PROMPT, GREEDY)).token_ids) == 24
+
+
+def test_an_error_in_the_engine_frees_it(llama: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Stats, "count_step", fail)
+        llama.generate(PROMPT, GREEDY)
+    assert len(in_thread(lambda: llama.generate(PROMPT, GREEDY)).token_ids) == 24
+
+
+def test_a_cancelled_stream_ends_before_its_next_step(llama: Engine) -> None:
+    stream = llama.stream(PROMPT, GREEDY.replace(max_tokens=400))
+    started, cancelled = threading.Event(), threading.Event()
+
+    def read() -> list[Chunk]:
+        chunks = [next(stream)]
+        started.set()
+        assert cancelled.wait(JOIN)
+        return [*chunks, *stream]
+
+    def cancel() -> None:
+        assert started.wait(JOIN)
+        stream.cancel()
+        cancelled.set()
+
+    canceller = threading.Thread(target=cancel, daemon=True)
+    canceller.start()
+    chunks = in_thread(read)
+    assert [chunk.finish_reason for chunk in chunks] == [None, "cancelled"]
+    assert chunks[1].token_ids == ()
+    assert len(llama.generate(PROMPT, GREEDY).token_ids) == 24
+
+
+def test_a_stream_cancelled_before_it_starts_is_empty(llama: Engine) -> None:
+    stream = llama.stream(PROMPT, GREEDY)
+    stream.cancel()
+    assert list(stream) == [Chunk("", (), "cancelled")]
+    assert stream.stats.steps == 0
+
+
+def test_a_stream_closed_by_another_thread_ends_and_frees_the_engine(llama: Engine) -> None:
+    """At any time: while the other thread is in a step, between steps, or after the end."""
+    for _ in range(20):
+        stream = llama.stream(PROMPT, GREEDY.replace(max_tokens=60))
+        reader = threading.Thread(target=lambda stream=stream: list(stream), daemon=True)
+        reader.start()
+        stream.close()
+        reader.join(JOIN)
+        assert not reader.is_alive()
+        assert len(in_thread(lambda: llama.generate(PROMPT, GREEDY.replace(max_tokens=2))).token_ids) == 2
+
+
+def test_a_stream_closed_while_it_waits_for_its_turn_never_runs(llama: Engine) -> None:
+    with llama.stream(PROMPT, GREEDY) as running:
+        next(running)
+        waiting = llama.stream(PROMPT, GREEDY)
+        chunks: list[Chunk] = []
+        reader = threading.Thread(target=lambda: chunks.extend(waiting), daemon=True)
+        reader.start()
+        waiting.close()
+    reader.join(JOIN)
+    assert not reader.is_alive()
+    assert chunks == []
+    assert len(in_thread(lambda: llama.generate(PROMPT, GREEDY)).token_ids) == 24
+
+
+# --- threads and closing ----------------------------------------------------------------------------------------------
+
+
+def test_threads_get_what_they_would_get_alone(llama: Engine) -> None:
+    requests = [(PROMPT[i % 5 :], SAMPLED.replace(seed=i, max_tokens=5 + i % 7)) for i in range(40)]
+    alone = [llama.generate(prompt, params).token_ids for prompt, params in requests]
+    together: dict[int, tuple[int, ...]] = {}
+
+    def work(mine: range) -> None:
+        for i in mine:
+            together[i] = llama.generate(*requests[i]).token_ids
+
+    threads = [threading.Thread(target=work, args=(range(start, 40, 2),), daemon=True) for start in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN)
+        assert not thread.is_alive()
+    assert [together[i] for i in range(40)] == alone
+
+
+def test_a_closed_engine_refuses_requests(bundle: Callable[[str], Path]) -> None:
+    with Engine.load(bundle(NAME), threads=1) as one:
+        prepared = one.stream(PROMPT, GREEDY)
+        assert len(one.generate(PROMPT, GREEDY).token_ids) == 24
+    for refused in (lambda: one.generate(PROMPT, GREEDY), lambda: one.stream(PROMPT, GREEDY), lambda: next(prepared)):
+        with pytest.raises(RequestError, match="closed"):
+            refused()
+    one.close()
+
+
+def test_closing_ends_this_threads_own_stream(bundle: Callable[[str], Path]) -> None:
+    def leave_early() -> Stream:
+        with Engine.load(bundle(NAME), threads=1) as one:
+            stream = one.stream(PROMPT, GREEDY)
+            next(stream)
+        return stream
+
+    assert list(in_thread(leave_early)) == []
+
+
+def test_closing_waits_for_another_threads_request(bundle: Callable[[str], Path]) -> None:
+    one = Engine.load(bundle(NAME), threads=1)
+    stream = one.stream(PROMPT, GREEDY)
+    tokens = list(next(stream).token_ids)
+    closer = threading.Thread(target=one.close, daemon=True)
+    closer.start()
+    while True:
+        with pytest.raises(RequestError):
+            one.stream(PROMPT, GREEDY)
+            continue
+        break
+    for chunk in stream:
+        tokens += chunk.token_ids
+    closer.join(JOIN)
+    assert not closer.is_alive()
+    assert len(tokens) == 24
+
+
+# --- speculation ------------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_equal_to_the_target_is_always_accepted(engine: Engines) -> None:
+    """Through prefill chunks and cache sizes: one wrong row in the draft's cache and it would soon say something else."""
+    for prompt in ([9], list(PROMPT), [3 + i % 300 for i in range(200)]):
+        done = engine("gemma2-equal").generate(prompt, GREEDY.replace(max_tokens=300))
+        assert done.stats.acceptance_rate == 1.0
+        assert len(done.token_ids) == 300
+
+
+def test_k_is_chosen_per_request(llama: Engine) -> None:
+    whole = llama.generate(PROMPT, GREEDY)
+    for k in llama.manifest.method.choices:  # type: ignore[union-attr]
+        done = llama.generate(PROMPT, GREEDY, num_speculative_tokens=k)
+        assert done.token_ids == whole.token_ids
+        assert len(done.stats.acceptance_by_position) == k
+        assert done.stats.drafted == k * done.stats.steps_with_draft
+    with pytest.raises(RequestError, match=r"num_speculative_tokens is 3.* 1, 2, 4, 7"):
+        llama.generate(PROMPT, GREEDY, num_speculative_tokens=3)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED.replace(seed=1), SAMPLED.replace(seed=2, max_tokens=77)], ids=str)
+@pytest.mark.parametrize("name", [NAME, "qwen3-bad", "gemma2-equal"])
+def test_stats_add_up(engine: Engines, name: str, params: SamplingParams) -> None:
+    done = engine(name).generate(PROMPT, params)
+    stats = done.stats
+    assert stats.prompt_tokens == len(PROMPT)
+    assert stats.output_tokens == len(done.token_ids) == params.max_tokens
+    assert 0 <= stats.accepted <= stats.drafted
+    assert stats.accepted == sum(stats.accepted_at)
+    assert stats.accepted_at == sorted(stats.accepted_at, reverse=True)
+    assert stats.steps_with_draft <= stats.steps
+    # Each step gives its accepted tokens and one more; the last one may give more than there is room for.
+    assert stats.output_tokens <= stats.accepted + stats.steps < stats.output_tokens + 8
+    assert stats.acceptance_length == pytest.approx((stats.accepted + stats.steps) / stats.steps)
+    assert stats.acceptance_rate == pytest.approx(stats.accepted / stats.drafted)
+    assert stats.decode_seconds == pytest.approx(stats.propose + stats.verify + stats.accept + stats.host)
+    assert stats.tokens_per_second == pytest.approx(stats.output_tokens / stats.decode_seconds)
+    assert stats.as_dict()["acceptance_length"] == stats.acceptance_length
+    assert stats.total >= stats.first_token >= stats.prefill > 0
+
+
+def test_plain_decoding_drafts_nothing(llama: Engine) -> None:
+    stats = llama.generate(PROMPT, GREEDY, speculation=False).stats
+    assert (stats.drafted, stats.accepted, stats.steps, stats.acceptance_length) == (0, 0, 24, 1.0)
+    assert stats.acceptance_rate == 0.0
+    assert stats.acceptance_by_position == []
+
+
+def test_stats_of_nothing_are_zero() -> None:
+    stats = Stats()
+    assert (stats.acceptance_length, stats.acceptance_rate, stats.tokens_per_second) == (0.0, 0.0, 0.0)

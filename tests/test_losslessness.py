@@ -1,0 +1,279 @@
+"""The proof: whatever the draft says, the target's own text comes out, token for token or in distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime import engine as engine_module
+from specexport.runtime.sampling import Distributions, accept_sampled, draw, target_distribution
+from tests.reference import Text, chi_square_p, draw_candidates, text_distribution, warped
+
+RUNS = 20_000
+LENGTH = 3
+SIGNIFICANCE = 1e-3
+TIE = 1e-4
+"""Logits this close are a tie: which of two tokens is first then depends on how sums are rounded."""
+
+Accept = Callable[..., tuple[int, int]]
+Floats = npt.NDArray[np.float32]
+
+GREEDY_BUNDLES = ("llama-near", "qwen3-bad", "gemma2-equal", "gpt2-near")
+
+# --- greedy -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GREEDY_BUNDLES)
+def test_greedy_text_is_what_transformers_generates(
+    name: str, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
+) -> None:
+    """For every K the bundle has, and without speculation; ``oracle`` is ``generate(do_sample=False)``."""
+    cases = oracle(name)["greedy"]
+    assert len(cases) >= 20
+    for how in ({"speculation": False}, *({"num_speculative_tokens": k} for k in choices(engine(name)))):
+        whole = 0
+        for case in cases:
+            params = SamplingParams(temperature=0.0, max_tokens=len(case["tokens"]))
+            tokens = engine(name).generate(case["prompt"], params, **how).token_ids
+            whole += same_but_for_ties(case, tokens)
+        assert whole >= len(cases) - 1
+
+
+def same_but_for_ties(case: dict[str, Any], tokens: tuple[int, ...]) -> bool:
+    """Whether a text is transformers'; a difference that does not begin with a tie of two logits is an error."""
+    expected = tuple(case["tokens"])
+    if tokens == expected:
+        return True
+    at = next(i for i, pair in enumerate(zip(tokens, expected, strict=True)) if len(set(pair)) > 1)
+    assert case["gaps"][at] < TIE, f"after {len(case['prompt'])} tokens, token {at} is {tokens[at]}, not {expected[at]}"
+    return False
+
+
+def test_greedy_drafts_are_accepted_as_far_as_they_are_good(
+    engine: Callable[[str], Engine], oracle: Callable[[str], Any]
+) -> None:
+    """The texts above were made in all the ways there are: drafts mostly rejected, mixed, and all accepted."""
+    rates = {}
+    for name in GREEDY_BUNDLES:
+        drafted = accepted = 0
+        for case in oracle(name)["greedy"]:
+            done = engine(name).generate(case["prompt"], SamplingParams(temperature=0.0, max_tokens=30))
+            drafted += done.stats.drafted
+            accepted += done.stats.accepted
+        rates[name] = accepted / drafted
+    assert rates["qwen3-bad"] < 0.1
+    assert 0.1 < rates["llama-near"] < 0.9
+    assert 0.1 < rates["gpt2-near"] < 0.9
+    assert rates["gemma2-equal"] > 0.999
+
+
+def choices(engine: Engine) -> tuple[int, ...]:
+    """Every K the engine's bundle was built for."""
+    return engine.manifest.method.choices  # type: ignore[union-attr]
+
+
+# --- sampling: the engine ---------------------------------------------------------------------------------------------
+# A model of twelve tokens has 1728 texts of three, few enough to know how often each must come. The engine's whole way
+# there costs most of a millisecond, so it goes that way for one setting of each K and draft; the acceptance function
+# alone goes through all of them further down.
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How texts are drawn: whose draft, how many draft tokens, and what of p and q is kept."""
+
+    draft: str
+    K: int
+    params: SamplingParams
+
+    def __str__(self) -> str:
+        p = self.params
+        return f"{self.draft}-k{self.K}-t{p.temperature}-k{p.top_k}-p{p.top_p}-m{p.min_p}"
+
+
+ENGINE_SETTINGS = (
+    Setting("near", 1, SamplingParams()),
+    Setting("bad", 3, SamplingParams(temperature=0.8, top_k=9, top_p=0.95)),
+    Setting("near", 5, SamplingParams(temperature=1.4, min_p=0.1)),
+    Setting("equal", 5, SamplingParams(top_p=0.9)),
+)
+
+
+@pytest.mark.parametrize("setting", ENGINE_SETTINGS, ids=str)
+def test_the_engine_samples_the_target_distribution(
+    setting: Setting, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
+) -> None:
+    texts, rate = engine_texts(engine(f"dice-{setting.draft}"), setting, RUNS)
+    exact = exact_texts(oracle(f"dice-{setting.draft}"), setting.params)
+    assert_distributed(texts, exact)
+    assert rate > 0.999 if setting.draft == "equal" else 0.05 < rate < 0.95
+
+
+def test_an_engine_without_the_residual_is_found_out(
+    engine: Callable[[str], Engine], oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "accept_sampled", without_residual)
+    setting = ENGINE_SETTINGS[1]
+    texts, _ = engine_texts(engine(f"dice-{setting.draft}"), setting, RUNS // 4)
+    assert chi_square_p(texts, exact_texts(oracle(f"dice-{setting.draft}"), setting.params)) < SIGNIFICANCE**2
+
+
+def engine_texts(engine: Engine, setting: Setting, runs: int) -> tuple[list[Text], float]:
+    """The first tokens of a seeded request each, and the share of draft tokens accepted."""
+    texts, drafted, accepted = [], 0, 0
+    for seed in range(runs):
+        params = setting.params.replace(max_tokens=LENGTH, seed=seed, ignore_eos=True)
+        done = engine.generate(PROMPT, params, num_speculative_tokens=setting.K)
+        texts.append(done.token_ids)
+        drafted += done.stats.drafted
+        accepted += done.stats.accepted
+    return texts, accepted / drafted
+
+
+PROMPT = (5, 8)
+
+
+def exact_texts(oracle: dict[str, Any], params: SamplingParams) -> dict[Text, float]:
+    """How probable each text is, from the logits transformers computes after every text before its last token."""
+    logits = oracle["next_logits"]
+    return text_distribution(lambda text: warped(logits[" ".join(map(str, text))], params), LENGTH)
+
+
+def assert_distributed(texts: list[Text], exact: dict[Text, float]) -> None:
+    """Checks the texts, and what they begin with, against their exact distribution."""
+    assert sum(exact.values()) == pytest.approx(1.0)
+    for length in range(1, LENGTH + 1):
+        beginnings: dict[Text, float] = {}
+        for text, probability in exact.items():
+            beginnings[text[:length]] = beginnings.get(text[:length], 0.0) + probability
+        assert chi_square_p([text[:length] for text in texts], beginnings) > SIGNIFICANCE
+
+
+# --- sampling: every setting, through the acceptance function ---------------------------------------------------------
+
+FILTERS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_k=7),
+    SamplingParams(temperature=1.3, top_p=0.85, min_p=0.05),
+)
+DRAFTS = ("bad", "near", "equal")
+ALL_SETTINGS = tuple(
+    Setting(draft, K, FILTERS[(row + column) % 3])
+    for row, draft in enumerate(DRAFTS)
+    for column, K in enumerate((1, 3, 5))
+)
+
+
+class Tables:
+    """A target and a draft whose logits depend on the last two tokens alone, so that a table holds them.
+
+    Args:
+        draft: ``bad``, ``near`` or ``equal``.
+    """
+
+    vocab = 9
+    start: Text = (0, 1)
+
+    def __init__(self, draft: str) -> None:
+        random = np.random.default_rng(11)
+        shape = (self.vocab,) * 3
+        self.target = random.normal(0, 1.2, shape).astype(np.float32)
+        noise = random.normal(0, 1.2, shape).astype(np.float32)
+        self.draft = {"bad": noise, "near": self.target + noise / 3, "equal": self.target}[draft]
+
+    def exact(self, params: SamplingParams) -> dict[Text, float]:
+        """The probability of every text."""
+        return text_distribution(lambda text: warped(self.target[(*self.start, *text)[-2:]], params), LENGTH)
+
+    def texts(self, setting: Setting, runs: int, accept: Accept = accept_sampled, candidates: int = 64) -> list[Text]:
+        """Generates many texts side by side as the engine does one: draft K tokens, accept some, go on after them."""
+        random = np.random.default_rng(7)
+        texts = [self.start] * runs
+        end = len(self.start) + LENGTH
+        while unfinished := [run for run, text in enumerate(texts) if len(text) < end]:
+            last = np.array([texts[run][-2:] for run in unfinished])
+            drafted, logits = [], [self.target[last[:, 0], last[:, 1]]]
+            for _ in range(setting.K):
+                noise = random.random(len(unfinished), np.float32)
+                made = draw_candidates(self.draft[last[:, 0], last[:, 1]], noise, setting.params, candidates)
+                drafted.append(made)
+                last = np.stack([last[:, 1], made[0]], 1)
+                logits.append(self.target[last[:, 0], last[:, 1]])
+            tokens, ids, probs = (np.stack(part, 1) for part in zip(*drafted, strict=True))
+            rows, noise = np.stack(logits, 1), random.random((len(unfinished), setting.K + 1))
+            for i, run in enumerate(unfinished):
+                q = Distributions(ids[i], probs[i])
+                accepted, bonus = accept(rows[i], tokens[i], q, setting.params, noise[i])
+                texts[run] = (*texts[run], *tokens[i, :accepted].tolist(), bonus)[:end]
+        return [text[len(self.start) :] for text in texts]
+
+
+@pytest.mark.parametrize("setting", ALL_SETTINGS, ids=str)
+def test_acceptance_keeps_the_target_distribution(setting: Setting) -> None:
+    tables = Tables(setting.draft)
+    assert_distributed(tables.texts(setting, RUNS), tables.exact(setting.params))
+
+
+def test_a_draft_that_considers_few_candidates_changes_nothing() -> None:
+    tables, setting = Tables("near"), Setting("near", 3, SamplingParams())
+    assert_distributed(tables.texts(setting, RUNS, candidates=3), tables.exact(setting.params))
+
+
+def test_tokens_chosen_without_drawing_change_nothing() -> None:
+    """Any fixed choice is a draft with q = 1; so is one made by chance that has nothing to do with the text."""
+
+    def without_q(
+        logits: Floats, tokens: npt.NDArray[np.int64], _: Distributions, params: SamplingParams, noise: Any
+    ) -> tuple[int, int]:
+        return accept_sampled(logits, tokens, None, params, noise)
+
+    tables, setting = Tables("near"), Setting("near", 3, FILTERS[2])
+    assert_distributed(tables.texts(setting, RUNS, without_q), tables.exact(setting.params))
+
+
+# --- the tests above would notice -------------------------------------------------------------------------------------
+
+
+def without_residual(
+    logits: Floats, tokens: npt.NDArray[np.int64], q: Distributions, params: SamplingParams, noise: Any
+) -> tuple[int, int]:
+    """Wrong: after a rejection, draws from p instead of what p has and q has not."""
+    accepted, bonus = accept_sampled(logits, tokens, q, params, noise)
+    return accepted, bonus if accepted == len(tokens) else draw(
+        target_distribution(logits[accepted], params), noise[-1]
+    )
+
+
+def with_one_noise(
+    logits: Floats, tokens: npt.NDArray[np.int64], q: Distributions, params: SamplingParams, noise: Any
+) -> tuple[int, int]:
+    """Wrong: what decided a rejection also decides what is drawn after it."""
+    return accept_sampled(logits, tokens, q, params, np.full_like(noise, noise[0]))
+
+
+def always(
+    logits: Floats, tokens: npt.NDArray[np.int64], q: Distributions, params: SamplingParams, noise: Any
+) -> tuple[int, int]:
+    """Wrong: accepts whatever the target might have said."""
+    return accept_sampled(logits, tokens, q, params, np.append(np.zeros(len(tokens)), noise[-1]))
+
+
+def off_by_one(
+    logits: Floats, tokens: npt.NDArray[np.int64], q: Distributions, params: SamplingParams, noise: Any
+) -> tuple[int, int]:
+    """Wrong: compares with the q of the token before."""
+    return accept_sampled(logits, tokens, Distributions(q.ids[[0, 0, 1]], q.probs[[0, 0, 1]]), params, noise)
+
+
+@pytest.mark.parametrize("wrong", [without_residual, with_one_noise, always, off_by_one])
+@pytest.mark.parametrize("draft", ["bad", "near"])
+def test_a_wrong_acceptance_is_found_out(draft: str, wrong: Accept) -> None:
+    tables, setting = Tables(draft), Setting(draft, 3, SamplingParams())
+    with pytest.raises(AssertionError):
+        assert_distributed(tables.texts(setting, RUNS // 2, wrong), tables.exact(setting.params))

@@ -1,0 +1,207 @@
+"""Tokens into text: what is given out as tokens come, put together, is the text of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from specexport.runtime.text import TextStream
+
+HARD = "é日本語😀👩‍👩‍👧‍👦🏳️‍🌈 e\u0301 \u200f\ufffd\n"
+
+
+def byte_level() -> Tokenizer:
+    """GPT-2's way: every byte is a token of its own, or part of a longer one."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*alphabet, "he", "ll", "Ġw", "Ã©", "ðŁ", "ðŁĺ", "Ģ!"]
+    merges = [("h", "e"), ("l", "l"), ("Ġ", "w"), ("Ã", "©"), ("ð", "Ł"), ("ðŁ", "ĺ"), ("Ģ", "!")]
+    tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """SentencePiece's way: tokens hold characters, bytes stand in for characters it does not know."""
+    words = ["▁", "h", "e", "l", "o", "w", "r", "d", "!", "é", "▁w", "he", "ll"]
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    merges = [("▁", "w"), ("h", "e"), ("l", "l")]
+    tokenizer = Tokenizer(
+        models.BPE({piece: index for index, piece in enumerate(pieces)}, merges, byte_fallback=True, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    return tokenizer
+
+
+TOKENIZERS = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
+every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+hard_texts = st.text(st.one_of(st.sampled_from(HARD + "hello world!"), st.characters(codec="utf-8")), max_size=30)
+
+
+def streamed(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str] = ()) -> tuple[list[str], bool]:
+    """What each token gives out, then the rest; and whether a stop text ended it."""
+    stream = TextStream(tokenizer, stop)
+    pieces = []
+    for token in tokens:
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            break
+    return [*pieces, stream.finish()], stream.stopped
+
+
+# --- characters that span tokens --------------------------------------------------------------------------------------
+
+
+@every_tokenizer
+@given(hard_texts)
+def test_pieces_make_up_the_text(tokenizer: Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text).ids
+    pieces, stopped = streamed(tokenizer, tokens)
+    assert "".join(pieces) == tokenizer.decode(tokens)
+    assert not stopped
+
+
+@given(hard_texts)
+def test_byte_level_pieces_make_up_the_original_text(text: str) -> None:
+    pieces, _ = streamed(TOKENIZERS["byte_level"], TOKENIZERS["byte_level"].encode(text).ids)
+    assert "".join(pieces) == text
+
+
+@every_tokenizer
+@given(hard_texts, st.integers(0, 60))
+def test_a_text_cut_in_the_middle_of_a_character_keeps_what_was_whole(
+    tokenizer: Tokenizer, text: str, length: int
+) -> None:
+    tokens = tokenizer.encode(text).ids
+    everything = tokenizer.decode(tokens)
+    beginnings = [tokenizer.decode(tokens[:count]) for count in range(min(length, len(tokens)) + 1)]
+    whole = max((beginning for beginning in beginnings if everything.startswith(beginning)), key=len)
+    given_out = "".join(streamed(tokenizer, tokens[:length])[0])
+    assert given_out.startswith(whole)
+    assert everything.startswith(given_out.rstrip("\ufffd"))
+
+
+@every_tokenizer
+def test_nothing_is_given_out_before_a_character_is_whole(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("😀").ids
+    assert len(tokens) > 1
+    pieces, _ = streamed(tokenizer, tokens)
+    assert [piece for piece in pieces if piece] == ["😀"]
+    assert pieces.index("😀") == len(tokens) - 1
+
+
+@every_tokenizer
+def test_text_comes_as_soon_as_it_is_known(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("hello world!").ids
+    pieces, _ = streamed(tokenizer, tokens)
+    for count in range(1, len(tokens) + 1):
+        assert "".join(pieces[:count]) == tokenizer.decode(tokens[:count])
+    assert pieces[-1] == ""
+
+
+def test_a_token_may_end_one_character_and_hold_the_next() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    tokens = [tokenizer.token_to_id(piece) for piece in ("ðŁĺ", "Ģ!", "he")]
+    assert streamed(tokenizer, tokens)[0] == ["", "😀!", "he", ""]
+
+
+@given(st.lists(st.integers(0, 263), max_size=40))
+def test_any_byte_level_tokens_read_as_they_decode(tokens: list[int]) -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    pieces, _ = streamed(tokenizer, tokens)
+    assert "".join(pieces) == tokenizer.decode(tokens)
+
+
+@given(st.lists(st.integers(0, 270), max_size=40))
+def test_stray_bytes_do_not_end_the_stream(tokens: list[int]) -> None:
+    """One more stray byte changes how those before it decode, which may have been given out; the text goes on."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    end = tokenizer.encode(" hello").ids
+    pieces, _ = streamed(tokenizer, [*tokens, *end, *end])
+    assert "".join(pieces).endswith("hello hello")
+
+
+@every_tokenizer
+def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
+    end = tokenizer.token_to_id("<end>")
+    tokens = tokenizer.encode("hello world!").ids
+    pieces, _ = streamed(tokenizer, [end, *tokens[:4], end, end, *tokens[4:], end])
+    assert "".join(pieces) == "hello world!"
+
+
+# --- stop texts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("hello world!", ["wor"], "hello "),
+        ("hello world!", ["hello world!"], ""),
+        ("hello world!", ["!"], "hello world"),
+        ("hello world!", ["h"], ""),
+        ("hello world!", ["lo w", "o"], "hell"),
+        ("ho ho hoho!", ["hoho"], "ho ho "),
+        ("hhhello", ["hhello"], "h"),
+        ("hello 😀 world", ["😀"], "hello "),
+        ("hello 😀 world", ["o 😀 w"], "hell"),
+        ("hé hé", [" hé"], "hé"),
+    ],
+)
+@every_tokenizer
+def test_text_ends_before_a_stop_text(tokenizer: Tokenizer, text: str, stop: list[str], expected: str) -> None:
+    pieces, stopped = streamed(tokenizer, tokenizer.encode(text).ids, stop)
+    assert stopped
+    assert "".join(pieces) == expected
+
+
+@every_tokenizer
+def test_what_only_began_like_a_stop_text_is_kept(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("hello hell").ids
+    for stop in ("hello!", "hello hello", "llo w"):
+        pieces, stopped = streamed(tokenizer, tokens, [stop])
+        assert not stopped
+        assert "".join(pieces) == "hello hell"
+
+
+def test_text_that_may_begin_a_stop_text_waits_until_it_is_clear() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    pieces, _ = streamed(tokenizer, [tokenizer.token_to_id(piece) for piece in "world"], ["rod"])
+    assert pieces == ["w", "o", "", "rl", "d", ""]
+
+
+def test_a_stop_text_may_end_with_a_character_that_is_finished_only_at_the_end() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    tokens = tokenizer.encode("he").ids + tokenizer.encode("\ufffd").ids
+    pieces, stopped = streamed(tokenizer, tokens, ["\ufffd"])
+    assert stopped
+    assert "".join(pieces) == "he"
+
+
+@given(
+    st.lists(st.text("ab", max_size=3), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_stop_texts_are_found_wherever_tokens_end(tokens: list[str], stop: list[str]) -> None:
+    """Against a search over the whole text so far after each token."""
+    vocabulary = {text: index for index, text in enumerate(sorted({*tokens, "a", "b"}))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    text, expected = "", None
+    for token in tokens:
+        text += token
+        found = [text.find(one) for one in stop if one in text]
+        if found:
+            expected = text[: min(found)]
+            break
+    pieces, stopped = streamed(tokenizer, [vocabulary[token] for token in tokens], stop)
+    assert stopped == (expected is not None)
+    assert "".join(pieces) == (text if expected is None else expected)

@@ -1,0 +1,319 @@
+"""``specexport verify`` passes what is right and says what is wrong, and where."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from rich.console import Console
+
+from specexport.contract import manifest as mf
+from specexport.contract.errors import BuildError, BundleError, RequestError
+from specexport.exporter import verify as module
+from specexport.exporter.build import BuildOptions, build
+from specexport.exporter.verify import Check, VerifyReport, render, verify
+from specexport.exporter.verify_graphs import check_graphs
+from specexport.exporter.verify_logits import LIMITS, Agreement, rounds
+from specexport.runtime import Completion, Engine
+from specexport.runtime.bundle import Bundle
+from tests.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.exporter
+
+NAMES = ["files", "graphs", "logits", "draft", "speculation"]
+PROMPTS = ("people went back home and thought", "3, 14, 15, 92, 65")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {
+        "target": make_checkpoint(folder / "target", "llama"),
+        "draft": make_checkpoint(folder / "draft", "llama", seed=1, num_hidden_layers=1),
+        "other": make_checkpoint(folder / "other", "llama", seed=2),
+    }
+
+
+def _build(checkpoints: dict[str, Path], output: Path, **options: Any) -> Path:
+    return build(
+        BuildOptions(
+            target=str(checkpoints["target"]),
+            draft=str(checkpoints["draft"]),
+            output=output,
+            max_seq_len=128,
+            **options,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def fp32(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("fp32") / "bundle"
+    return _build(checkpoints, output, num_speculative_tokens=3, speculative_choices=(1,))
+
+
+@pytest.fixture(scope="module")
+def int8(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _build(checkpoints, tmp_path_factory.mktemp("int8") / "bundle", num_speculative_tokens=2, precision="int8")
+
+
+@pytest.fixture
+def copy(fp32: Path, tmp_path: Path) -> Path:
+    """A copy of the fp32 bundle, to be spoilt."""
+    return Path(shutil.copytree(fp32, tmp_path / "bundle"))
+
+
+def _rewrite(folder: Path, **changes: Any) -> None:
+    """Changes a manifest, and makes its hashes those of the files as they are."""
+    manifest = msgspec.structs.replace(mf.read_manifest(folder), **changes)
+    files = tuple(
+        mf.FileEntry(path=entry.path, size=(folder / entry.path).stat().st_size, sha256=mf.sha256(folder / entry.path))
+        for entry in manifest.files
+    )
+    mf.write_manifest(folder, msgspec.structs.replace(manifest, files=files))
+
+
+def _spoil(path: Path) -> None:
+    """Halves the second half of a weights file's fp32 numbers."""
+    weights = np.fromfile(path, np.float32)
+    weights[weights.size // 2 :] *= 0.5
+    weights.tofile(path)
+
+
+def _results(report: VerifyReport) -> dict[str, str]:
+    return {check.name: check.result for check in report.checks}
+
+
+def _check(report: VerifyReport, name: str) -> Check:
+    return next(check for check in report.checks if check.name == name)
+
+
+def _shown(report: VerifyReport) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render(report))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_right_bundle_passes_every_check(fp32: Path) -> None:
+    seen: list[str] = []
+    report = verify(fp32, max_tokens=12, progress=lambda name, done, total: seen.append(name))
+    assert report.passed
+    assert report.verdict == "passed"
+    assert _results(report) == dict.fromkeys(NAMES, "passed")
+    assert list(dict.fromkeys(seen)) == NAMES
+    logits = _check(report, "logits").numbers
+    assert logits["largest_difference_relative"] < 1e-5
+    assert logits["agreement"] == 1.0
+    assert logits["positions"] > 100
+    assert _check(report, "draft").numbers["same"] == 3 * (1 + 3 + 1 + 3 + 1)
+    speculation = _check(report, "speculation").numbers
+    assert (speculation["tokens"], speculation["differences"]) == (12 * len(module.DEFAULT_PROMPTS), 0)
+    assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["checks"][4]["result"] == "passed"
+    assert "verdict: passed" in _shown(report)
+
+
+def test_an_int8_bundle_passes_with_its_own_limits(int8: Path) -> None:
+    report = verify(int8, max_tokens=12)
+    assert report.verdict == "passed", _shown(report)
+    logits = _check(report, "logits").numbers
+    assert 1e-3 < logits["rms_difference_relative"] < LIMITS["int8"].rms
+
+
+def test_an_altered_byte_is_found_and_nothing_else_is_run(copy: Path) -> None:
+    path = copy / "target" / "weights.bin"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    report = verify(copy)
+    assert not report.passed
+    assert _results(report) == {"files": "failed", **dict.fromkeys(NAMES[1:], "not run")}
+    assert "weights.bin" in report.checks[0].sentence
+    assert "altered" in report.checks[0].sentence
+    assert "verdict: failed" in _shown(report)
+
+
+def test_a_folder_that_is_no_bundle_fails(tmp_path: Path) -> None:
+    report = verify(tmp_path)
+    assert report.verdict == "failed"
+    assert "specexport.json" in report.checks[0].sentence
+
+
+def test_other_weights_with_fitting_hashes_are_found_in_the_logits(copy: Path) -> None:
+    _spoil(copy / "target" / "weights.bin")
+    _rewrite(copy)
+    report = verify(copy, prompts=PROMPTS, max_tokens=6)
+    # The draft is as it was, and speculation gives what plain decoding gives, whatever that is.
+    assert _results(report) == {**dict.fromkeys(NAMES, "passed"), "logits": "failed"}
+    assert report.verdict == "failed"
+
+
+def test_other_draft_weights_are_found_in_its_tokens_and_cost_no_correctness(copy: Path) -> None:
+    _spoil(copy / "draft" / "weights.bin")
+    _rewrite(copy)
+    report = verify(copy, prompts=PROMPTS, max_tokens=6)
+    assert _results(report) == {**dict.fromkeys(NAMES, "passed"), "draft": "failed"}
+
+
+def test_weights_that_make_no_numbers_are_found(copy: Path) -> None:
+    path = copy / "target" / "weights.bin"
+    np.full(path.stat().st_size // 4, np.nan, np.float32).tofile(path)
+    _rewrite(copy)
+    report = verify(copy, prompts=PROMPTS[:1], max_tokens=2)
+    assert _check(report, "logits").result == "failed"
+    assert "not finite" in _check(report, "logits").sentence
+    json.dumps(report.as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("role, reason", [("other", "limit 0.001"), ("draft", "is another model")])
+def test_another_target_is_told_apart(fp32: Path, checkpoints: dict[str, Path], role: str, reason: str) -> None:
+    report = verify(fp32, target=str(checkpoints[role]), prompts=PROMPTS[:1], max_tokens=2)
+    assert _results(report) == {**dict.fromkeys(NAMES, "passed"), "logits": "failed"}
+    assert reason in _check(report, "logits").sentence
+
+
+def test_models_that_are_not_there_are_not_run(copy: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    manifest = mf.read_manifest(copy)
+    assert isinstance(manifest.method, mf.DraftModel)
+    gone = str(tmp_path / "gone")
+    moved = msgspec.structs.replace(manifest.method.draft, source=gone)
+    _rewrite(
+        copy,
+        target=msgspec.structs.replace(manifest.target, source=gone),
+        method=msgspec.structs.replace(manifest.method, draft=moved),
+    )
+    report = verify(copy, prompts=PROMPTS[:1], max_tokens=2)
+    assert _results(report) == {**dict.fromkeys(NAMES, "passed"), "logits": "not run", "draft": "not run"}
+    assert report.passed
+    assert report.verdict == "passed what could be checked"
+    assert "--target DIR" in _check(report, "logits").sentence
+    assert "--draft DIR" in _check(report, "draft").sentence
+
+    found = verify(
+        copy, target=str(checkpoints["target"]), draft=str(checkpoints["draft"]), prompts=PROMPTS[:1], max_tokens=2
+    )
+    assert found.verdict == "passed"
+
+
+def test_a_bundle_without_a_draft(copy: Path, checkpoints: dict[str, Path]) -> None:
+    _rewrite(copy, method=mf.NoSpeculation())
+    report = verify(copy, prompts=("a",), max_tokens=2)
+    assert _results(report) == dict.fromkeys(["files", "graphs", "logits", "speculation"], "passed")
+    assert "no draft" in _check(report, "speculation").sentence
+    with pytest.raises(RequestError, match="without one"):
+        verify(copy, draft=str(checkpoints["draft"]))
+
+
+def test_wrong_arguments(fp32: Path, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="no such folder"):
+        verify(fp32, target=str(tmp_path / "gone"))
+    with pytest.raises(RequestError, match="max_tokens is 0"):
+        verify(fp32, max_tokens=0)
+    with pytest.raises(RequestError, match="prompt 2 has no tokens"):
+        verify(fp32, prompts=["a", ""])
+
+
+# --- speculation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes speculative greedy decoding put another token in fourth place."""
+    honest = Engine.generate
+
+    def generate(self: Engine, prompt: Sequence[int], *args: Any, **options: Any) -> Completion:
+        made = honest(self, prompt, *args, **options)
+        if options.get("num_speculative_tokens") and len(made.token_ids) > 3:
+            tokens = list(made.token_ids)
+            tokens[3] ^= 1
+            return dataclasses.replace(made, token_ids=tuple(tokens))
+        return made
+
+    monkeypatch.setattr(Engine, "generate", generate)
+
+
+def _speculation(folder: Path) -> tuple[bool, str, dict[str, float]]:
+    bundle = Bundle.open(folder, check_hashes=False)
+    return module._speculation(bundle, [[5, 6, 7, 8]], 10, lambda *_: None)
+
+
+@pytest.mark.usefixtures("lying")
+def test_speculation_that_changes_the_text_fails(fp32: Path) -> None:
+    passed, sentence, numbers = _speculation(fp32)
+    assert not passed
+    # Two numbers of draft tokens; each run goes on behind a difference and meets the next one four tokens later.
+    assert (numbers["differences"], numbers["ties"], numbers["tokens"]) == (4, 0, 20)
+    assert "after 7 tokens" in sentence
+
+
+@pytest.mark.usefixtures("lying")
+def test_numerical_ties_are_counted_and_pass(fp32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.logits, "logit_gap", lambda *_: LIMITS["fp32"].rounding / 2)
+    passed, sentence, numbers = _speculation(fp32)
+    assert passed
+    assert (numbers["differences"], numbers["ties"], numbers["tokens"]) == (0, 4, 20)
+    assert "4 numerical ties aside" in sentence
+
+
+def test_every_number_of_draft_tokens_and_every_text_is_tried(fp32: Path) -> None:
+    manifest = mf.read_manifest(fp32)
+    assert rounds(manifest, [[1], [2], [3]]) == [([1], 1), ([2], 3), ([3], 1)]
+    assert rounds(manifest, [[1]]) == [([1], 1), ([1], 3)]
+
+
+def test_agreement_counts_small_preferences_as_ties() -> None:
+    reference = np.zeros((3, 100), np.float32)
+    reference[:, 0], reference[:, 1], reference[:, 2] = 4.0, 3.99, 3.0
+    agreement = Agreement()
+    agreement.count(reference, np.array([0, 1, 2]), LIMITS["fp16"])
+    assert (agreement.positions, agreement.same, agreement.ties) == (3, 1, 1)
+    assert agreement.share == pytest.approx(2 / 3)
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def _foreign(model: onnx.ModelProto) -> None:
+    model.graph.node[0].domain = "com.example"
+    model.opset_import.append(onnx.helper.make_opsetid("com.example", 1))
+
+
+def _unpinned(model: onnx.ModelProto) -> None:
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "T"
+
+
+def _elsewhere(model: onnx.ModelProto) -> None:
+    weight = next(tensor for tensor in model.graph.initializer if tensor.external_data)
+    next(entry for entry in weight.external_data if entry.key == "offset").value = str(2**30)
+
+
+def _invalid(model: onnx.ModelProto) -> None:
+    model.graph.node[0].input[0] = "nowhere"
+
+
+@pytest.mark.parametrize(
+    "spoil, reason",
+    [
+        (_foreign, "outside the ONNX standard: com.example"),
+        (_unpinned, r"input input_ids is int64\[1, T\], expected int64\[1, 4\]"),
+        (_elsewhere, "is not inside weights.bin"),
+        (_invalid, "not a valid ONNX graph"),
+    ],
+)
+def test_a_wrong_graph_is_named(copy: Path, spoil: Callable[[onnx.ModelProto], None], reason: str) -> None:
+    path = next((copy / "target").glob("step.b1.t4.*.onnx"))
+    model = onnx.load(path, load_external_data=False)
+    spoil(model)
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(BundleError, match=reason) as caught:
+        check_graphs(Bundle(copy, mf.read_manifest(copy)), lambda done, total: None)
+    assert path.name in str(caught.value)

@@ -1,0 +1,136 @@
+"""Quantization and the weights file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specexport.exporter.weights import WeightsFile, pack_int4, quantize_blocks
+from tests.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.exporter
+
+K, N, VOCAB = 64, 48, 40
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    axis=st.sampled_from([0, 1]),
+    block=st.sampled_from([16, 32, 64]),
+    largest=st.sampled_from([7, 127]),
+    scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
+)
+def test_each_weight_is_restored_within_half_a_step(
+    seed: int, axis: int, block: int, largest: int, scale: float
+) -> None:
+    matrix = (np.random.default_rng(seed).standard_normal((128, 64)) * scale).astype(np.float32)
+    matrix[:64, :16] = 0.0
+    integers, scales = quantize_blocks(matrix, axis, block, largest)
+    restored = integers * np.repeat(scales, block, axis=axis)
+    assert np.abs(integers).max() <= largest
+    assert np.all(np.abs(restored - matrix) <= np.repeat(scales, block, axis=axis) * 0.5001)
+    assert np.all(restored[:64, :16] == 0.0)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-8, 7), min_size=2, max_size=64).filter(lambda values: len(values) % 2 == 0))
+def test_packed_int4_reads_back_through_onnx(values: list[int]) -> None:
+    packed = pack_int4(np.array(values, np.int8))
+    tensor = onnx.helper.make_tensor("t", onnx.TensorProto.INT4, [len(values)], packed.tobytes(), raw=True)
+    assert onnx.numpy_helper.to_array(tensor).astype(int).tolist() == values
+
+
+def _model(embedding: np.ndarray, weight: np.ndarray, *, tied: bool) -> ir.Model:
+    """``(embedding[ids]) @ weight``, and with ``tied`` the embedding again as head."""
+    head = "h = MatMul(y, table_t)" if tied else "h = Identity(y)"
+    transpose = "table_t = Transpose<perm=[1, 0]>(table)" if tied else ""
+    text = f"""<ir_version: 10, opset_import: ["" : 24]>
+        g (int64[B,T] ids) => (float[B,T,W] h) {{
+            x = Gather<axis=0>(table, ids)
+            y = MatMul(x, weight)
+            {transpose}
+            {head}
+        }}"""
+    model = ir.from_onnx_text(text)
+    for name, array in (("table", embedding), ("weight", weight)):
+        value = next(v for node in model.graph for v in node.inputs if v is not None and v.name == name)
+        value.const_value = ir.Tensor(array, name=name)
+        value.shape, value.type = ir.Shape(array.shape), ir.TensorType(ir.DataType.FLOAT)
+        model.graph.register_initializer(value)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("fp16", 1e-3), ("int8", 0.02), ("int4", 0.2)])
+def test_a_stored_graph_computes_what_the_original_does(
+    tmp_path: Path, precision: str, tolerance: float, tied: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    embedding = rng.standard_normal((VOCAB, K)).astype(np.float32)
+    weight = rng.standard_normal((K, K if tied else N)).astype(np.float32)
+    model = _model(embedding, weight, tied=tied)
+    with WeightsFile(tmp_path / "weights.bin") as weights:
+        weights.externalize(model.graph, precision, 32)  # type: ignore[arg-type]
+    passes.RemoveUnusedNodesPass()(model)
+    ir.save(model, tmp_path / "model.onnx")
+    ids = rng.integers(0, VOCAB, (2, 5))
+    expected = embedding[ids] @ weight
+    if tied:
+        expected = expected @ embedding.T
+    found = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"ids": ids})[0]
+    assert np.sqrt(np.mean((found - expected) ** 2)) <= tolerance * np.sqrt(np.mean(expected**2))
+    assert weights.report.bytes_written == (tmp_path / "weights.bin").stat().st_size
+    if precision.startswith("int"):
+        assert len(weights.report.quantized) == (3 if tied else 2)
+        assert 0 < weights.report.rms_error < tolerance
+
+
+def test_a_matrix_that_blocks_do_not_divide_stays_fp32_and_is_reported(tmp_path: Path) -> None:
+    model = _model(np.ones((VOCAB, 24), np.float32), np.ones((24, N), np.float32), tied=False)
+    with WeightsFile(tmp_path / "weights.bin") as weights:
+        weights.externalize(model.graph, "int8", 32)
+    assert set(weights.report.left) == {"table", "weight"}
+    assert "24" in weights.report.left["weight"]
+
+
+def test_weights_beyond_fp16_stay_fp32_and_are_reported(tmp_path: Path) -> None:
+    model = _model(np.ones((VOCAB, K), np.float32), np.full((K, N), 1e6, np.float32), tied=False)
+    with WeightsFile(tmp_path / "weights.bin") as weights:
+        weights.externalize(model.graph, "fp16", 32)
+    assert list(weights.report.left) == ["weight"]
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from specexport.exporter.build import BuildOptions, build
+import onnxruntime, torch, transformers
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+build(BuildOptions(target=sys.argv[1], output=Path(sys.argv[2]), precision=sys.argv[3], max_seq_len=256))
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_building_takes_at_most_1_6_times_the_memory_of_the_fp32_weights(tmp_path: Path, precision: str) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+    source = make_checkpoint(tmp_path / "model", "llama", **sizes)
+    weights = (source / "model.safetensors").stat().st_size
+    out = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(source), str(tmp_path / "bundle"), precision],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(out.stdout.split()[-1]) <= 1.6 * weights
