@@ -19,6 +19,7 @@ from specexport.contract.shapes import ShapePoint
 FORMAT_VERSION = 1
 MANIFEST_NAME = "specexport.json"
 _MAX_MANIFEST_BYTES = 16 << 20
+_MAX_CACHE_BYTES = 1 << 40
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
@@ -233,6 +234,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise BundleError(f"{path}: not a valid manifest: {error}; build the bundle again") from error
     _check_references(path, manifest)
+    _check_shapes(path, manifest)
     return manifest
 
 
@@ -258,6 +260,28 @@ def _check_references(path: Path, manifest: Manifest) -> None:
     for name in used:
         if name not in listed:
             raise BundleError(f"{path}: {name!r} is used but not listed under files; build the bundle again")
+
+
+def _check_shapes(path: Path, manifest: Manifest) -> None:
+    """Every shape the engine runs at is there, and none asks for an absurd amount of memory."""
+    method = manifest.method
+    choices = method.choices if isinstance(method, DraftModel) else ()
+    if isinstance(method, DraftModel) and method.num_speculative_tokens not in choices:
+        raise BundleError(
+            f"{path}: method.num_speculative_tokens is {method.num_speculative_tokens}, which is not among its choices "
+            f"{choices}; build the bundle again"
+        )
+    models = [("target", manifest.target)] + ([("draft", method.draft)] if isinstance(method, DraftModel) else [])
+    for role, model in models:
+        points = [graph.point for graph in model.graph.points]
+        width = sum(layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
+        size = 4 * width * max((point.batch * point.cache for point in points), default=0)
+        if size > _MAX_CACHE_BYTES:
+            raise BundleError(f"{path}: the {role}'s cache would take {size} bytes; refusing to load it")
+        needed = {1, *(k + 1 for k in choices)} if role == "target" else set()
+        missing = {manifest.prefill_chunk, *needed} - {point.tokens for point in points}
+        if missing:
+            raise BundleError(f"{path}: no shape point of the {role} has {min(missing)} tokens; build the bundle again")
 
 
 def sha256(path: Path) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 _BUCKET_GRAIN = 64
 
@@ -20,10 +23,10 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
         drafts: tokens a propose graph drafts, ``K``; 0 for a step graph.
     """
 
-    batch: int
-    tokens: int
-    cache: int
-    drafts: int = 0
+    batch: Annotated[int, Meta(ge=1, le=2**12)]
+    tokens: Annotated[int, Meta(ge=1, le=2**16)]
+    cache: Annotated[int, Meta(ge=1, le=2**24)]
+    drafts: Annotated[int, Meta(ge=0, le=32)] = 0
 
     @property
     def logits_rows(self) -> int:

@@ -23,13 +23,14 @@ from specexport.runtime.bundle import Bundle
 DEFAULT_PROMPTS = (
     "The old man looked out of the window and thought about the long way home.",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
-    "1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144,",
+    # Long: several prefill chunks, and in a context of some size, a cache that has to grow.
+    "\n".join(f"{n} squared is {n * n}." for n in range(1, 64)),
     "Ærøskøbing, Łódź, Αθήνα, Москва, 東京, naïve café, 🙂",
     '{"name": "Ada Lovelace", "born": 1815, "fields": ["mathematics",',
 )
 
-_LONGEST_PROMPT = 192
-"""Tokens of a prompt that are used: several prefill chunks. The reference reads each prompt anew for every step."""
+_LONGEST_PROMPT = 224
+"""Tokens of a prompt that are used. The original model reads each text anew for every step, so length costs time."""
 
 _SEEDED_PROMPTS = 2
 _SAMPLED = SamplingParams(temperature=0.8, seed=20240229, ignore_eos=True)
@@ -321,9 +322,7 @@ def _compare_decoding(
         plain = engine.generate(text, params, speculation=False).token_ids
         completion = engine.generate(text, params, num_speculative_tokens=K)
         fast, length = completion.token_ids, length or completion.stats.acceptance_length
-        same = next(
-            (i for i, (a, b) in enumerate(zip(plain, fast, strict=False)) if a != b), min(len(plain), len(fast))
-        )
+        same = _common(plain, fast)
         text, room = [*text, *plain[:same]], room - same
         if same == len(plain) == len(fast):
             break

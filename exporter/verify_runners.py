@@ -48,7 +48,7 @@ def prefill_feeds(manifest: mf.Manifest, text: Sequence[int]) -> Iterator[Feed]:
     for done in range(0, len(text), chunk):
         part = list(text[done : done + chunk])
         rows = np.arange(max(0, len(part) - _COMPARED_ROWS), len(part))
-        yield _feed(text[:done], part + [0] * (chunk - len(part)), TokenTree.chain(chunk), rows)
+        yield _feed(manifest, text[:done], part + [0] * (chunk - len(part)), TokenTree.chain(chunk), rows)
 
 
 def feeds(manifest: mf.Manifest, text: Sequence[int], K: int) -> Iterator[Feed]:
@@ -70,16 +70,18 @@ def feeds(manifest: mf.Manifest, text: Sequence[int], K: int) -> Iterator[Feed]:
     ):
         if len(committed) + len(tree) > manifest.target.max_positions:
             return
-        yield _feed(committed, tokens, tree, np.arange(len(tree)))
+        yield _feed(manifest, committed, tokens, tree, np.arange(len(tree)))
         committed += tokens[:kept]
 
 
-def _feed(committed: Sequence[int], tokens: Sequence[int], tree: TokenTree, rows: Array) -> Feed:
+def _feed(manifest: mf.Manifest, committed: Sequence[int], tokens: Sequence[int], tree: TokenTree, rows: Array) -> Feed:
     past = len(committed)
+    # As in the engine: a chunk's padding may reach past the positions the model has.
+    positions = np.minimum(past + tree.depths, manifest.target.max_positions - 1)
     return {
         COMMITTED: np.array([committed], np.int64).reshape(1, past),
         tensors.INPUT_IDS: np.array([tokens], np.int64),
-        tensors.POSITION_IDS: past + tree.depths[None],
+        tensors.POSITION_IDS: positions[None],
         tensors.TREE_MASK: tree.mask[None],
         tensors.PAST_LENGTH: np.array([past], np.int64),
         tensors.LOGITS_ROWS: rows[None].astype(np.int64),

@@ -44,13 +44,22 @@ def target_distribution(logits: Floats, params: SamplingParams) -> Doubles:
     p = np.exp(scaled - scaled.max())
     p /= p.sum()
     if params.top_p < 1.0:
-        ordered = np.sort(p)[::-1]
-        # The first position at which the probability so far reaches top_p is the last one kept.
-        last = min(int(np.searchsorted(np.cumsum(ordered), params.top_p)), p.shape[0] - 1)
-        p = np.where(p >= ordered[last], p, 0.0)
+        p = np.where(p >= _nucleus_threshold(p, params.top_p), p, 0.0)
     if params.min_p > 0.0:
         p = np.where(p >= params.min_p * p.max(), p, 0.0)
     return np.asarray(p / p.sum())
+
+
+def _nucleus_threshold(p: Doubles, top_p: float) -> float:
+    """The probability of the least probable token in the smallest set of most probable ones that holds ``top_p``."""
+    for size in (256, p.shape[0]):
+        # A nucleus is small as a rule: the largest few are set apart first, and all are sorted only if they don't do.
+        largest = np.partition(p, -size)[-size:] if size < p.shape[0] else p
+        ordered = np.sort(largest)[::-1]
+        cumulative = np.cumsum(ordered)
+        if size >= p.shape[0] or cumulative[-1] >= top_p:
+            break
+    return float(ordered[min(int(np.searchsorted(cumulative, top_p)), len(ordered) - 1)])
 
 
 def draw(p: Doubles, uniform: float) -> int:

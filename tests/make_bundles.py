@@ -120,9 +120,9 @@ def _greedy(target: Path) -> list[dict[str, Any]]:
     model, draw = _eager(target), random.Random(0)
     cases: list[dict[str, Any]] = []
     # The last four make the cache grow to its second, third and last size, and end with the context.
-    for length, rows, count in ((1, 4, 32), (2, 4, 32), (3, 4, 32), (9, 4, 32), (20, 4, 32), (64, 4, 32)) + tuple(
-        (length, 1, count) for length, count in ((245, 24), (375, 24), (CONTEXT - 20, 20), (CONTEXT - 1, 1))
-    ):
+    shapes = [(length, 4, 32) for length in (1, 2, 3, 9, 20, 64)]
+    shapes += [(245, 1, 24), (375, 1, 24), (CONTEXT - 20, 1, 20), (CONTEXT - 1, 1, 1)]
+    for length, rows, count in shapes:
         cases += _continued(model, [[draw.randrange(3, VOCAB) for _ in range(length)] for _ in range(rows)], count)
     return cases
 

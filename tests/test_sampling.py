@@ -151,6 +151,15 @@ def test_high_temperatures_become_even(logits: np.ndarray) -> None:
     np.testing.assert_allclose(p, 1 / len(logits), rtol=1e-6)
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 6.0])
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.999])
+def test_top_p_of_large_vocabularies(spread: float, top_p: float) -> None:
+    """Few tokens or nearly all of them are kept, depending on how the logits are spread."""
+    logits = np.random.default_rng(5).normal(0, spread, 3000).astype(np.float32)
+    for params in (SamplingParams(top_p=top_p), SamplingParams(top_p=top_p, top_k=700)):
+        np.testing.assert_allclose(target_distribution(logits, params), warped(logits, params), rtol=1e-9, atol=1e-15)
+
+
 @pytest.mark.exporter
 @pytest.mark.parametrize(
     "params",

@@ -1,0 +1,457 @@
+"""A bundle that is not whole, not itself or not honest is refused by name; a build leaves a whole one or nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specexport.contract.errors import BuildError
+from specexport.contract.manifest import MANIFEST_NAME, check_files, read_manifest, write_manifest
+from specexport.runtime import BundleError, Engine, SamplingParams
+from specexport.runtime.bundle import Bundle
+
+Document = dict[str, Any]
+
+
+@pytest.fixture
+def copy(bundle: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A bundle to do harm to."""
+    return Path(shutil.copytree(bundle("dice-near"), tmp_path / "bundle"))
+
+
+def rewritten(folder: Path, change: Callable[[Document], object]) -> None:
+    """Changes the manifest's JSON."""
+    path = folder / MANIFEST_NAME
+    document = json.loads(path.read_text(encoding="utf-8"))
+    change(document)
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+def at(document: Document, place: str) -> tuple[Any, Any]:
+    """What holds the value at a place like ``target.cache.0.heads``, and its key there."""
+    *parents, last = [int(part) if part.isdecimal() else part for part in place.split(".")]
+    for parent in parents:
+        document = document[parent]
+    return document, last
+
+
+def refused(folder: Path, *words: str, check_hashes: bool = True) -> None:
+    """Checks that the bundle is refused, by its loader and by the engine, with a message that holds these words."""
+    for opening in (Bundle.open, Engine.load):
+        with pytest.raises(BundleError) as caught:
+            opening(folder, check_hashes=check_hashes)
+        for word in words:
+            assert word in str(caught.value)
+
+
+def files_of(folder: Path) -> list[str]:
+    """The files of an intact bundle, by name."""
+    return [entry.path for entry in read_manifest(folder).files]
+
+
+# --- whole ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_lists_every_file_it_has(bundle: Callable[[str], Path]) -> None:
+    folder = bundle("dice-near")
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert found == {*files_of(folder), MANIFEST_NAME}
+    seen: list[int] = []
+    check_files(folder, read_manifest(folder), hashes=True, progress=seen.append)
+    assert sum(seen) == sum((folder / name).stat().st_size for name in files_of(folder))
+
+
+def test_a_bundle_may_be_moved(copy: Path, bundle: Callable[[str], Path]) -> None:
+    params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
+    moved = copy.rename(copy.parent / "elsewhere")
+    with Engine.load(moved, threads=1) as one, Engine.load(bundle("dice-near"), threads=1) as other:
+        assert one.generate([5, 8], params).token_ids == other.generate([5, 8], params).token_ids
+
+
+def test_a_manifest_survives_being_written_again(copy: Path) -> None:
+    manifest = read_manifest(copy)
+    write_manifest(copy, manifest)
+    assert read_manifest(copy) == manifest
+
+
+def test_no_folder_no_bundle(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "nowhere: no such folder")
+    refused(tmp_path, f"no {MANIFEST_NAME}")
+    (tmp_path / MANIFEST_NAME).mkdir()
+    refused(tmp_path, f"no {MANIFEST_NAME}")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_missing_file_is_named(copy: Path) -> None:
+    for name in files_of(copy):
+        away = (copy / name).rename(copy.parent / "away")
+        refused(copy, name, "missing")
+        away.rename(copy / name)
+    Bundle.open(copy)
+
+
+def test_a_file_cut_short_is_named_with_its_sizes(copy: Path) -> None:
+    for name in ("target/weights.bin", "draft/propose.onnx", "tokenizer/tokenizer.json"):
+        whole = (copy / name).read_bytes()
+        (copy / name).write_bytes(whole[:-1])
+        refused(copy, name, f"{len(whole) - 1} bytes, expected {len(whole)}", check_hashes=False)
+        (copy / name).write_bytes(whole + b"\0")
+        refused(copy, name, f"{len(whole) + 1} bytes, expected {len(whole)}", check_hashes=False)
+        (copy / name).write_bytes(whole)
+    Bundle.open(copy)
+
+
+def test_one_altered_byte_is_found_in_any_file(copy: Path) -> None:
+    for name in files_of(copy):
+        path = copy / name
+        whole = path.read_bytes()
+        middle = len(whole) // 2
+        path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        refused(copy, name, "sha256", hashlib.sha256(whole).hexdigest())
+        path.write_bytes(whole)
+    Bundle.open(copy)
+
+
+def test_checking_hashes_can_be_left_out(copy: Path) -> None:
+    weights = copy / "target" / "weights.bin"
+    weights.write_bytes(weights.read_bytes()[::-1])
+    Bundle.open(copy, check_hashes=False)
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_link_out_of_the_bundle_is_refused(copy: Path, tmp_path: Path, what: str) -> None:
+    outside = tmp_path / "outside"
+    inside = copy / "target" if what == "folder" else copy / "target" / "weights.bin"
+    inside.rename(outside)
+    inside.symlink_to(outside)
+    refused(copy, "target", "outside the bundle", str(outside))
+
+
+def test_a_link_within_the_bundle_is_fine(copy: Path) -> None:
+    weights = copy / "target" / "weights.bin"
+    weights.rename(copy / "shared.bin")
+    weights.symlink_to(Path("..") / "shared.bin")
+    Bundle.open(copy)
+
+
+def test_a_linked_bundle_is_fine(copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(copy)
+    Bundle.open(tmp_path / "link")
+
+
+def test_what_is_no_tokenizer_is_named(copy: Path) -> None:
+    path = copy / "tokenizer" / "tokenizer.json"
+    path.write_text("{}", encoding="utf-8")
+
+    def describe(document: Document) -> None:
+        for entry in document["files"]:
+            if entry["path"] == "tokenizer/tokenizer.json":
+                entry.update(size=2, sha256=hashlib.sha256(b"{}").hexdigest())
+
+    rewritten(copy, describe)
+    with pytest.raises(BundleError, match=r"tokenizer\.json: not a tokenizer"):
+        Engine.load(copy)
+
+
+# --- the manifest -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [2, 99, 10**30])
+def test_a_newer_format_is_refused_whatever_else_it_says(copy: Path, version: int) -> None:
+    (copy / MANIFEST_NAME).write_text(json.dumps({"format_version": version, "new": {}}), encoding="utf-8")
+    refused(copy, f"format version {version} is newer than 1", "upgrade")
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"", "truncated"),
+        (b"{", "truncated"),
+        (b"not json", "malformed"),
+        (b"[]", "Expected `object`, got `array`"),
+        (b"{}", "format_version"),
+        (b'{"format_version": 1}', "missing required field"),
+        (b'{"format_version": 0}', "format_version"),
+        (b'{"format_version": "1"}', "format_version"),
+        (b'{"format_version": true}', "format_version"),
+        (b'{"format_version": 1, "x": "\xff"}', "x"),
+        (b'{"format_version": 1, "x": ' + b"[" * 100_000, "recursion"),
+        (b" " * (17 << 20), "bytes; a manifest has at most"),
+    ],
+    ids=lambda value: str(value[:24]) if isinstance(value, bytes) else None,
+)
+def test_what_is_no_manifest_is_refused(copy: Path, raw: bytes, reason: str) -> None:
+    (copy / MANIFEST_NAME).write_bytes(raw)
+    refused(copy, MANIFEST_NAME, reason)
+
+
+EVERY_OBJECT = [
+    "",
+    "target.",
+    "target.precision.",
+    "target.cache.0.",
+    "target.graph.",
+    "target.graph.points.0.",
+    "target.graph.points.0.point.",
+    "method.",
+    "method.draft.",
+    "method.draft.cache.0.",
+    "tokenizer.",
+    "generation.",
+    "files.0.",
+]
+
+
+@pytest.mark.parametrize("place", EVERY_OBJECT)
+def test_fields_nobody_knows_are_refused(copy: Path, place: str) -> None:
+    def add(document: Document) -> None:
+        holder, key = at(document, f"{place}surprise")
+        holder[key] = 1
+
+    rewritten(copy, add)
+    refused(copy, "unknown field `surprise`", "$" + "." * bool(place) if not place else place.split(".")[0])
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("backend", "tensorflow"),
+        ("backend", None),
+        ("max_seq_len", "512"),
+        ("max_seq_len", 512.5),
+        ("max_seq_len", 0),
+        ("prefill_chunk", -64),
+        ("batch_sizes", 1),
+        ("target.vocab_size", True),
+        ("target.precision.weights", "fp8"),
+        ("target.graph.points.0.point.tokens", 0),
+        ("target.graph.points.0.point.cache", -1),
+        ("method.name", "magic"),
+        ("method.num_speculative_tokens", 0),
+        ("method.num_speculative_tokens", 33),
+        ("method.candidates", 0),
+        ("tokenizer.eos_token_ids", [-1]),
+        ("tokenizer.special_tokens", {"bos_token": 3}),
+        ("generation.top_p", 0),
+        ("generation.temperature", -1),
+        ("files.0.size", -1),
+        ("files.0.sha256", "0" * 63),
+        ("files.0.sha256", "G" * 64),
+        ("files.0.path", 3),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_by_place(copy: Path, place: str, value: Any) -> None:
+    def put(document: Document) -> None:
+        holder, key = at(document, place)
+        holder[key] = value
+
+    rewritten(copy, put)
+    refused(copy, MANIFEST_NAME, "not a valid manifest", "$.method" if place == "method.name" else json_place(place))
+
+
+def json_place(place: str) -> str:
+    """A place as the JSON library writes it."""
+    return "".join("[...]" if part.isdecimal() else f".{part}" for part in place.split("."))[1:]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "max_seq_len",
+        "prefill_chunk",
+        "target.vocab_size",
+        "target.max_positions",
+        "target.cache.0.heads",
+        "method.draft.cache.0.key_size",
+        "method.draft.graph.points.0.point.cache",
+        "target.graph.points.0.point.batch",
+        "target.graph.points.0.point.tokens",
+        "method.candidates",
+    ],
+)
+@pytest.mark.parametrize("size", [2**25, 10**30])
+def test_huge_dimensions_are_refused_before_memory_is_taken(copy: Path, place: str, size: int) -> None:
+    def put(document: Document) -> None:
+        holder, key = at(document, place)
+        holder[key] = size
+
+    rewritten(copy, put)
+    refused(copy, MANIFEST_NAME, place.rpartition(".")[2])
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_dimensions_that_are_huge_together_are_refused(copy: Path, role: str) -> None:
+    def put(document: Document) -> None:
+        model = document["target"] if role == "target" else document["method"]["draft"]
+        model["cache"][0].update(heads=2**20, key_size=2**20)
+
+    rewritten(copy, put)
+    refused(copy, f"the {role}'s cache would take")
+
+
+def test_a_huge_file_is_refused_before_it_is_read(copy: Path) -> None:
+    rewritten(copy, lambda document: document["files"][0].update(size=2**60))
+    refused(copy, f"expected {2**60}")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../x", "a/../../x", "/etc/hostname", "a\\b", "..\\x", "C:/x", "./x", "a//b", "a/./b", "a/", "", ".", ".."],
+)
+@pytest.mark.parametrize("used", [True, False])
+def test_paths_out_of_the_bundle_are_refused(copy: Path, path: str, used: bool) -> None:
+    def put(document: Document) -> None:
+        entry = {"path": path, "size": 0, "sha256": hashlib.sha256(b"").hexdigest()}
+        if used:
+            document["target"]["weights"] = path
+        document["files"].append(entry)
+
+    rewritten(copy, put)
+    refused(copy, repr(path), "not a plain path")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "target.weights",
+        "target.graph.master",
+        "target.graph.points.1.file",
+        "method.draft.weights",
+        "method.draft.graph.master",
+        "method.draft.graph.points.0.file",
+        "tokenizer.file",
+        "tokenizer.chat_template",
+    ],
+)
+def test_files_that_are_used_must_be_listed(copy: Path, place: str) -> None:
+    (copy / "extra").write_bytes(b"")
+
+    def put(document: Document) -> None:
+        holder, key = at(document, place)
+        holder[key] = "extra"
+
+    rewritten(copy, put)
+    refused(copy, "'extra' is used but not listed")
+
+
+def test_a_file_listed_twice_is_refused(copy: Path) -> None:
+    rewritten(copy, lambda document: document["files"].append(document["files"][0]))
+    refused(copy, "listed twice")
+
+
+def test_a_shape_that_is_needed_must_be_there(copy: Path) -> None:
+    whole = (copy / MANIFEST_NAME).read_bytes()
+    for tokens in (1, 2, 6, 64):
+
+        def remove(document: Document, tokens: int = tokens) -> None:
+            graph = document["target"]["graph"]
+            graph["points"] = [one for one in graph["points"] if one["point"]["tokens"] != tokens]
+
+        rewritten(copy, remove)
+        refused(copy, f"no shape point of the target has {tokens} tokens")
+        (copy / MANIFEST_NAME).write_bytes(whole)
+    rewritten(copy, lambda document: document["method"]["draft"]["graph"].update(points=[]))
+    refused(copy, "no shape point of the draft")
+    (copy / MANIFEST_NAME).write_bytes(whole)
+    rewritten(copy, lambda document: document["method"].update(num_speculative_tokens=2))
+    refused(copy, "method.num_speculative_tokens is 2")
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.checkpoints import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", num_hidden_layers=1)
+
+
+class Interrupted(BaseException):
+    """Like KeyboardInterrupt: nothing that catches errors catches it."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def build(checkpoint: Path, output: Path, stop_at: str | None = None, **options: Any) -> None:
+    """Builds a bundle, or stops in the middle of it."""
+    from specexport.exporter.build import BuildOptions
+    from specexport.exporter.build import build as build_bundle
+
+    def progress(step: str, done: int, total: int) -> None:
+        if stop_at is not None and stop_at in step and done == total:
+            raise Interrupted
+
+    build_bundle(BuildOptions(target=str(checkpoint), output=output, **options), progress)
+
+
+@pytest.mark.exporter
+def test_a_build_that_fails_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        build(checkpoint, tmp_path / "bundle", stop_at="hashing")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(BuildError):
+        build(checkpoint, tmp_path / "bundle", draft=str(tmp_path / "nowhere"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.exporter
+def test_a_build_that_is_killed_leaves_nothing_that_looks_like_a_bundle(checkpoint: Path, tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+from pathlib import Path
+from specexport.exporter.build import BuildOptions, build
+def progress(step, done, total):
+    if "writing the target's weights" in step and done == total:
+        os.kill(os.getpid(), signal.SIGKILL)
+build(BuildOptions(target={str(checkpoint)!r}, output=Path({str(tmp_path / "bundle")!r})), progress)
+"""
+    killed = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert not (tmp_path / "bundle").exists()
+    assert not list(tmp_path.rglob(MANIFEST_NAME))
+    # What was half written goes when the next build there begins, even if that one fails too.
+    assert list(tmp_path.rglob("weights.bin"))
+    with pytest.raises(Interrupted):
+        build(checkpoint, tmp_path / "bundle", stop_at="loading the target")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.exporter
+def test_a_bundle_is_replaced_only_on_request_and_only_by_a_whole_one(checkpoint: Path, copy: Path) -> None:
+    before = contents(copy)
+    with pytest.raises(BuildError, match=r"exists already.*--overwrite"):
+        build(checkpoint, copy)
+    with pytest.raises(Interrupted):
+        build(checkpoint, copy, stop_at="loading the target", overwrite=True)
+    assert contents(copy) == before
+    assert list(copy.parent.iterdir()) == [copy]
+    build(checkpoint, copy, overwrite=True)
+    assert list(copy.parent.iterdir()) == [copy]
+    Bundle.open(copy)
+    assert read_manifest(copy).target.vocab_size == 320
+    assert not (copy / "draft").exists()
+
+
+@pytest.mark.exporter
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_what_is_no_bundle_is_not_replaced(checkpoint: Path, tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "precious").write_text("data", encoding="utf-8")
+    for output in (tmp_path, tmp_path / "precious"):
+        with pytest.raises(BuildError, match="exists"):
+            build(checkpoint, output, overwrite=overwrite)
+    assert contents(tmp_path) == {"precious": b"data"}
