@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.pair import bundle, inflated_pair
 from specexport.contract import tensors
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backend import Graph
+from specexport.runtime.backend import Array, Graph
 
 CHOICES = tuple(range(1, 9))
 
@@ -58,8 +58,8 @@ class Point:
         tokens_per_second: median over prompts and repeats, decoding only.
         speed_up: median of the ratios to plain decoding of the same prompt in the same round.
         acceptance_length: tokens a step commits.
-        verify_ms: c(K+1), the target's step alone.
-        propose_ms: d(K), the draft's call alone.
+        verify_ms: c(K+1), the target's bare graph run.
+        propose_ms: d(K), the draft's bare graph run.
         allowed: the speed-up that acceptance and step costs allow: length * c(1) / (c(K+1) + d(K)).
         host_ms: everything a step spends outside the two graphs.
         same_text: prompts whose tokens equal plain decoding's.
@@ -133,9 +133,8 @@ def _decode(
             for k, done in runs.items():
                 done.append(engine.generate(prompt, params, num_speculative_tokens=k or None, speculation=k > 0))
     rows = args.prompt_tokens + args.new_tokens // 2
-    verify = {k: step_ms(engine._target, k + 1, 0, rows) for k in runs}
     draft = getattr(engine._proposer, "_graph", None)
-    propose = {k: step_ms(draft, 2, k, rows) if k and draft is not None else 0.0 for k in runs}
+    costs = {k: step_costs(engine._target, draft, k, rows) for k in runs}
     points = []
     for k, done in runs.items():
         length = statistics.mean(run.stats.acceptance_length for run in done)
@@ -150,9 +149,8 @@ def _decode(
                 statistics.median(run.stats.tokens_per_second for run in done),
                 statistics.median(ratios),
                 length,
-                verify[k],
-                propose[k],
-                length * verify[0] / (verify[k] + propose[k]),
+                *costs[k],
+                length * costs[0][0] / sum(costs[k]),
                 statistics.median(hosts),
                 sum(a.token_ids == b.token_ids for a, b in zip(done, runs[0], strict=True)) // args.repeats,
             )
@@ -160,22 +158,34 @@ def _decode(
     return points
 
 
-def step_ms(graph: Graph, tokens: int, drafts: int, rows: int, repeats: int = 15) -> float:
-    """Median time of one bare run of a graph with ``rows`` valid cache rows, in milliseconds."""
+def step_costs(target: Graph, draft: Graph | None, k: int, rows: int, repeats: int = 15) -> tuple[float, float]:
+    """Median times of the bare graphs of a step, c(K+1) and d(K), in milliseconds, with ``rows`` valid cache rows.
+
+    They run in turn, as in decoding: alone, a draft that fits the processor's cache would stay in it and look cheaper
+    than it is.
+    """
+    given = _filled(target, k + 1, 0, rows)
+    given[tensors.POSITION_IDS][:] = rows + np.arange(k + 1)
+    if k and draft is not None:
+        _filled(draft, 2, k, rows)
+    verify, propose = [], []
+    for _ in range(repeats + 3):
+        start = time.perf_counter()
+        if k and draft is not None:
+            draft.run(2, k)
+        between = time.perf_counter()
+        target.run(k + 1)
+        verify.append(time.perf_counter() - between)
+        propose.append(between - start)
+    return statistics.median(verify[3:]) * 1e3, statistics.median(propose[3:]) * 1e3 if k else 0.0
+
+
+def _filled(graph: Graph, tokens: int, drafts: int, rows: int) -> dict[str, Array]:
     graph.reserve(rows + tokens + drafts)
     given = graph.inputs(tokens, drafts)
     given[tensors.INPUT_IDS][:] = np.arange(tokens) + 50
     given[tensors.PAST_LENGTH][:] = rows
-    if tensors.POSITION_IDS in given:
-        given[tensors.POSITION_IDS][:] = rows + np.arange(tokens)
-    for _ in range(3):
-        graph.run(tokens, drafts)
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        graph.run(tokens, drafts)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3
+    return given
 
 
 def _long_context(target: Path, draft: Path, texts: list[str], args: argparse.Namespace) -> dict[str, float]:
@@ -191,7 +201,7 @@ def _long_context(target: Path, draft: Path, texts: list[str], args: argparse.Na
     ratios: dict[str, list[float]] = {"plain": [], "verify": []}
     for _ in range(5):
         for name, tokens in (("plain", 1), ("verify", 5)):
-            short, long = (step_ms(engine._target, tokens, 0, 300) for engine in engines.values())
+            short, long = (step_costs(engine._target, None, tokens - 1, 300)[0] for engine in engines.values())
             ratios[name].append(long / short)
     for engine in engines.values():
         engine.close()

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-TINY = 3e-8  # of the standard deviation of the embedding: next to nothing beside what float32 rounds off
+TINY = 3e-9  # of the standard deviation of the embedding: next to nothing beside what float32 rounds off
 WIDTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 FFN_PER_WIDTH = 2.75
 WIDTH_PER_LAYER = 64
