@@ -25,15 +25,16 @@ types: $(VENV)/.dev
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# The runtime's tests on other Pythons, without torch, over bundles made here.
-COMPAT := python3.10 python3.12
+# The runtime's tests on other Pythons, without torch, over bundles made here. onnxruntime has no wheel for Python 3.10
+# that is new enough, so there only what needs no engine is run.
 compat: $(VENV)/.dev
 	$(BIN)/python -m tests.make_bundles build/test-bundles
-	for python in $(COMPAT); do \
+	for python in python3.10 python3.12; do \
 	  $$python -m venv .venv-$$python && \
-	  .venv-$$python/bin/python -m pip install --quiet -e '.[cpu]' pytest hypothesis scipy && \
-	  SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-$$python/bin/python -m pytest -m "not exporter" || exit 1; \
+	  .venv-$$python/bin/python -m pip install --quiet -e '.[cpu]' pytest hypothesis scipy || exit 1; \
 	done
+	.venv-python3.10/bin/python -m pytest -m "not exporter" tests/test_sampling.py tests/test_text.py
+	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.12/bin/python -m pytest -m "not exporter"
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks decode

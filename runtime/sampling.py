@@ -45,9 +45,11 @@ def target_distribution(logits: Floats, params: SamplingParams) -> Doubles:
     p /= p.sum()
     if params.top_p < 1.0:
         p = np.where(p >= _nucleus_threshold(p, params.top_p), p, 0.0)
+        p /= p.sum()
     if params.min_p > 0.0:
         p = np.where(p >= params.min_p * p.max(), p, 0.0)
-    return np.asarray(p / p.sum())
+        p /= p.sum()
+    return np.asarray(p)
 
 
 def _nucleus_threshold(p: Doubles, top_p: float) -> float:

@@ -28,6 +28,8 @@ from specexport.exporter.weights import WeightsFile
 from specexport.graphs.propose import MAX_CANDIDATES, draw_candidate
 from tests.checkpoints import FAMILIES, LAYERS_DIFFER, MAX_POSITIONS, VOCAB, WINDOW, make_checkpoint
 
+pytestmark = pytest.mark.exporter
+
 Array = npt.NDArray[Any]
 
 TOLERANCE = 1e-4

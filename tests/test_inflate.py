@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.inflate import Shape, choose_shape, compare, inflate, main, real_layers
 
+pytestmark = pytest.mark.exporter
+
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2, 8]]
 
 

@@ -127,6 +127,15 @@ def test_top_p_keeps_the_smallest_set_that_holds_the_probability(logits: np.ndar
     assert plain[kept & (plain > least)].sum() < top_p + 1e-9
 
 
+@given(some_logits.filter(lambda logits: len(set(logits.tolist())) == len(logits)), st.data())
+def test_top_p_reached_exactly_is_enough(logits: np.ndarray, data: st.DataObject) -> None:
+    cumulative = np.cumsum(np.sort(target_distribution(logits, SamplingParams()))[::-1])
+    kept = data.draw(st.integers(1, len(logits) - 1))
+    assume(cumulative[kept - 1] < cumulative[kept] < 1)
+    top_p = float(cumulative[kept - 1])
+    assert (target_distribution(logits, SamplingParams(top_p=top_p)) > 0).sum() == kept
+
+
 @given(some_logits, st.floats(0.01, 1.0))
 def test_min_p_drops_tokens_below_a_fraction_of_the_best(logits: np.ndarray, min_p: float) -> None:
     plain = target_distribution(logits, SamplingParams())
@@ -203,6 +212,11 @@ def test_draw_inverts_the_cumulative_distribution(p: np.ndarray, uniform: float)
 def test_draw_does_not_need_a_sum_of_one(p: np.ndarray, scale: float, uniform: float) -> None:
     assume(np.abs(np.cumsum(p) - uniform).min() > 1e-9)
     assert draw(p * scale, uniform) == draw(p, uniform)
+
+
+@given(distributions)
+def test_draw_does_not_run_past_the_last_token_there_is(p: np.ndarray) -> None:
+    assert draw(p, 1.0) == np.flatnonzero(p)[-1]
 
 
 @given(distributions)
