@@ -1,7 +1,8 @@
 """Plain and speculative decoding, with the cost of every step, on the benchmark-size pair.
 
-Plain decoding and every K run one after another on each prompt, so that a machine whose speed drifts treats them alike;
-figures are medians over prompts and repeats, and speed-ups are ratios of times taken next to each other.
+Plain decoding and every K run one after another on each prompt, each followed by its bare graphs alone, so that a
+machine whose speed drifts treats them all alike. Speeds are tokens over seconds, both summed over prompts and repeats;
+step costs are medians.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any
 import numpy as np
 import onnxruntime
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from benchmarks.pair import bundle, inflated_pair
 from specexport.contract import tensors
-from specexport.runtime import Engine, SamplingParams
+from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.backend import Array, Graph
 
 CHOICES = tuple(range(1, 9))
@@ -35,10 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", type=Path, default=Path(".cache/bench"), help="keeps inflated models and bundles")
     parser.add_argument("--precisions", default="fp32,int8,int4")
     parser.add_argument("--k", default="1,2,3,4,5,6,7,8", help="draft tokens a step to try")
-    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--max-seq-len", type=int, default=512)
@@ -55,8 +57,8 @@ class Point:
     Attributes:
         precision: of the matrices.
         k: draft tokens a step; 0 is plain.
-        tokens_per_second: median over prompts and repeats, decoding only.
-        speed_up: median of the ratios to plain decoding of the same prompt in the same round.
+        tokens_per_second: decoding only, prefill aside.
+        speed_up: over plain decoding.
         acceptance_length: tokens a step commits.
         verify_ms: c(K+1), the target's bare graph run.
         propose_ms: d(K), the draft's bare graph run.
@@ -123,43 +125,54 @@ def _decode(
 ) -> list[Point]:
     """Plain decoding and every K, prompt by prompt."""
     params = SamplingParams(max_tokens=args.new_tokens, temperature=0.0, ignore_eos=True)
-    runs: dict[int, list[Any]] = {k: [] for k in (0, *ks)}
+    rows = args.prompt_tokens + args.new_tokens // 2
+    draft = getattr(engine._proposer, "_graph", None)
+    runs: dict[int, list[Completion]] = {k: [] for k in (0, *ks)}
+    costs: dict[int, list[tuple[float, float]]] = {k: [] for k in runs}
     for k in runs:  # warm every shape up
         engine.generate(
             prompts[0], params.replace(max_tokens=2 * k + 2), num_speculative_tokens=k or None, speculation=k > 0
         )
-    for _ in range(args.repeats):
-        for prompt in prompts:
-            for k, done in runs.items():
-                done.append(engine.generate(prompt, params, num_speculative_tokens=k or None, speculation=k > 0))
-    rows = args.prompt_tokens + args.new_tokens // 2
-    draft = getattr(engine._proposer, "_graph", None)
-    costs = {k: step_costs(engine._target, draft, k, rows) for k in runs}
-    points = []
-    for k, done in runs.items():
-        length = statistics.mean(run.stats.acceptance_length for run in done)
-        ratios = [
-            run.stats.tokens_per_second / base.stats.tokens_per_second for run, base in zip(done, runs[0], strict=True)
-        ]
-        hosts = [(run.stats.host + run.stats.accept) / run.stats.steps * 1e3 for run in done]
-        points.append(
-            Point(
-                precision,
-                k,
-                statistics.median(run.stats.tokens_per_second for run in done),
-                statistics.median(ratios),
-                length,
-                *costs[k],
-                length * costs[0][0] / sum(costs[k]),
-                statistics.median(hosts),
-                sum(a.token_ids == b.token_ids for a, b in zip(done, runs[0], strict=True)) // args.repeats,
-            )
-        )
-    return points
+    for prompt in track(prompts * args.repeats, f"decoding at {precision}", console=Console(stderr=True)):
+        for k, done in runs.items():
+            done.append(engine.generate(prompt, params, num_speculative_tokens=k or None, speculation=k > 0))
+            costs[k] += step_costs(engine._target, draft, k, rows)
+    return [_point(precision, k, runs, costs, args.repeats) for k in runs]
 
 
-def step_costs(target: Graph, draft: Graph | None, k: int, rows: int, repeats: int = 15) -> tuple[float, float]:
-    """Median times of the bare graphs of a step, c(K+1) and d(K), in milliseconds, with ``rows`` valid cache rows.
+def _point(
+    precision: str,
+    k: int,
+    runs: dict[int, list[Completion]],
+    costs: dict[int, list[tuple[float, float]]],
+    repeats: int,
+) -> Point:
+    def speed(done: list[Completion]) -> float:
+        return sum(run.stats.output_tokens for run in done) / sum(run.stats.decode_seconds for run in done)
+
+    done, plain = runs[k], runs[0]
+    steps = sum(run.stats.steps for run in done)
+    length = 1 + sum(run.stats.accepted for run in done) / steps
+    verify, propose = (statistics.median(part) for part in zip(*costs[k], strict=True))
+    bare = statistics.median(cost for cost, _ in costs[0])
+    return Point(
+        precision,
+        k,
+        speed(done),
+        speed(done) / speed(plain),
+        length,
+        verify,
+        propose,
+        length * bare / (verify + propose),
+        sum(run.stats.host + run.stats.accept for run in done) / steps * 1e3,
+        sum(a.token_ids == b.token_ids for a, b in zip(done, plain, strict=True)) // repeats,
+    )
+
+
+def step_costs(
+    target: Graph, draft: Graph | None, k: int, rows: int, repeats: int = 5, warm: int = 2
+) -> list[tuple[float, float]]:
+    """Times of the bare graphs of a step, c(K+1) and d(K), in milliseconds, with ``rows`` valid cache rows.
 
     They run in turn, as in decoding: alone, a draft that fits the processor's cache would stay in it and look cheaper
     than it is.
@@ -168,16 +181,15 @@ def step_costs(target: Graph, draft: Graph | None, k: int, rows: int, repeats: i
     given[tensors.POSITION_IDS][:] = rows + np.arange(k + 1)
     if k and draft is not None:
         _filled(draft, 2, k, rows)
-    verify, propose = [], []
-    for _ in range(repeats + 3):
+    times = []
+    for _ in range(warm + repeats):
         start = time.perf_counter()
         if k and draft is not None:
             draft.run(2, k)
         between = time.perf_counter()
         target.run(k + 1)
-        verify.append(time.perf_counter() - between)
-        propose.append(between - start)
-    return statistics.median(verify[3:]) * 1e3, statistics.median(propose[3:]) * 1e3 if k else 0.0
+        times.append(((time.perf_counter() - between) * 1e3, (between - start) * 1e3 if k else 0.0))
+    return times[warm:]
 
 
 def _filled(graph: Graph, tokens: int, drafts: int, rows: int) -> dict[str, Array]:
@@ -201,7 +213,10 @@ def _long_context(target: Path, draft: Path, texts: list[str], args: argparse.Na
     ratios: dict[str, list[float]] = {"plain": [], "verify": []}
     for _ in range(5):
         for name, tokens in (("plain", 1), ("verify", 5)):
-            short, long = (step_costs(engine._target, None, tokens - 1, 300)[0] for engine in engines.values())
+            short, long = (
+                statistics.median(verify for verify, _ in step_costs(engine._target, None, tokens - 1, 300, 9))
+                for engine in engines.values()
+            )
             ratios[name].append(long / short)
     for engine in engines.values():
         engine.close()

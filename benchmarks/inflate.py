@@ -17,7 +17,7 @@ import shutil
 import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ TINY = 3e-9  # of the standard deviation of the embedding: next to nothing besid
 WIDTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 FFN_PER_WIDTH = 2.75
 WIDTH_PER_LAYER = 64
+DRAFT_WIDTH_PER_LAYER = 256  # drafts are wide and shallow: a small layer costs its operators' overhead, not its weights
 LAYERS = "model.layers."
 WRITERS = ("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")
 COPIED_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
@@ -115,8 +116,11 @@ def _count(shape: tuple[int, ...]) -> int:
     return total
 
 
-def choose_shape(source: Shape, params: float) -> Shape:
-    """The widest usual shape of about `params` parameters that is not too shallow for its width and holds `source`."""
+def choose_shape(source: Shape, params: float, width_per_layer: int = WIDTH_PER_LAYER) -> Shape:
+    """The widest usual shape of about `params` parameters that is not too shallow for its width and holds `source`.
+
+    A shape is too shallow if it has fewer layers than its width over `width_per_layer`.
+    """
     best: Shape | None = None
     for width in WIDTHS:
         heads = width // source.head_dim
@@ -128,8 +132,11 @@ def choose_shape(source: Shape, params: float) -> Shape:
         shape = Shape(width, heads, kv_heads, source.head_dim, 1, ffn, source.vocab, source.tied)
         per_layer = sum(_count(tensor) for tensor in shape.layer_tensors().values())
         layers = 1 + round((params - shape.params) / per_layer)
-        if layers >= max(source.layers, width // WIDTH_PER_LAYER):
-            best = Shape(width, heads, kv_heads, source.head_dim, layers, ffn, source.vocab, source.tied)
+        if layers >= max(source.layers, width // width_per_layer):
+            best = replace(shape, layers=layers)
+            # Whole layers are coarse steps; the feed-forward width takes what is left over.
+            left = (params - best.params) / (3 * width * layers)
+            best = replace(best, ffn=max(source.ffn, ffn + round(left / source.head_dim) * source.head_dim))
     if best is None:
         raise ValueError(
             f"no shape of about {params:.3g} parameters holds a model of {source.params:,} parameters with "
@@ -237,17 +244,24 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def inflate(source: Path, out: Path, params: float | None = None, shape: Shape | None = None, seed: int = 0) -> Shape:
+def inflate(
+    source: Path,
+    out: Path,
+    params: float | None = None,
+    shape: Shape | None = None,
+    seed: int = 0,
+    width_per_layer: int = WIDTH_PER_LAYER,
+) -> Shape:
     """Write the enlarged checkpoint of `source` to `out` and return its shape.
 
-    Give either `params`, from which a usual shape is chosen, or the `shape` itself.
+    Give either `params`, from which a usual shape is chosen (see `choose_shape`), or the `shape` itself.
     """
     config = read_config(source)
     small = Shape.of(config)
     if shape is None:
         if params is None:
             raise ValueError("say how large the model is to be: params or shape")
-        shape = choose_shape(small, params)
+        shape = choose_shape(small, params, width_per_layer)
     _check_holds(small, shape)
     out.mkdir(parents=True, exist_ok=True)
     for pattern in COPIED_FILES:
@@ -325,11 +339,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--source", type=Path, required=True, help="folder of the small checkpoint")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the large one to")
     parser.add_argument("--params", type=float, default=290e6, help="about how many parameters (default 290e6)")
+    parser.add_argument(
+        "--width-per-layer", type=int, default=WIDTH_PER_LAYER, help="how shallow it may be (default 64; drafts 256)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the new weights (default 0)")
     parser.add_argument("--prompts", type=Path, help="JSON lines with a text each, to compare on (default: built in)")
     args = parser.parse_args(arguments)
     try:
-        shape = inflate(args.source, args.out, params=args.params, seed=args.seed)
+        shape = inflate(args.source, args.out, params=args.params, seed=args.seed, width_per_layer=args.width_per_layer)
         agreement = compare(args.source, args.out, read_prompts(args.source, args.prompts))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

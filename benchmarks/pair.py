@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.inflate import inflate
+from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, WIDTH_PER_LAYER, inflate
 from specexport.commands.build import Bars, build_progress
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.exporter.build import BuildOptions, build
@@ -26,12 +26,15 @@ def inflated_pair(models: Path, work: Path, seed: int = 0) -> tuple[Path, Path]:
         seed: of the added weights.
     """
     folders = []
-    for name, parameters in (("demo-target", TARGET_PARAMETERS), ("demo-draft", DRAFT_PARAMETERS)):
+    for name, parameters, width_per_layer in (
+        ("demo-target", TARGET_PARAMETERS, WIDTH_PER_LAYER),
+        ("demo-draft", DRAFT_PARAMETERS, DRAFT_WIDTH_PER_LAYER),
+    ):
         digest = hashlib.sha256((models / name / "model.safetensors").read_bytes()).hexdigest()[:12]
-        out = work / f"{name}-{parameters / 1e6:.0f}M-{digest}"
+        out = work / f"{name}-{parameters / 1e6:.0f}M-w{width_per_layer}-{digest}"
         if not (out / "done").exists():
             print(f"inflating {models / name} to {parameters / 1e6:.0f} M parameters", file=sys.stderr)
-            inflate(models / name, out, params=parameters, seed=seed)
+            inflate(models / name, out, params=parameters, seed=seed, width_per_layer=width_per_layer)
             config = json.loads((out / "config.json").read_text())
             config["max_position_embeddings"] = MAX_POSITIONS
             (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -84,6 +84,8 @@ class PrecisionInfo(_Strict, frozen=True):
         cache: what the KV cache holds.
         block_size: weights that share a scale, for int8 and int4.
         weight_rms_error: relative root-mean-square error of the quantized weights.
+        logits_rms_error: what that did to the logits of a target, relative to their spread, on a sample of text.
+        same_choice: share of the sample's tokens after which the quantized target prefers the same token.
         not_quantized: matrices left in fp32, and why.
     """
 
@@ -92,6 +94,8 @@ class PrecisionInfo(_Strict, frozen=True):
     cache: Literal["fp32"]
     block_size: Positive | None = None
     weight_rms_error: float | None = None
+    logits_rms_error: float | None = None
+    same_choice: float | None = None
     not_quantized: dict[str, str] = {}
 
 

@@ -18,18 +18,20 @@ LOGITS = "logits"  # float32 [B,R,V]
 # --- propose graph (the draft: first pass over T tokens, then single-token passes, in one call) -----------------------
 NUM_DRAFT_TOKENS = "num_draft_tokens"  # int64 []     K, how many tokens to draft (the loop's trip count)
 LAST_ROW = "last_row"  # int64 [B]    which of the T tokens is the last real one
-UNIFORM = "uniform"  # float32    noise in [0,1): [B,K] for propose, [B,K+1] for accept
+UNIFORM = "uniform"  # float32    noise in [0,1): [B,K] for propose, [B,N] for accept
 TEMPERATURE = "temperature"  # float32 [B]  > 0; greedy is expressed as top_k = 1
 TOP_K = "top_k"  # int64 [B]    0 keeps every token
 TOP_P = "top_p"  # float32 [B]  1 keeps every token
 MIN_P = "min_p"  # float32 [B]  0 keeps every token
-DRAFT_TOKENS = "draft_tokens"  # int64 [K,B] out of propose, [B,K] into accept
-DRAFT_IDS = "draft_ids"  # int64 [K,B,M] / [B,K,M]    the tokens q gives probability to, most probable first
+DRAFT_TOKENS = "draft_tokens"  # int64 [K,B] out of propose, [B,N-1] into accept
+DRAFT_IDS = "draft_ids"  # int64 [K,B,M] / [B,N-1,M]  the tokens q gives probability to, most probable first
 DRAFT_PROBS = "draft_probs"  # float32, as DRAFT_IDS       q of those tokens; sums to 1 over M
 
-# --- accept graphs (logits of the K+1 verified positions in, the step's tokens out) -----------------------------------
-NUM_ACCEPTED = "num_accepted"  # int64 [B]      draft tokens accepted, 0..K
-TOKENS = "tokens"  # int64 [B,K+1]  accepted tokens, then the bonus token at index num_accepted, then 0
+# --- accept graph (logits of the N verified nodes of a tree in, the step's tokens out; also takes TREE_MASK) ----------
+PARENTS = "parents"  # int64 [B,N]    the tree: parent of each node, -1 for the root
+NUM_ACCEPTED = "num_accepted"  # int64 [B]      draft tokens accepted
+TOKENS = "tokens"  # int64 [B,N]    accepted tokens, then the bonus token at index num_accepted, then 0
+PATH = "path"  # int64 [B,N]    their nodes: the root, then the accepted ones, then 0
 
 
 def past_key(layer: int) -> str:

@@ -62,6 +62,14 @@ class TokenTree:
         return depths
 
     @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """The children of each node, in the order they are tried."""
+        found: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            found[parent].append(node)
+        return tuple(map(tuple, found))
+
+    @cached_property
     def mask(self) -> npt.NDArray[np.bool_]:
         """Which nodes each node sees, bool ``[T,T]``: its ancestors and itself."""
         mask = np.eye(len(self), dtype=np.bool_)

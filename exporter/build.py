@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
@@ -20,7 +21,7 @@ import torch
 from specexport.contract import manifest as mf
 from specexport.contract.errors import BuildError
 from specexport.contract.shapes import ShapePoint, cache_buckets
-from specexport.exporter import check, compose, static, trace
+from specexport.exporter import check, compose, quality, static, trace
 from specexport.exporter.checkpoint import (
     TRANSFORMERS_VERSION,
     Checkpoint,
@@ -55,7 +56,8 @@ class BuildOptions:
         speculative_choices: further values of K that requests may choose.
         max_seq_len: longest sequence in tokens; None for the models' limit, at most 2048.
         precision: how the target's matrices are stored.
-        draft_precision: how the draft's are; None for ``precision``.
+        draft_precision: how the draft's are; None for int8, or int4 where ``precision`` is. What a draft rounds off
+            costs a little acceptance and never changes what the target says.
         block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256.
         overwrite: replace an existing bundle.
     """
@@ -163,10 +165,15 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
     caches = cache_buckets(max_seq_len, max(widths))
     target_vocab = target.vocab_size
     at = tuple(ShapePoint(1, tokens, cache) for tokens in widths for cache in caches)
+    quantized = options.precision in ("int8", "int4")
+    sample = tokenizer.tokenizer.encode(quality.SAMPLE).ids
+    exact = quality.reference(target, sample) if quantized and sample else None
     target_info = _export_target(folder, target, options, at, progress)
     eos, generation = target.eos_token_ids, target.generation
     del target
     gc.collect()
+    if exact is not None:
+        target_info = _with_logits_error(folder, target_info, exact, progress)
 
     method: mf.Method = mf.NoSpeculation()
     if options.draft is not None:
@@ -248,6 +255,17 @@ def _export_target(
     return _write_model(folder / "target", "step", model, target, options.precision, options.block_size, at, progress)
 
 
+def _with_logits_error(folder: Path, model: mf.Model, exact: quality.Reference, progress: Progress) -> mf.Model:
+    progress("measuring the target's rounding", 0, 1)
+    found = quality.logits_error(folder / model.graph.master, model.cache, exact)
+    progress("measuring the target's rounding", 1, 1)
+    if found is None:
+        return model
+    error, same = found
+    precision = msgspec.structs.replace(model.precision, logits_rms_error=error, same_choice=same)
+    return msgspec.structs.replace(model, precision=precision)
+
+
 def _export_draft(
     folder: Path,
     draft: Checkpoint,
@@ -266,7 +284,7 @@ def _export_draft(
     )
     model = compose.propose_graph(one_pass, draft.cache)
     progress("tracing the draft", 1, 1)
-    precision = options.draft_precision or options.precision
+    precision = options.draft_precision or ("int4" if options.precision == "int4" else "int8")
     return _write_model(folder / "draft", "propose", model, draft, precision, options.block_size, at, progress)
 
 

@@ -18,6 +18,7 @@ from specexport.contract import tensors
 from specexport.exporter.passes.linear import canonical_weights
 from specexport.exporter.passes.merge_linear import merge_linear
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
+from specexport.graphs.accept import AcceptModule
 from specexport.graphs.ops import translations
 from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
@@ -101,6 +102,36 @@ def trace_draft_pass(
             tensors.DRAFT_PROBS,
             *(f"{name}.grown" for name in row_names(layers)),
         ],
+    )
+
+
+def trace_accept(max_children: int, candidates: int) -> ir.Model:
+    """The accept graph of trees whose nodes have at most so many children, each q over so many candidates."""
+    nodes, vocab = 5, 40
+    b, drafts, v = (torch.export.Dim(name) for name in ("B", "drafts", "V"))
+    n = drafts + 1
+    by_slot = ({0: b},)
+    inputs = {
+        tensors.LOGITS: (torch.randn(_B, nodes, vocab), {0: b, 1: n, 2: v}),
+        tensors.PARENTS: (torch.tensor([[-1, 0, 0, 1, 1]] * _B), {0: b, 1: n}),
+        tensors.TREE_MASK: (torch.ones(_B, nodes, nodes, dtype=torch.bool).tril(), {0: b, 1: n, 2: n}),
+        tensors.DRAFT_TOKENS: (torch.ones(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
+        tensors.DRAFT_IDS: (torch.arange(candidates).repeat(_B, nodes - 1, 1), {0: b, 1: drafts}),
+        tensors.DRAFT_PROBS: (torch.full((_B, nodes - 1, candidates), 1 / candidates), {0: b, 1: drafts}),
+        tensors.UNIFORM: (torch.full((_B, nodes), 0.5), {0: b, 1: n}),
+        tensors.TEMPERATURE: (torch.ones(_B), *by_slot),
+        tensors.TOP_K: (torch.zeros(_B, dtype=torch.int64), *by_slot),
+        tensors.TOP_P: (torch.full((_B,), 0.9), *by_slot),
+        tensors.MIN_P: (torch.zeros(_B), *by_slot),
+    }
+    module = AcceptModule(max_children)
+    return _trace(
+        module,
+        module,
+        tuple(tensor for tensor, _ in inputs.values()),
+        tuple(dims for _, dims in inputs.values()),
+        list(inputs),
+        [tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH],
     )
 
 

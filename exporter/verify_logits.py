@@ -12,6 +12,7 @@ from polygraphy.logger import G_LOGGER
 
 from specexport.contract import manifest as mf
 from specexport.contract import tensors
+from specexport.exporter.quality import energy, relative_rms
 from specexport.exporter.verify_runners import (
     COMMITTED,
     Array,
@@ -85,7 +86,7 @@ class Agreement:
         gap = reference.max(axis=-1) - np.take_along_axis(reference, chosen[:, None], axis=-1)[:, 0]
         self.positions += len(gap)
         self.same += int((gap == 0).sum())
-        spread = np.sqrt(_energy(reference) / reference.size)
+        spread = np.sqrt(energy(reference) / reference.size)
         self.ties += int(((gap > 0) & (gap <= limits.rms * spread)).sum())
 
 
@@ -139,25 +140,20 @@ def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]],
         accuracy = Comparator.compare_accuracy(results, comparisons=[(1, 0)], compare_func=compare)
         finite = bool(Comparator.validate(results, check_inf=True, check_nan=True))
     (compared,) = accuracy[0].values()
-    agreement, error, energy = Agreement(), 0.0, 0.0
+    agreement, error, total = Agreement(), 0.0, 0.0
     for our, their in zip(ours, theirs, strict=True):
         graph, reference = our[tensors.LOGITS][0], their[tensors.LOGITS][0]
         agreement.count(reference, graph.argmax(axis=-1), limits)
-        error += _energy(graph - reference)
-        energy += _energy(reference)
+        error += energy(graph - reference)
+        total += energy(reference)
     return LogitsResult(
         within=bool(accuracy),
         finite=finite,
         largest=max(result[tensors.LOGITS].max_absdiff for result in compared),
         scale=scale,
-        rms=float(np.sqrt(error / energy)) if energy else 0.0,
+        rms=relative_rms(error, total),
         agreement=agreement,
     )
-
-
-def _energy(logits: Array) -> float:
-    """Sum of squares around each row's mean: a constant added to all logits of a row changes no probability."""
-    return float(np.square(logits - logits.mean(axis=-1, keepdims=True), dtype=np.float64).sum())
 
 
 def logit_gap(bundle: Bundle, text: Sequence[int], first: int, second: int) -> float:

@@ -26,9 +26,8 @@ from specexport.contract import tensors
 from specexport.contract.errors import BundleError
 from specexport.contract.tree import TokenTree
 from specexport.exporter.trace import quiet
-from specexport.runtime.backend import step_buffers
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.ort import OnnxRuntimeGraph, available_cores
+from specexport.runtime.ort import available_cores, open_session
 
 Array = npt.NDArray[Any]
 Feed = dict[str, Array]
@@ -100,8 +99,8 @@ class StepRunner(OnnxrtRunner):  # type: ignore[misc]
     """
 
     def __init__(self, bundle: Bundle, feeds: Sequence[Feed]) -> None:
-        super().__init__(lambda: _session(bundle), name="graph")
         model = bundle.manifest.target
+        super().__init__(lambda: open_session(bundle.file(model.graph.master), available_cores()), name="graph")
         needed = max(feed[COMMITTED].shape[1] + feed[tensors.INPUT_IDS].shape[1] for feed in feeds)
         self._layers = model.cache
         self._rows = min(at.point.cache for at in model.graph.points if at.point.cache >= needed)
@@ -136,12 +135,6 @@ class StepRunner(OnnxrtRunner):  # type: ignore[misc]
     def deactivate_impl(self) -> None:
         super().deactivate_impl()
         del self._caches
-
-
-def _session(bundle: Bundle) -> Any:
-    manifest = bundle.manifest
-    path = bundle.file(manifest.target.graph.master)
-    return OnnxRuntimeGraph(path, manifest.target, 1, step_buffers(manifest), available_cores())._session
 
 
 class ReferenceRunner(BaseRunner):  # type: ignore[misc]

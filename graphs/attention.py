@@ -198,20 +198,6 @@ def key_positions(position_ids: torch.Tensor, past_length: torch.Tensor, cache_r
     return torch.where((column >= 0) & (column < tokens), new, row)
 
 
-def grouped_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """``query [B,H,T,D]`` against ``key [B,Hkv,N,D]`` without repeating keys for grouped heads: ``[B,H,T,N]``."""
-    batch, heads, tokens, size = query.shape
-    grouped = query.reshape(batch, key.shape[1], heads // key.shape[1] * tokens, size)
-    return torch.matmul(grouped, key.transpose(2, 3)).reshape(batch, heads, tokens, -1)
-
-
-def grouped_values(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``weights [B,H,T,N]`` over ``value [B,Hkv,N,D]``: ``[B,H,T,D]``."""
-    batch, heads, tokens, rows = weights.shape
-    grouped = weights.reshape(batch, value.shape[1], heads // value.shape[1] * tokens, rows)
-    return torch.matmul(grouped, value).reshape(batch, heads, tokens, -1)
-
-
 def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
@@ -234,16 +220,19 @@ class NativeLowering:
         self._past_length = past_length
         self._position_ids = position_ids
         self._rows = past[0][0].shape[2]
-        self._masks: dict[int | None, torch.Tensor] = {None: full_mask(tree_mask, past_length, self._rows)}
+        self._seen: dict[int | None, torch.Tensor] = {None: full_mask(tree_mask, past_length, self._rows)}
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
         self.present: list[tuple[torch.Tensor, torch.Tensor]] = [(k, v) for k, v in past]
 
-    def _mask(self, window: int | None) -> torch.Tensor:
-        """``[B,1,T,S]``; with a sliding window, keys ``window`` or more positions back are hidden."""
-        if window is not None and window not in self._masks:
+    def _mask(self, group: int, window: int | None) -> torch.Tensor:
+        """``[B,1,G*T,S]``; with a sliding window, keys ``window`` or more positions back are hidden."""
+        if window not in self._seen:
             keys = key_positions(self._position_ids, self._past_length, self._rows)
             near = self._position_ids[:, :, None] - keys[:, None, :] < window
-            self._masks[window] = self._masks[None] & near
-        return self._masks[window][:, None]
+            self._seen[window] = self._seen[None] & near
+        if (group, window) not in self._masks:
+            self._masks[group, window] = self._seen[window][:, None].repeat(1, 1, group, 1)
+        return self._masks[group, window]
 
     def attend(
         self,
@@ -261,13 +250,21 @@ class NativeLowering:
         keys = tensor_scatter(past_key, key, self._past_length)
         values = tensor_scatter(past_value, value, self._past_length)
         self.present[layer] = keys, values
-        mask = self._mask(window)
-        if softcap is None and query.shape[3] == value.shape[3]:
-            return torch.onnx.ops.attention(query, keys, values, mask, scale=scaling)[0]
-        # TensorRT's parser knows Attention but not its softcap attribute, and torch takes values to be as wide as keys;
-        # such layers are spelt out.
-        scores = _capped(grouped_scores(query, keys) * scaling, softcap)
-        return grouped_values(torch.where(mask, scores, torch.finfo(scores.dtype).min).softmax(-1), values)
+        batch, heads, tokens, size = query.shape
+        group = heads // key.shape[1]
+        mask = self._mask(group, window)
+        # The heads of a group share keys and values: they are so many more queries against the same rows. That reads
+        # the cache once a group, and a single token has several rows too: onnxruntime multiplies one row with another
+        # kernel than several, whose sums round differently.
+        grouped = query.reshape(batch, key.shape[1], group * tokens, size) if group > 1 else query
+        if softcap is None and size == value.shape[3]:
+            out = torch.onnx.ops.attention(grouped, keys, values, mask, scale=scaling)[0]
+        else:
+            # TensorRT's parser knows Attention but not its softcap attribute, and torch takes values to be as wide as
+            # keys; such layers are spelt out.
+            scores = _capped(torch.matmul(grouped, keys.transpose(2, 3)) * scaling, softcap)
+            out = torch.matmul(torch.where(mask, scores, torch.finfo(scores.dtype).min).softmax(-1), values)
+        return out.reshape(batch, heads, tokens, -1) if group > 1 else out
 
 
 _HIDDEN = torch.finfo(torch.float32).min / 2

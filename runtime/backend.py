@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +34,15 @@ class Graph(Protocol):
 
     def release(self) -> None:
         """Shrinks the cache to its smallest size; its content is lost."""
+
+    def commit(self, slot: int, past: int, path: Sequence[int]) -> None:
+        """Makes the rows of an accepted path contiguous behind the root's.
+
+        Args:
+            slot: index into the batch.
+            past: the row of the step's root; node i of its tree is at row ``past + i``.
+            path: the accepted nodes, in order; their rows move to ``past + 1``, ``past + 2``, ...
+        """
 
     def inputs(self, tokens: int, drafts: int = 0) -> dict[str, Array]:
         """The input arrays of a shape point at the present cache size; ``drafts`` is for propose graphs."""

@@ -238,14 +238,16 @@ class Engine:
                 proposed = time.perf_counter()
                 logits = self._verify(view, proposal)
                 verified = time.perf_counter()
-                accepted, bonus = _accept(logits, proposal, view)
+                path, bonus = _accept(logits, proposal, view)
                 decided = time.perf_counter()
-                new = [*(proposal.tokens[:accepted].tolist() if proposal else ()), bonus]
+                new = [*(int(proposal.tokens[node - 1]) for node in path), bonus] if proposal else [bonus]
+                if path != list(range(1, len(path) + 1)):  # a chain's rows are where they belong already
+                    self._target.commit(view.slot, len(tokens) - 1, path)
                 new, piece, reason = self._commit(stream, new[:room], text)
                 room -= len(new)
                 if reason is None and room == 0:
                     reason = "length"
-                stats.count_step(len(proposal.tokens) if proposal else 0, accepted)
+                stats.count_step(len(proposal.tokens) if proposal else 0, len(path))
                 stats.propose += proposed - start
                 stats.verify += verified - proposed
                 stats.accept += decided - verified
@@ -327,13 +329,16 @@ class Engine:
         self._slot.release()
 
 
-def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: SlotView) -> tuple[int, int]:
-    """How many draft tokens are accepted, and the token after them."""
-    drafted = proposal.tokens if proposal is not None else np.empty(0, np.int64)
+def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: SlotView) -> tuple[list[int], int]:
+    """The nodes of the proposal's tree that are accepted, and the token after them."""
+    tree, drafted, q = (
+        (TokenTree.chain(1), np.empty(0, np.int64), None)
+        if proposal is None
+        else (proposal.tree, proposal.tokens, proposal.q)
+    )
     if view.params.greedy:
-        return accept_greedy(logits, drafted)
-    q = proposal.q if proposal is not None else None
-    return accept_sampled(logits, drafted, q, view.params, view.random.random(len(drafted) + 1))
+        return accept_greedy(logits, tree, drafted)
+    return accept_sampled(logits, tree, drafted, q, view.params, view.random.random(len(tree)))
 
 
 class Stream:

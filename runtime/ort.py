@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,27 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def open_session(path: Path, threads: int) -> Any:
+    """An ``onnxruntime.InferenceSession`` over a master graph on the CPU, with the options the engine runs it with.
+
+    Raises:
+        BackendError: onnxruntime is missing, too old, or refuses the graph.
+    """
+    onnxruntime = _import_onnxruntime()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # Threads of one model must not spin while the other model runs.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    # Quantized weights are multiplied as integers.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's exceptions share no public base
+        raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
+
+
 class OnnxRuntimeGraph:
     """A graph in an onnxruntime session on the CPU.
 
@@ -60,18 +82,7 @@ class OnnxRuntimeGraph:
 
     def __init__(self, path: Path, model: Model, batch: int, buffers: Buffers, threads: int) -> None:
         self._ort = _import_onnxruntime()
-        options = self._ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        # Threads of one model must not spin while the other model runs.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        # Quantized weights are multiplied as integers.
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
-        try:
-            self._session = self._ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime's exceptions share no public base
-            raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
+        self._session = open_session(path, threads)
         self._model = model
         self._batch = batch
         self._buffers = buffers
@@ -79,6 +90,7 @@ class OnnxRuntimeGraph:
         self._cache_sizes = sorted({point.cache for point in points})
         self._points = set(points)
         self._rows = 0
+        self._blocks: list[Array] = []
         self._caches: dict[str, Array] = {}
         self._bound: dict[tuple[int, int], _Bound] = {}
         self.reserve(1)
@@ -108,17 +120,27 @@ class OnnxRuntimeGraph:
             self._resize(self._cache_sizes[0])
 
     def _resize(self, size: int) -> None:
-        caches: dict[str, Array] = {}
+        # Caches of one shape lie in one block, so that a commit is one copy over all their layers.
+        names: dict[tuple[int, int], list[str]] = {}
         for layer, shape in enumerate(self._model.cache):
-            for name, width in (
-                (tensors.past_key(layer), shape.key_size),
-                (tensors.past_value(layer), shape.value_size),
-            ):
-                caches[name] = np.zeros((self._batch, shape.heads, size, width), np.float32)
+            names.setdefault((shape.heads, shape.key_size), []).append(tensors.past_key(layer))
+            names.setdefault((shape.heads, shape.value_size), []).append(tensors.past_value(layer))
+        blocks, caches = [], {}
+        for (heads, width), members in names.items():
+            block = np.zeros((len(members), self._batch, heads, size, width), np.float32)
+            blocks.append(block)
+            for name, cache in zip(members, block, strict=True):
+                caches[name] = cache
                 if name in self._caches:
-                    caches[name][:, :, : self._rows] = self._caches[name]
-        self._caches, self._rows = caches, size
+                    cache[:, :, : self._rows] = self._caches[name]
+        self._blocks, self._caches, self._rows = blocks, caches, size
         self._bound.clear()
+
+    def commit(self, slot: int, past: int, path: Sequence[int]) -> None:
+        """See :class:`~specexport.runtime.backend.Graph`."""
+        rows = past + np.asarray(path, np.int64)
+        for block in self._blocks:
+            block[:, slot, :, past + 1 : past + 1 + len(rows)] = block[:, slot, :, rows].transpose(1, 2, 0, 3)
 
     def inputs(self, tokens: int, drafts: int = 0) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""

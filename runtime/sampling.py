@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from specexport.contract.tree import TokenTree
 from specexport.runtime.params import SamplingParams
 
 Floats = npt.NDArray[np.float32]
@@ -23,7 +24,7 @@ class Distributions:
     """q of each draft token of one slot, by its most probable tokens.
 
     Attributes:
-        ids: int64 ``[K,M]``.
+        ids: int64 ``[K,M]``; all different within a row.
         probs: float32 ``[K,M]``; each row sums to 1.
     """
 
@@ -82,44 +83,65 @@ def residual(p: Doubles, ids: Ints, q: Floats) -> Doubles:
     return left / total if total > 0 else p
 
 
-def accept_greedy(logits: Floats, draft_tokens: Ints) -> tuple[int, int]:
-    """Accepts draft tokens while they are the target's most probable ones.
+def accept_greedy(logits: Floats, tree: TokenTree, draft_tokens: Ints) -> tuple[list[int], int]:
+    """Follows the tree from the root while a child is the target's most probable token.
 
     Args:
-        logits: float32 ``[K+1,V]``; row i predicts draft token i, the last row the bonus token.
-        draft_tokens: int64 ``[K]``.
+        logits: float32 ``[N,V]``, at every node of the tree.
+        tree: its N nodes.
+        draft_tokens: int64 ``[N-1]``, those of nodes 1 to N-1.
 
     Returns:
-        How many are accepted, and the token that follows them.
+        The nodes accepted, in order, and the token that follows them.
     """
-    best = logits.argmax(axis=-1)
-    agree = best[:-1] == draft_tokens
-    accepted = len(draft_tokens) if agree.all() else int(agree.argmin())
-    return accepted, int(best[accepted])
+    best = logits.argmax(axis=-1).tolist()
+    path: list[int] = []
+    node, tokens = 0, draft_tokens.tolist()
+    while (child := next((c for c in tree.children[node] if tokens[c - 1] == best[node]), 0)) != 0:
+        path.append(child)
+        node = child
+    return path, best[node]
 
 
 def accept_sampled(
-    logits: Floats, draft_tokens: Ints, q: Distributions | None, params: SamplingParams, uniform: Doubles
-) -> tuple[int, int]:
-    """Accepts x ~ q with probability min(1, p(x)/q(x)); at the first rejection draws from norm(max(0, p - q)).
+    logits: Floats,
+    tree: TokenTree,
+    draft_tokens: Ints,
+    q: Distributions | None,
+    params: SamplingParams,
+    uniform: Doubles,
+) -> tuple[list[int], int]:
+    """Multi-round rejection over a tree (SpecInfer, arXiv 2305.09781), which for a chain is speculative sampling.
+
+    At each node the children are tried in order. A child x ~ q is accepted with probability min(1, p(x)/q(x)); if not,
+    p becomes norm(max(0, p - q)) and the next is tried. Where none is accepted, the next token is drawn from what p
+    has become.
 
     Args:
-        logits: float32 ``[K+1,V]``.
-        draft_tokens: int64 ``[K]``.
-        q: the distributions the draft tokens were drawn from; None where they were chosen without drawing (q = 1).
+        logits: float32 ``[N,V]``.
+        tree: its N nodes.
+        draft_tokens: int64 ``[N-1]``, those of nodes 1 to N-1.
+        q: the distributions they were drawn from; None where they were chosen without drawing (q = 1).
         params: gives p.
-        uniform: float64 ``[K+1]`` noise in [0,1): one number a draft token, one for the final draw.
+        uniform: float64 ``[N]`` noise in [0,1): one number a draft token, the last for the final draw.
 
     Returns:
-        How many are accepted, and the token that follows them. Together they are distributed as if every token had
-        been drawn from p.
+        The nodes accepted, in order, and the token that follows them. Together they are distributed as if every token
+        had been drawn from p.
     """
-    for i, x in enumerate(draft_tokens.tolist()):
-        p = target_distribution(logits[i], params)
-        ids, probs = (np.array([x]), np.ones(1, np.float32)) if q is None else (q.ids[i], q.probs[i])
-        q_x = float(probs[ids == x].sum())
-        # u < p/q without dividing: p >= q always accepts, p = 0 never does.
-        if uniform[i] * q_x < p[x]:
-            continue
-        return i, draw(residual(p, ids, probs), uniform[-1])
-    return len(draft_tokens), draw(target_distribution(logits[len(draft_tokens)], params), uniform[-1])
+    path: list[int] = []
+    node = 0
+    while True:
+        p = target_distribution(logits[node], params)
+        for child in tree.children[node]:
+            row, x = child - 1, int(draft_tokens[child - 1])
+            ids, probs = (np.array([x]), np.ones(1, np.float32)) if q is None else (q.ids[row], q.probs[row])
+            q_x = float(probs[ids == x].sum())
+            # u < p/q without dividing: p >= q always accepts, p = 0 never does.
+            if uniform[row] * q_x < p[x]:
+                path.append(child)
+                node = child
+                break
+            p = residual(p, ids, probs)
+        else:
+            return path, draw(p, uniform[-1])

@@ -182,6 +182,9 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
     half.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=end, do_sample=False)
     half.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    vocabulary = folder / "tokenizer.json"  # rewritten without its line breaks, which are more than half of it
+    compact = json.dumps(json.loads(vocabulary.read_text(encoding="utf-8")), ensure_ascii=False, separators=(",", ":"))
+    vocabulary.write_text(compact + "\n", encoding="utf-8")
     settings_path = folder / "tokenizer_config.json"
     settings = json.loads(settings_path.read_text(encoding="utf-8"))
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that releases of transformers before 5 know too

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def oracle(bundle: Callable[[str], Path]) -> Callable[[str], Any]:
 
 
 @pytest.fixture(scope="session")
-def engine(bundle: Callable[[str], Path]) -> Iterator[Callable[[str], Engine]]:
+def engine(bundle: Callable[[str], Path]) -> Callable[[str], Engine]:
     """Gives a loaded bundle by its name. The session shares it, so tests leave it open and without a running stream."""
     loaded: dict[str, Engine] = {}
 
@@ -57,9 +57,7 @@ def engine(bundle: Callable[[str], Path]) -> Iterator[Callable[[str], Engine]]:
             loaded[name] = Engine.load(bundle(name), threads=1)
         return loaded[name]
 
-    yield get
-    for one in loaded.values():
-        one.close()
+    return get
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

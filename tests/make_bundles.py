@@ -85,6 +85,7 @@ def make(name: str, root: Path) -> Path:
                     output=root / name,
                     num_speculative_tokens=recipe.default,
                     speculative_choices=recipe.choices,
+                    draft_precision="fp32",  # where the draft is the target, everything must be accepted
                 )
             )
     return root / name

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
+from specexport.contract.tree import TokenTree
 from specexport.runtime.params import SamplingParams
+from specexport.runtime.sampling import Distributions, accept_greedy, accept_sampled
 
 Text = tuple[int, ...]
 
@@ -96,3 +98,20 @@ def draw_candidates(
     below = (probs.cumsum(-1) <= uniform[:, None]).sum(-1)
     choice = np.minimum(below, (probs > 0).sum(-1) - 1)
     return np.take_along_axis(ids, choice[:, None], 1)[:, 0], ids, probs
+
+
+def accept_chain(
+    logits: npt.NDArray[np.float32],
+    draft_tokens: npt.NDArray[np.int64],
+    q: Distributions | None,
+    params: SamplingParams,
+    uniform: npt.NDArray[np.float64],
+) -> tuple[int, int]:
+    """``accept_sampled`` on a chain, or ``accept_greedy``: how many tokens are accepted, and the one after them."""
+    chain = TokenTree.chain(len(draft_tokens) + 1)
+    if params.greedy:
+        path, bonus = accept_greedy(logits, chain, draft_tokens)
+    else:
+        path, bonus = accept_sampled(logits, chain, draft_tokens, q, params, uniform)
+    assert path == list(range(1, len(path) + 1))
+    return len(path), bonus

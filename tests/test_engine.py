@@ -31,6 +31,12 @@ def llama(engine: Engines) -> Engine:
 
 
 @pytest.fixture
+def own(bundle: Callable[[str], Path]) -> Engine:
+    """An engine that no other test waits for, should this one never free it."""
+    return Engine.load(bundle(NAME), threads=1)
+
+
+@pytest.fixture
 def changed(bundle: Callable[[str], Path], tmp_path: Path) -> Callable[..., Engine]:
     """Loads the bundle with another manifest: what differs is given as for ``msgspec.structs.replace``."""
 
@@ -272,10 +278,10 @@ def test_the_text_is_what_the_tokens_decode_to(llama: Engine, seed: int) -> None
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_is_the_completion_in_pieces(llama: Engine) -> None:
+def test_a_stream_is_the_completion_in_pieces(own: Engine) -> None:
     params = SAMPLED.replace(seed=8)
-    whole = llama.generate(PROMPT, params)
-    stream = llama.stream(PROMPT, params)
+    whole = own.generate(PROMPT, params)
+    stream = own.stream(PROMPT, params)
     chunks = list(stream)
     assert "".join(chunk.text for chunk in chunks) == whole.text
     assert tuple(token for chunk in chunks for token in chunk.token_ids) == whole.token_ids
@@ -284,59 +290,59 @@ def test_a_stream_is_the_completion_in_pieces(llama: Engine) -> None:
     assert list(stream) == []
 
 
-def test_a_stream_starts_when_it_is_read(llama: Engine) -> None:
-    waiting = llama.stream(PROMPT, GREEDY)
-    assert llama.generate(PROMPT, GREEDY).token_ids == tuple(t for chunk in waiting for t in chunk.token_ids)
+def test_a_stream_starts_when_it_is_read(own: Engine) -> None:
+    waiting = own.stream(PROMPT, GREEDY)
+    assert own.generate(PROMPT, GREEDY).token_ids == tuple(t for chunk in waiting for t in chunk.token_ids)
 
 
-def test_a_second_request_in_a_thread_with_an_unfinished_stream_is_an_error(llama: Engine) -> None:
+def test_a_second_request_in_a_thread_with_an_unfinished_stream_is_an_error(own: Engine) -> None:
     def nested() -> tuple[int, ...]:
-        with llama.stream(PROMPT, GREEDY) as stream:
+        with own.stream(PROMPT, GREEDY) as stream:
             first = next(stream)
             with pytest.raises(RequestError, match="unfinished stream"):
-                llama.generate(PROMPT, GREEDY)
+                own.generate(PROMPT, GREEDY)
             return first.token_ids + tuple(t for chunk in stream for t in chunk.token_ids)
 
-    assert in_thread(nested) == llama.generate(PROMPT, GREEDY).token_ids
+    assert in_thread(nested) == own.generate(PROMPT, GREEDY).token_ids
 
 
-def test_an_abandoned_stream_frees_the_engine(llama: Engine) -> None:
+def test_an_abandoned_stream_frees_the_engine(own: Engine) -> None:
     def abandon() -> None:
-        next(llama.stream(PROMPT, GREEDY))
+        next(own.stream(PROMPT, GREEDY))
 
     abandon()
     gc.collect()
-    assert len(in_thread(lambda: llama.generate(PROMPT, GREEDY)).token_ids) == 24
+    assert len(in_thread(lambda: own.generate(PROMPT, GREEDY)).token_ids) == 24
 
 
-def test_a_closed_stream_frees_the_engine(llama: Engine) -> None:
-    stream = llama.stream(PROMPT, GREEDY)
+def test_a_closed_stream_frees_the_engine(own: Engine) -> None:
+    stream = own.stream(PROMPT, GREEDY)
     next(stream)
     stream.close()
     stream.close()
     assert list(stream) == []
-    assert len(in_thread(lambda: llama.generate(PROMPT, GREEDY)).token_ids) == 24
+    assert len(in_thread(lambda: own.generate(PROMPT, GREEDY)).token_ids) == 24
 
 
-def test_an_error_while_a_stream_is_read_frees_the_engine(llama: Engine) -> None:
-    with pytest.raises(ZeroDivisionError), llama.stream(PROMPT, GREEDY) as stream:
+def test_an_error_while_a_stream_is_read_frees_the_engine(own: Engine) -> None:
+    with pytest.raises(ZeroDivisionError), own.stream(PROMPT, GREEDY) as stream:
         for _ in stream:
             raise ZeroDivisionError
-    assert len(in_thread(lambda: llama.generate(PROMPT, GREEDY)).token_ids) == 24
+    assert len(in_thread(lambda: own.generate(PROMPT, GREEDY)).token_ids) == 24
 
 
-def test_an_error_in_the_engine_frees_it(llama: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_engine_frees_it(own: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(Stats, "count_step", fail)
-        llama.generate(PROMPT, GREEDY)
-    assert len(in_thread(lambda: llama.generate(PROMPT, GREEDY)).token_ids) == 24
+        own.generate(PROMPT, GREEDY)
+    assert len(in_thread(lambda: own.generate(PROMPT, GREEDY)).token_ids) == 24
 
 
-def test_a_cancelled_stream_ends_before_its_next_step(llama: Engine) -> None:
-    stream = llama.stream(PROMPT, GREEDY.replace(max_tokens=400))
+def test_a_cancelled_stream_ends_before_its_next_step(own: Engine) -> None:
+    stream = own.stream(PROMPT, GREEDY.replace(max_tokens=400))
     started, cancelled = threading.Event(), threading.Event()
 
     def read() -> list[Chunk]:
@@ -355,32 +361,32 @@ def test_a_cancelled_stream_ends_before_its_next_step(llama: Engine) -> None:
     chunks = in_thread(read)
     assert [chunk.finish_reason for chunk in chunks] == [None, "cancelled"]
     assert chunks[1].token_ids == ()
-    assert len(llama.generate(PROMPT, GREEDY).token_ids) == 24
+    assert len(own.generate(PROMPT, GREEDY).token_ids) == 24
 
 
-def test_a_stream_cancelled_before_it_starts_is_empty(llama: Engine) -> None:
-    stream = llama.stream(PROMPT, GREEDY)
+def test_a_stream_cancelled_before_it_starts_is_empty(own: Engine) -> None:
+    stream = own.stream(PROMPT, GREEDY)
     stream.cancel()
     assert list(stream) == [Chunk("", (), "cancelled")]
     assert stream.stats.steps == 0
 
 
-def test_a_stream_closed_by_another_thread_ends_and_frees_the_engine(llama: Engine) -> None:
+def test_a_stream_closed_by_another_thread_ends_and_frees_the_engine(own: Engine) -> None:
     """At any time: while the other thread is in a step, between steps, or after the end."""
     for _ in range(20):
-        stream = llama.stream(PROMPT, GREEDY.replace(max_tokens=60))
+        stream = own.stream(PROMPT, GREEDY.replace(max_tokens=60))
         reader = threading.Thread(target=lambda stream=stream: list(stream), daemon=True)
         reader.start()
         stream.close()
         reader.join(JOIN)
         assert not reader.is_alive()
-        assert len(in_thread(lambda: llama.generate(PROMPT, GREEDY.replace(max_tokens=2))).token_ids) == 2
+        assert len(in_thread(lambda: own.generate(PROMPT, GREEDY.replace(max_tokens=2))).token_ids) == 2
 
 
-def test_a_stream_closed_while_it_waits_for_its_turn_never_runs(llama: Engine) -> None:
-    with llama.stream(PROMPT, GREEDY) as running:
+def test_a_stream_closed_while_it_waits_for_its_turn_never_runs(own: Engine) -> None:
+    with own.stream(PROMPT, GREEDY) as running:
         next(running)
-        waiting = llama.stream(PROMPT, GREEDY)
+        waiting = own.stream(PROMPT, GREEDY)
         chunks: list[Chunk] = []
         reader = threading.Thread(target=lambda: chunks.extend(waiting), daemon=True)
         reader.start()
@@ -388,20 +394,20 @@ def test_a_stream_closed_while_it_waits_for_its_turn_never_runs(llama: Engine) -
     reader.join(JOIN)
     assert not reader.is_alive()
     assert chunks == []
-    assert len(in_thread(lambda: llama.generate(PROMPT, GREEDY)).token_ids) == 24
+    assert len(in_thread(lambda: own.generate(PROMPT, GREEDY)).token_ids) == 24
 
 
 # --- threads and closing ----------------------------------------------------------------------------------------------
 
 
-def test_threads_get_what_they_would_get_alone(llama: Engine) -> None:
+def test_threads_get_what_they_would_get_alone(own: Engine) -> None:
     requests = [(PROMPT[i % 5 :], SAMPLED.replace(seed=i, max_tokens=5 + i % 7)) for i in range(40)]
-    alone = [llama.generate(prompt, params).token_ids for prompt, params in requests]
+    alone = [own.generate(prompt, params).token_ids for prompt, params in requests]
     together: dict[int, tuple[int, ...]] = {}
 
     def work(mine: range) -> None:
         for i in mine:
-            together[i] = llama.generate(*requests[i]).token_ids
+            together[i] = own.generate(*requests[i]).token_ids
 
     threads = [threading.Thread(target=work, args=(range(start, 40, 2),), daemon=True) for start in (0, 1)]
     for thread in threads:

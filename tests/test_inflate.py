@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.inflate import Shape, choose_shape, compare, inflate, main, real_layers
+from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, Shape, choose_shape, compare, inflate, main, real_layers
 
 pytestmark = pytest.mark.exporter
 
@@ -78,8 +78,9 @@ def test_real_layers_are_spread_evenly() -> None:
 
 def test_chosen_shapes_have_the_size_asked_for() -> None:
     target = choose_shape(Shape(256, 4, 2, 64, 7, 672, 4096, True), 290e6)
-    draft = choose_shape(Shape(96, 2, 1, 64, 2, 288, 4096, True), 25e6)
-    assert (target.hidden, target.heads, target.kv_heads, target.ffn, target.layers) == (1024, 16, 8, 2816, 24)
+    draft = choose_shape(Shape(96, 2, 1, 64, 3, 288, 4096, True), 25e6, DRAFT_WIDTH_PER_LAYER)
+    assert (target.hidden, target.heads, target.kv_heads, target.ffn, target.layers) == (1024, 16, 8, 2880, 24)
+    assert (draft.hidden, draft.layers) == (768, 3)
     assert target.params == pytest.approx(290e6, rel=0.02)
     assert draft.params == pytest.approx(25e6, rel=0.05)
 

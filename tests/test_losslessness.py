@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime import engine as engine_module
 from specexport.runtime.sampling import Distributions, accept_sampled, draw, target_distribution
@@ -209,8 +210,8 @@ class Tables:
             rows, noise = np.stack(logits, 1), random.random((len(unfinished), setting.K + 1))
             for i, run in enumerate(unfinished):
                 q = Distributions(ids[i], probs[i])
-                accepted, bonus = accept(rows[i], tokens[i], q, setting.params, noise[i])
-                texts[run] = (*texts[run], *tokens[i, :accepted].tolist(), bonus)[:end]
+                path, bonus = accept(rows[i], TokenTree.chain(setting.K + 1), tokens[i], q, setting.params, noise[i])
+                texts[run] = (*texts[run], *tokens[i, : len(path)].tolist(), bonus)[:end]
         return [text[len(self.start) :] for text in texts]
 
 
@@ -229,46 +230,88 @@ def test_tokens_chosen_without_drawing_change_nothing() -> None:
     """Any fixed choice is a draft with q = 1; so is one made by chance that has nothing to do with the text."""
 
     def without_q(
-        logits: Floats, tokens: npt.NDArray[np.int64], _: Distributions, params: SamplingParams, noise: Any
-    ) -> tuple[int, int]:
-        return accept_sampled(logits, tokens, None, params, noise)
+        logits: Floats,
+        tree: TokenTree,
+        tokens: npt.NDArray[np.int64],
+        _: Distributions,
+        params: SamplingParams,
+        noise: Any,
+    ) -> tuple[list[int], int]:
+        return accept_sampled(logits, tree, tokens, None, params, noise)
 
     tables, setting = Tables("near"), Setting("near", 3, FILTERS[2])
     assert_distributed(tables.texts(setting, RUNS, without_q), tables.exact(setting.params))
+
+
+# --- sampling: trees --------------------------------------------------------------------------------------------------
+
+TREE = TokenTree((-1, 0, 0, 0, 1, 1, 2, 4, 4))
+
+
+def tree_texts(tables: Tables, params: SamplingParams, drawn: bool, runs: int) -> list[Text]:
+    """Texts generated over :data:`TREE`: siblings drawn from q one by one, or its most probable tokens (q = 1)."""
+    random = np.random.default_rng(3)
+    texts = [tables.start] * runs
+    end = len(tables.start) + LENGTH
+    while unfinished := [run for run, text in enumerate(texts) if len(text) < end]:
+        last = np.zeros((len(TREE), len(unfinished), 2), np.int64)  # the last two tokens at every node
+        last[0] = np.array([texts[run][-2:] for run in unfinished])
+        made: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]] = []
+        for node, parent in enumerate(TREE.parents[1:], start=1):
+            logits = tables.draft[last[parent, :, 0], last[parent, :, 1]]
+            tokens, ids, probs = draw_candidates(logits, random.random(len(unfinished), np.float32), params, 64)
+            if not drawn:
+                tokens = ids[:, TREE.children[parent].index(node)]
+            made.append((tokens, ids, probs))
+            last[node] = np.stack([last[parent, :, 1], tokens], 1)
+        tokens, ids, probs = (np.stack(part, 1) for part in zip(*made, strict=True))
+        noise = random.random((len(unfinished), len(TREE)))
+        for i, run in enumerate(unfinished):
+            q = Distributions(ids[i], probs[i]) if drawn else None
+            rows = tables.target[last[:, i, 0], last[:, i, 1]]
+            path, bonus = accept_sampled(rows, TREE, tokens[i], q, params, noise[i])
+            texts[run] = (*texts[run], *(int(tokens[i, node - 1]) for node in path), bonus)[:end]
+    return [text[len(tables.start) :] for text in texts]
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "most-probable"])
+@pytest.mark.parametrize("draft", ["bad", "near", "equal"])
+def test_acceptance_over_a_tree_keeps_the_target_distribution(draft: str, drawn: bool, params: SamplingParams) -> None:
+    tables = Tables(draft)
+    assert_distributed(tree_texts(tables, params, drawn, RUNS), tables.exact(params))
 
 
 # --- the tests above would notice -------------------------------------------------------------------------------------
 
 
 def without_residual(
-    logits: Floats, tokens: npt.NDArray[np.int64], q: Distributions, params: SamplingParams, noise: Any
-) -> tuple[int, int]:
+    logits: Floats, tree: TokenTree, tokens: npt.NDArray[np.int64], q: Distributions, params: SamplingParams, noise: Any
+) -> tuple[list[int], int]:
     """Wrong: after a rejection, draws from p instead of what p has and q has not."""
-    accepted, bonus = accept_sampled(logits, tokens, q, params, noise)
-    return accepted, bonus if accepted == len(tokens) else draw(
-        target_distribution(logits[accepted], params), noise[-1]
-    )
+    path, bonus = accept_sampled(logits, tree, tokens, q, params, noise)
+    return path, bonus if len(path) == len(tokens) else draw(target_distribution(logits[len(path)], params), noise[-1])
 
 
 def with_one_noise(
-    logits: Floats, tokens: npt.NDArray[np.int64], q: Distributions, params: SamplingParams, noise: Any
-) -> tuple[int, int]:
+    logits: Floats, tree: TokenTree, tokens: npt.NDArray[np.int64], q: Distributions, params: SamplingParams, noise: Any
+) -> tuple[list[int], int]:
     """Wrong: what decided a rejection also decides what is drawn after it."""
-    return accept_sampled(logits, tokens, q, params, np.full_like(noise, noise[0]))
+    return accept_sampled(logits, tree, tokens, q, params, np.full_like(noise, noise[0]))
 
 
 def always(
-    logits: Floats, tokens: npt.NDArray[np.int64], q: Distributions, params: SamplingParams, noise: Any
-) -> tuple[int, int]:
+    logits: Floats, tree: TokenTree, tokens: npt.NDArray[np.int64], q: Distributions, params: SamplingParams, noise: Any
+) -> tuple[list[int], int]:
     """Wrong: accepts whatever the target might have said."""
-    return accept_sampled(logits, tokens, q, params, np.append(np.zeros(len(tokens)), noise[-1]))
+    return accept_sampled(logits, tree, tokens, q, params, np.append(np.zeros(len(tokens)), noise[-1]))
 
 
 def off_by_one(
-    logits: Floats, tokens: npt.NDArray[np.int64], q: Distributions, params: SamplingParams, noise: Any
-) -> tuple[int, int]:
+    logits: Floats, tree: TokenTree, tokens: npt.NDArray[np.int64], q: Distributions, params: SamplingParams, noise: Any
+) -> tuple[list[int], int]:
     """Wrong: compares with the q of the token before."""
-    return accept_sampled(logits, tokens, Distributions(q.ids[[0, 0, 1]], q.probs[[0, 0, 1]]), params, noise)
+    return accept_sampled(logits, tree, tokens, Distributions(q.ids[[0, 0, 1]], q.probs[[0, 0, 1]]), params, noise)
 
 
 @pytest.mark.parametrize("wrong", [without_residual, with_one_noise, always, off_by_one])

@@ -11,17 +11,19 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from specexport.contract.tree import TokenTree
 from specexport.runtime import RequestError, SamplingParams
 from specexport.runtime.sampling import (
     Distributions,
-    accept_greedy,
     accept_sampled,
     draw,
     residual,
     target_distribution,
 )
-from tests.reference import draw_candidates, warped
+from tests.reference import accept_chain, draw_candidates, warped
 
+GREEDY = SamplingParams(temperature=0.0)
+NO_NOISE = np.empty(0)
 LAST_BEFORE_ONE = math.nextafter(1.0, 0.0)
 
 uniforms = st.one_of(st.floats(0.0, LAST_BEFORE_ONE), st.sampled_from([0.0, LAST_BEFORE_ONE]))
@@ -70,9 +72,7 @@ def as_logits(p: np.ndarray) -> np.ndarray:
 def one_draft(p: np.ndarray, token: int, ids: np.ndarray, q: np.ndarray, noise: tuple[float, float]) -> tuple[int, int]:
     """Accepts or rejects a single draft token; the position after it has the same p."""
     logits = np.stack([as_logits(p)] * 2)
-    return accept_sampled(
-        logits, np.array([token]), Distributions(ids[None], q[None]), SamplingParams(), np.array(noise)
-    )
+    return accept_chain(logits, np.array([token]), Distributions(ids[None], q[None]), SamplingParams(), np.array(noise))
 
 
 # --- p ----------------------------------------------------------------------------------------------------------------
@@ -127,8 +127,9 @@ def test_top_p_keeps_the_smallest_set_that_holds_the_probability(logits: np.ndar
     assert plain[kept & (plain > least)].sum() < top_p + 1e-9
 
 
-@given(some_logits.filter(lambda logits: len(set(logits.tolist())) == len(logits)), st.data())
-def test_top_p_reached_exactly_is_enough(logits: np.ndarray, data: st.DataObject) -> None:
+@given(hnp.arrays(np.int64, st.integers(2, 40), elements=st.integers(-400, 400), unique=True), st.data())
+def test_top_p_reached_exactly_is_enough(hundredths: np.ndarray, data: st.DataObject) -> None:
+    logits = (hundredths / 100).astype(np.float32)
     cumulative = np.cumsum(np.sort(target_distribution(logits, SamplingParams()))[::-1])
     kept = data.draw(st.integers(1, len(logits) - 1))
     assume(cumulative[kept - 1] < cumulative[kept] < 1)
@@ -314,7 +315,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(
     tokens = np.array(data.draw(st.lists(st.sampled_from(ids.tolist()), min_size=k, max_size=k)))
     noise = np.array(data.draw(st.lists(uniforms, min_size=k + 1, max_size=k + 1)))
     many = Distributions(np.stack([ids] * k), np.stack([q] * k))
-    accepted, following = accept_sampled(np.stack([row] * (k + 1)), tokens, many, params, noise)
+    accepted, following = accept_chain(np.stack([row] * (k + 1)), tokens, many, params, noise)
     assert accepted == k
     assert p[following] > 0
 
@@ -330,8 +331,8 @@ def test_acceptance_stops_at_the_first_rejection(k: int, wrong: int, last: float
     q.ids[:, 0] = tokens
     noise = np.array([0.0] * k + [last])
     expected = min(wrong, k)
-    assert accept_sampled(logits, tokens, q, SamplingParams(), noise) == (expected, expected)
-    assert accept_greedy(logits, tokens) == (expected, expected)
+    assert accept_chain(logits, tokens, q, SamplingParams(), noise) == (expected, expected)
+    assert accept_chain(logits, tokens, None, GREEDY, NO_NOISE) == (expected, expected)
 
 
 @given(distributions, uniforms, uniforms, st.data())
@@ -342,7 +343,7 @@ def test_tokens_chosen_without_drawing_are_accepted_with_probability_p(
     logits = np.stack([as_logits(p)] * 2)
     exact = target_distribution(logits[0], SamplingParams())
     assume(abs(first - exact[token]) > 1e-9)
-    accepted, following = accept_sampled(logits, np.array([token]), None, SamplingParams(), np.array([first, last]))
+    accepted, following = accept_chain(logits, np.array([token]), None, SamplingParams(), np.array([first, last]))
     assert accepted == (first < exact[token])
     if not accepted:
         assert following != token
@@ -354,9 +355,9 @@ def test_without_draft_tokens_the_next_token_is_drawn_from_p(
     row: np.ndarray, params: SamplingParams, uniform: float
 ) -> None:
     nothing = np.empty(0, np.int64)
-    accepted, token = accept_sampled(row[None], nothing, None, params, np.array([uniform]))
+    accepted, token = accept_chain(row[None], nothing, None, params, np.array([uniform]))
     assert (accepted, token) == (0, draw(target_distribution(row, params), uniform))
-    assert accept_greedy(row[None], nothing) == (0, int(row.argmax()))
+    assert accept_chain(row[None], nothing, None, GREEDY, NO_NOISE) == (0, int(row.argmax()))
 
 
 @given(hnp.arrays(np.float32, (5, 6), elements=st.integers(-3, 3).map(float)), st.data())
@@ -366,7 +367,7 @@ def test_greedy_acceptance_is_comparing_token_by_token(logits: np.ndarray, data:
     expected = 0
     while expected < 4 and tokens[expected] == best[expected]:
         expected += 1
-    assert accept_greedy(logits, np.array(tokens)) == (expected, best[expected])
+    assert accept_chain(logits, np.array(tokens), None, GREEDY, NO_NOISE) == (expected, best[expected])
 
 
 @given(some_logits, sampling(), uniforms)
@@ -374,7 +375,8 @@ def test_greedy_parameters_sample_what_greedy_acceptance_takes(
     row: np.ndarray, params: SamplingParams, uniform: float
 ) -> None:
     for greedy in (params.replace(temperature=0.0), params.replace(top_k=1)):
-        _, token = accept_sampled(row[None], np.empty(0, np.int64), None, greedy, np.array([uniform]))
+        noise = np.array([uniform])
+        _, token = accept_sampled(row[None], TokenTree.chain(1), np.empty(0, np.int64), None, greedy, noise)
         assert token == int(row.argmax())
 
 

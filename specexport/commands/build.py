@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-seq-len", type=int, metavar="S", help="longest prompt and output (default: the model's, at most 2048)"
     )
     parser.add_argument("--precision", choices=_PRECISIONS, default="fp32", help="how matrices are stored")
-    parser.add_argument("--draft-precision", choices=_PRECISIONS, help="the draft's, if it is to differ")
+    parser.add_argument(
+        "--draft-precision", choices=_PRECISIONS, help="the draft's (default: int8, or int4 where the target's is)"
+    )
     parser.add_argument(
         "--block-size", type=int, default=32, metavar="N", help="weights that share a scale in int8 and int4"
     )

@@ -84,6 +84,10 @@ def _precision(model: Model) -> str:
         text += f", blocks of {precision.block_size}"
     if precision.weight_rms_error is not None:
         text += f", weight error {precision.weight_rms_error:.2%}"
+    if precision.logits_rms_error is not None and precision.same_choice is not None:
+        text += (
+            f", logits error {precision.logits_rms_error:.2%} (same choice at {precision.same_choice:.0%} of a sample)"
+        )
     if precision.not_quantized:
         text += f"; left in fp32: {len(precision.not_quantized)}"
     return text

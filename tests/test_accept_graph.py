@@ -1,0 +1,196 @@
+"""The accept graph, traced and run in onnxruntime, against its NumPy twin: same noise, same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specexport.contract import tensors
+from specexport.contract.tree import TokenTree
+from specexport.runtime import SamplingParams
+from specexport.runtime.sampling import Distributions, accept_greedy, accept_sampled
+from tests.reference import chi_square_p, draw_candidates
+
+pytestmark = pytest.mark.exporter
+
+MAX_CHILDREN, CANDIDATES = 4, 12
+
+
+@pytest.fixture(scope="module")
+def sessions() -> dict[int, Any]:
+    """The traced graph by how many candidates q has."""
+    import onnx_ir as ir
+    import onnxruntime
+
+    from specexport.exporter.trace import trace_accept
+
+    return {
+        candidates: onnxruntime.InferenceSession(
+            ir.to_proto(trace_accept(MAX_CHILDREN, candidates)).SerializeToString(), providers=["CPUExecutionProvider"]
+        )
+        for candidates in (1, CANDIDATES)
+    }
+
+
+@st.composite
+def trees(draw_value: Any) -> TokenTree:
+    parents = [-1]
+    for node in range(1, draw_value(st.integers(2, 14))):
+        free = [parent for parent in range(node) if parents.count(parent) < MAX_CHILDREN]
+        parents.append(draw_value(st.sampled_from(free)))
+    return TokenTree(tuple(parents))
+
+
+def params_of(seed: int) -> SamplingParams:
+    random = np.random.default_rng(seed)
+    return (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8),
+        SamplingParams(top_k=int(random.integers(2, 20))),
+        SamplingParams(temperature=1.5, top_p=float(random.uniform(0.2, 0.99))),
+        SamplingParams(top_k=9, top_p=0.8, min_p=float(random.uniform(0, 0.4))),
+    )[seed % 5]
+
+
+def feed(
+    tree: TokenTree,
+    logits: np.ndarray,
+    tokens: np.ndarray,
+    q: Distributions,
+    params: SamplingParams,
+    uniform: np.ndarray,
+) -> dict[str, np.ndarray]:
+    """One slot's inputs, without the batch axis."""
+    return {
+        tensors.LOGITS: logits,
+        tensors.PARENTS: np.array(tree.parents),
+        tensors.TREE_MASK: tree.mask,
+        tensors.DRAFT_TOKENS: tokens,
+        tensors.DRAFT_IDS: q.ids,
+        tensors.DRAFT_PROBS: q.probs,
+        tensors.UNIFORM: uniform.astype(np.float32),
+        tensors.TEMPERATURE: np.float32(params.temperature or 1.0),
+        tensors.TOP_K: np.int64(1 if params.greedy else params.top_k),
+        tensors.TOP_P: np.float32(params.top_p),
+        tensors.MIN_P: np.float32(params.min_p),
+    }
+
+
+def run(session: Any, slots: list[dict[str, np.ndarray]]) -> list[tuple[list[int], list[int]]]:
+    """Path and tokens of each slot."""
+    batch = {name: np.stack([slot[name] for slot in slots]) for name in slots[0]}
+    counts, tokens, paths = session.run([tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH], batch)
+    found = []
+    for count, row, path in zip(counts, tokens, paths, strict=True):
+        assert path[0] == 0
+        assert not path[count + 1 :].any()
+        assert not row[count + 1 :].any()
+        found.append((path[1 : count + 1].tolist(), row[: count + 1].tolist()))
+    return found
+
+
+def drafted(
+    tree: TokenTree, logits: np.ndarray, params: SamplingParams, random: np.random.Generator
+) -> tuple[np.ndarray, Distributions]:
+    """Draft tokens drawn from a q that is near p at the parent of each node."""
+    parents = np.array(tree.parents[1:])
+    near = (logits[parents] + random.normal(0, 0.7, (len(parents), logits.shape[1]))).astype(np.float32)
+    tokens, ids, probs = draw_candidates(near, random.random(len(parents), np.float32), params, CANDIDATES)
+    return tokens, Distributions(ids, probs)
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees(), st.integers(0, 10**6))
+def test_the_graph_accepts_what_numpy_accepts(sessions: dict[int, Any], tree: TokenTree, seed: int) -> None:
+    slots, expected = [], []
+    for slot in (seed, seed + 1):  # two slots with parameters of their own
+        random = np.random.default_rng(slot)
+        params = params_of(slot)
+        logits = random.normal(0, 1.5, (len(tree), 30)).astype(np.float32)
+        tokens, q = drafted(tree, logits, params, random)
+        noise = random.random(len(tree), np.float32)
+        slots.append(feed(tree, logits, tokens, q, params, noise))
+        if params.greedy:
+            path, bonus = accept_greedy(logits, tree, tokens)
+        else:
+            path, bonus = accept_sampled(logits, tree, tokens, q, params, noise.astype(np.float64))
+        expected.append((path, [*(int(tokens[node - 1]) for node in path), bonus]))
+    assert run(sessions[CANDIDATES], slots) == expected
+
+
+@settings(max_examples=80, deadline=None)
+@given(trees(), st.integers(0, 10**6))
+def test_tokens_chosen_without_drawing_have_q_of_one(sessions: dict[int, Any], tree: TokenTree, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    params = params_of(seed)
+    logits = random.normal(0, 1.5, (len(tree), 30)).astype(np.float32)
+    ranked = np.argsort(-logits, axis=-1)
+    rank = [tree.children[parent].index(node) for node, parent in enumerate(tree.parents[1:], start=1)]
+    tokens = ranked[np.array(tree.parents[1:]), rank]  # siblings are different tokens
+    noise = random.random(len(tree), np.float32)
+    certain = Distributions(tokens[:, None], np.ones((len(tokens), 1), np.float32))
+    if params.greedy:
+        path, bonus = accept_greedy(logits, tree, tokens)
+    else:
+        path, bonus = accept_sampled(logits, tree, tokens, None, params, noise.astype(np.float64))
+    found = run(sessions[1], [feed(tree, logits, tokens, certain, params, noise)])
+    assert found == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_ties_and_thresholds_are_kept_as_numpy_keeps_them(sessions: dict[int, Any], seed: int) -> None:
+    """Whole-number logits tie; the final draw, over all of p's range, shows which tokens were kept."""
+    random = np.random.default_rng(seed)
+    params = SamplingParams(top_k=int(random.integers(0, 12)), top_p=float(random.choice([1.0, 0.55, 0.93])))
+    logits = random.integers(-3, 4, (2, 10)).astype(np.float32)
+    chain = TokenTree.chain(2)
+    tokens = np.array([int(logits[0].argmin())])
+    certain = Distributions(tokens[:, None], np.ones((1, 1), np.float32))
+    for last in np.linspace(0.003, 0.997, 12, dtype=np.float32):
+        noise = np.array([0.999, last], np.float32)
+        path, bonus = (
+            accept_greedy(logits, chain, tokens)
+            if params.greedy
+            else accept_sampled(logits, chain, tokens, None, params, noise.astype(np.float64))
+        )
+        found = run(sessions[1], [feed(chain, logits, tokens, certain, params, noise)])
+        assert found == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+
+
+def test_the_graph_keeps_the_target_distribution(sessions: dict[int, Any]) -> None:
+    """The first token of a step over a tree whose siblings are drawn from q, against p."""
+    random = np.random.default_rng(1)
+    tree, params, runs = TokenTree((-1, 0, 0, 1, 0)), SamplingParams(temperature=0.9, top_p=0.95), 20_000
+    row, draft_row = random.normal(0, 1.2, (2, 9)).astype(np.float32)
+    tokens, ids, probs = draw_candidates(
+        np.repeat(draft_row[None], 4 * runs, 0), random.random(4 * runs, np.float32), params, 9
+    )
+    pad = [(0, 0), (0, CANDIDATES - 9)]
+    filler = np.arange(9, CANDIDATES)
+    ids = np.pad(ids, pad)
+    ids[:, 9:] = filler
+    slots = {
+        name: np.repeat(np.asarray(value)[None], runs, 0)
+        for name, value in feed(
+            tree,
+            np.pad(np.repeat(row[None], 5, 0), [(0, 0), (0, CANDIDATES - 9)], constant_values=-50.0),
+            tokens[:4],
+            Distributions(ids[:4], np.pad(probs[:4], pad)),
+            params,
+            np.zeros(5),
+        ).items()
+    }
+    slots[tensors.DRAFT_TOKENS] = tokens.reshape(runs, 4)
+    slots[tensors.DRAFT_IDS] = ids.reshape(runs, 4, CANDIDATES)
+    slots[tensors.DRAFT_PROBS] = np.pad(probs, pad).reshape(runs, 4, CANDIDATES)
+    slots[tensors.UNIFORM] = random.random((runs, 5), np.float32)
+    made = sessions[CANDIDATES].run([tensors.TOKENS], slots)[0][:, 0]
+    from specexport.runtime.sampling import target_distribution
+
+    exact = {(token,): float(p) for token, p in enumerate(target_distribution(row, params)) if p > 0}
+    assert chi_square_p([(int(token),) for token in made], exact) > 1e-3

@@ -1,0 +1,119 @@
+"""Commits: after any pattern of acceptance the cache is what it would be had the text been read from its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specexport.contract import tensors
+from specexport.contract.tree import TokenTree
+from specexport.runtime.backend import Graph, open_graph, step_buffers
+from specexport.runtime.bundle import Bundle
+
+NODES, STEPS, VOCAB = 8, 300, 120
+TOLERANCE = 2e-5  # steps of another width sum in another order
+
+
+@pytest.fixture
+def graphs(bundle: Callable[[str], Path]) -> tuple[Graph, Graph]:
+    opened = Bundle.open(bundle("llama-near"))
+    target = opened.manifest.target
+    first, second = (open_graph(opened, target, 1, step_buffers(opened.manifest), 1) for _ in range(2))
+    return first, second
+
+
+def verify(graph: Graph, past: int, tree: TokenTree, tokens: np.ndarray) -> np.ndarray:
+    """Logits at every node; the rows of all of them go into the cache."""
+    graph.reserve(past + len(tree))
+    given = graph.inputs(len(tree))
+    given[tensors.INPUT_IDS][0] = tokens
+    given[tensors.POSITION_IDS][0] = past + tree.depths
+    given[tensors.TREE_MASK][0] = tree.mask
+    given[tensors.PAST_LENGTH][0] = past
+    return graph.run(len(tree))[tensors.LOGITS][0].copy()
+
+
+def random_tree(random: np.random.Generator) -> TokenTree:
+    return TokenTree((-1, *(int(random.integers(0, node)) for node in range(1, NODES))))
+
+
+def random_path(tree: TokenTree, random: np.random.Generator) -> list[int]:
+    """Down from the root, stopping anywhere."""
+    path: list[int] = []
+    node = 0
+    while tree.children[node] and random.random() < 0.8:
+        node = int(random.choice(tree.children[node]))
+        path.append(node)
+    return path
+
+
+def rows_of(graph: Graph, count: int) -> list[np.ndarray]:
+    return [cache[0, :, :count].copy() for cache in graph._caches.values()]  # type: ignore[attr-defined]
+
+
+def test_rows_of_accepted_paths_are_those_of_the_text(graphs: tuple[Graph, Graph]) -> None:
+    graph, fresh = graphs
+    random = np.random.default_rng(4)
+    moved = 0
+    text = [3]  # the last token is the root of the next step
+    for _ in range(STEPS):
+        tree = random_tree(random)
+        tokens = random.integers(3, VOCAB, NODES)
+        past = len(text) - 1
+        tokens[0] = text[-1]
+        logits = verify(graph, past, tree, tokens)
+        path = random_path(tree, random)
+        moved += path != list(range(1, len(path) + 1))
+        graph.commit(0, past, path)
+        text += [*(int(tokens[node]) for node in path), int(random.integers(3, VOCAB))]
+        last = path[-1] if path else 0
+        if len(text) > 80:
+            chain = TokenTree.chain(NODES)
+            for start in range(0, len(text) - 1, NODES):
+                part = (text[start : min(start + NODES, len(text) - 1)] + [3] * NODES)[:NODES]
+                again = verify(fresh, start, chain, np.array(part))
+                if start + NODES >= len(text) - 1:
+                    np.testing.assert_allclose(logits[last], again[len(text) - 2 - start], atol=TOLERANCE)
+            for ours, theirs in zip(rows_of(graph, len(text) - 1), rows_of(fresh, len(text) - 1), strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
+            text = [3]
+    assert moved > STEPS / 3
+
+
+def test_without_commits_the_cache_would_be_wrong(graphs: tuple[Graph, Graph]) -> None:
+    graph, fresh = graphs
+    tree, tokens = TokenTree((-1, 0, 0, 1, 2, 2, 4, 4)), np.arange(10, 10 + NODES)
+    verify(graph, 0, tree, tokens)
+    path = [2, 4, 7]
+    verify(fresh, 0, TokenTree.chain(NODES), np.array([*tokens[[0, *path]], 3, 3, 3, 3]))
+    wanted = rows_of(fresh, 4)
+    assert any(np.abs(a - b).max() > 1e-2 for a, b in zip(rows_of(graph, 4), wanted, strict=True))
+    graph.commit(0, 0, path)
+    for ours, theirs in zip(rows_of(graph, 4), wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
+
+
+def test_a_commit_touches_its_slot_alone(bundle: Callable[[str], Path]) -> None:
+    """Two slots, as bundles for batches will have them."""
+    import msgspec
+
+    opened = Bundle.open(bundle("llama-near"))
+    target = opened.manifest.target
+    points = tuple(
+        msgspec.structs.replace(at, point=msgspec.structs.replace(at.point, batch=2)) for at in target.graph.points
+    )
+    both = msgspec.structs.replace(target, graph=msgspec.structs.replace(target.graph, points=points))
+    graph = open_graph(opened, both, 2, step_buffers(opened.manifest), 1)
+    given = graph.inputs(NODES)
+    given[tensors.INPUT_IDS][:] = np.arange(2 * NODES).reshape(2, NODES) + 5
+    graph.run(NODES)
+    caches = graph._caches  # type: ignore[attr-defined]
+    before = {name: cache.copy() for name, cache in caches.items()}
+    graph.commit(1, 0, [3, 5])
+    for name, cache in caches.items():
+        np.testing.assert_array_equal(cache[0], before[name][0])
+        np.testing.assert_array_equal(cache[1, :, 1:3], before[name][1][:, [3, 5]])
+        np.testing.assert_array_equal(cache[1, :, 3:], before[name][1][:, 3:])
