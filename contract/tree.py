@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from specexport.contract.errors import SpecExportError
 
 MAX_NODES = 128
+_MAX_FILE = 1 << 20
+
+PRESETS: dict[str, str] = {
+    "mc_sim_7b_63": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 30 31 40 50 60 70 80 90
+        000 001 002 003 004 005 006 007 008 009 010 011 012 020 021 030 040 050 060 070 100 101 200 0000 0001
+    """,
+}
+"""Published trees by name: a word a node, its digits the ranks on the path from the root. ``mc_sim_7b_63`` is the one
+Medusa's authors searched for Vicuna-7B (FasterDecoding/Medusa, 63 nodes and the root)."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +35,15 @@ class TokenTree:
 
     Attributes:
         parents: parent of each node; -1 for the root only.
+        ranks: which of its parent's most probable continuations a node is, counted from 0; 0 for the root. Without
+            them, siblings are ranked in the order they have.
 
     Raises:
         SpecExportError: the parents do not describe such a tree, or it has more than ``MAX_NODES`` nodes.
     """
 
     parents: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.parents) <= MAX_NODES:
@@ -39,6 +55,12 @@ class TokenTree:
                     + ("-1, as node 0 is the root" if node == 0 else f"0 to {node - 1}: a parent precedes its children")
                 )
 
+        if not self.ranks:
+            order = (0, *(self.children[parent].index(node) for node, parent in enumerate(self.parents[1:], start=1)))
+            object.__setattr__(self, "ranks", order)
+        if len(self.ranks) != len(self.parents):
+            raise SpecExportError(f"a token tree of {len(self.parents)} nodes has {len(self.ranks)} ranks")
+
     @staticmethod
     @lru_cache(maxsize=256)
     def chain(nodes: int) -> TokenTree:
@@ -46,9 +68,57 @@ class TokenTree:
         return TokenTree(tuple(range(-1, nodes - 1)))
 
     @classmethod
-    def from_parents(cls, parents: Sequence[int]) -> TokenTree:
-        """Builds a tree from any sequence of parents."""
-        return cls(tuple(int(p) for p in parents))
+    def from_choices(cls, choices: Sequence[Sequence[int]]) -> TokenTree:
+        """Builds a tree from Medusa choices: a path of ranks from the root for each node but the root.
+
+        Nodes are ordered by depth, siblings by rank.
+
+        Raises:
+            SpecExportError: a path is empty, given twice, has a negative rank, or the path before it is missing.
+        """
+        paths = [tuple(path) for path in choices]
+        for path in paths:
+            if not path or any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in path):
+                raise SpecExportError(f"the choice {list(path)} is no path of ranks; expected whole numbers >= 0")
+        ordered = [(), *sorted(set(paths), key=lambda path: (len(path), path))]
+        if len(ordered) != len(paths) + 1:
+            twice = next(path for path in paths if paths.count(path) > 1)
+            raise SpecExportError(f"the choice {list(twice)} is given twice")
+        node_of = {path: node for node, path in enumerate(ordered)}
+        for path in ordered[1:]:
+            if path[:-1] not in node_of:
+                raise SpecExportError(
+                    f"the choice {list(path)} is there, but not {list(path[:-1])}, which leads to it; add that"
+                )
+        return cls((-1, *(node_of[path[:-1]] for path in ordered[1:])), ranks=(0, *(path[-1] for path in ordered[1:])))
+
+    @classmethod
+    def load(cls, source: str | Path) -> TokenTree:
+        """Reads a tree: the name of a preset, or a JSON file.
+
+        The file holds Medusa choices (``[[0], [1], [0, 0]]``), or an object with either ``choices`` or ``parents``.
+
+        Raises:
+            SpecExportError: there is no such preset or file, or it describes no tree; names the file.
+        """
+        if str(source) in PRESETS:
+            return cls.from_choices([[int(digit) for digit in word] for word in PRESETS[str(source)].split()])
+        path = Path(source)
+        if not path.is_file():
+            raise SpecExportError(f"{source}: no such file, and no preset (there are: {', '.join(PRESETS)})")
+        if path.stat().st_size > _MAX_FILE:
+            raise SpecExportError(f"{path}: {path.stat().st_size} bytes; a token tree has at most {_MAX_FILE}")
+        try:
+            found: Any = msgspec.json.decode(path.read_bytes())
+            if isinstance(found, dict) and found.keys() == {"parents"}:
+                return cls(tuple(msgspec.convert(found["parents"], list[int])))
+            choices = found["choices"] if isinstance(found, dict) and found.keys() == {"choices"} else found
+            return cls.from_choices(msgspec.convert(choices, list[list[int]]))
+        except (SpecExportError, msgspec.MsgspecError) as error:
+            raise SpecExportError(
+                f"{path}: {error}; expected a list of choices such as [[0], [1], [0, 0]], or an object with "
+                '"choices" or "parents"'
+            ) from error
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -68,6 +138,22 @@ class TokenTree:
         for node, parent in enumerate(self.parents[1:], start=1):
             found[parent].append(node)
         return tuple(map(tuple, found))
+
+    @cached_property
+    def choices(self) -> tuple[tuple[int, ...], ...]:
+        """The path of ranks to each node but the root: what :meth:`from_choices` takes."""
+        paths: list[tuple[int, ...]] = [()]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            paths.append((*paths[parent], self.ranks[node]))
+        return tuple(paths[1:])
+
+    @cached_property
+    def leaf_paths(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes from the root to each leaf, both included."""
+        paths: list[tuple[int, ...]] = [(0,)]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            paths.append((*paths[parent], node))
+        return tuple(path for node, path in enumerate(paths) if not self.children[node])
 
     @cached_property
     def mask(self) -> npt.NDArray[np.bool_]:

@@ -10,18 +10,32 @@ import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from specexport.commands.draw import svg, terminal_tree
+from specexport.contract.errors import RequestError
 from specexport.contract.manifest import DraftModel, Manifest, Model, check_files, read_manifest
+from specexport.contract.tree import TokenTree
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport inspect``."""
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE")
+    parser.add_argument(
+        "bundle",
+        type=Path,
+        metavar="BUNDLE",
+        help="a bundle; with --tree also a tree's JSON file or a preset",
+    )
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    parser.add_argument("--tree", action="store_true", help="draw the token tree a step verifies")
+    parser.add_argument("--image", type=Path, metavar="FILE.svg", help="with --tree: write the drawing to this file")
     parser.add_argument("--hashes", action="store_true", help="also check every file's SHA-256")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport inspect``."""
+    if arguments.image is not None and not arguments.tree:
+        raise RequestError("--image was given without --tree; it is the tree that is drawn")
+    if arguments.tree:
+        return _draw(arguments)
     manifest = read_manifest(arguments.bundle)
     check_files(arguments.bundle, manifest, hashes=arguments.hashes)
     if arguments.json:
@@ -30,6 +44,23 @@ def main(arguments: argparse.Namespace) -> int:
     console = Console()
     console.print(summary(arguments.bundle, manifest))
     console.print(_files(manifest))
+    return 0
+
+
+def _draw(arguments: argparse.Namespace) -> int:
+    """Draws the tree of a bundle, of a file or of a preset."""
+    if arguments.bundle.is_dir():
+        method = read_manifest(arguments.bundle).method
+        tree = TokenTree.chain(method.num_speculative_tokens + 1 if isinstance(method, DraftModel) else 1)
+    else:
+        tree = TokenTree.load(arguments.bundle)
+    console = Console()
+    console.print(terminal_tree(tree))
+    depth = int(tree.depths.max())
+    console.print(f"{len(tree)} nodes with the root, depth {depth}, {len(tree.leaf_paths)} paths")
+    if arguments.image is not None:
+        arguments.image.write_text(svg(tree), encoding="utf-8")
+        console.print(f"written to {arguments.image}")
     return 0
 
 

@@ -1,0 +1,118 @@
+"""Token trees: built from choices, files and presets, refused with a reason, and drawn."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specexport.cli import main
+from specexport.commands.draw import svg
+from specexport.contract.errors import SpecExportError
+from specexport.contract.tree import MAX_NODES, PRESETS, TokenTree
+
+
+@st.composite
+def trees(draw: Any) -> TokenTree:
+    return TokenTree((-1, *(draw(st.integers(0, node - 1)) for node in range(1, draw(st.integers(1, 24))))))
+
+
+@given(trees())
+def test_mask_depths_children_and_paths_agree(tree: TokenTree) -> None:
+    for node in range(len(tree)):
+        ancestors, at = {node}, node
+        while (at := tree.parents[at]) >= 0:
+            ancestors.add(at)
+        assert set(np.flatnonzero(tree.mask[node]).tolist()) == ancestors
+        assert tree.depths[node] == len(ancestors) - 1
+        assert all(tree.parents[child] == node for child in tree.children[node])
+    assert sorted(node for children in tree.children for node in children) == list(range(1, len(tree)))
+    assert [path[-1] for path in tree.leaf_paths] == [n for n in range(len(tree)) if not tree.children[n]]
+    assert all(tree.parents[b] == a for path in tree.leaf_paths for a, b in itertools.pairwise(path))
+
+
+@given(trees())
+def test_choices_make_the_same_tree_again(tree: TokenTree) -> None:
+    again = TokenTree.from_choices(tree.choices)
+    assert sorted(again.choices) == sorted(tree.choices)
+    assert TokenTree.from_choices(again.choices) == again
+
+
+def test_choices_are_ordered_by_depth_and_rank() -> None:
+    tree = TokenTree.from_choices([[2, 0], [0], [2], [0, 1], [0, 0]])
+    assert tree.choices == ((0,), (2,), (0, 0), (0, 1), (2, 0))
+    assert tree.parents == (-1, 0, 0, 1, 1, 2)
+    assert tree.ranks == (0, 0, 2, 0, 1, 0)
+
+
+def test_a_chain_is_the_tree_with_one_leaf() -> None:
+    assert TokenTree.chain(4) == TokenTree.from_choices([[0], [0, 0], [0, 0, 0]])
+    assert TokenTree.chain(4).leaf_paths == ((0, 1, 2, 3),)
+
+
+def test_the_published_tree_has_the_shape_its_authors_give() -> None:
+    tree = TokenTree.load("mc_sim_7b_63")
+    assert len(tree) == 64
+    assert np.bincount(tree.depths).tolist() == [1, 10, 28, 23, 2]
+    assert list(PRESETS) == ["mc_sim_7b_63"]
+
+
+@pytest.mark.parametrize(
+    "content", [[[0], [1], [0, 0]], {"choices": [[0], [1], [0, 0]]}, {"parents": [-1, 0, 0, 1]}], ids=str
+)
+def test_files_hold_choices_or_parents(content: Any, tmp_path: Path) -> None:
+    (tmp_path / "tree.json").write_text(json.dumps(content))
+    assert TokenTree.load(tmp_path / "tree.json") == TokenTree((-1, 0, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[[0], [0, 0, 1]]", r"\[0, 0, 1\] is there, but not \[0, 0\]"),
+        ("[[0], [0]]", r"\[0\] is given twice"),
+        ("[[0], []]", r"\[\] is no path"),
+        ("[[-1]]", r"\[-1\] is no path"),
+        ('[["a"]]', "Expected `int`"),
+        ('{"nodes": []}', "Expected `array`"),
+        ('{"parents": [-1, 2, 0]}', "node 1 .* parent 2"),
+        ('{"parents": [0]}', "node 0 .* parent 0"),
+        ("[[0]", "JSON is malformed|truncated"),
+        (json.dumps([[rank] for rank in range(MAX_NODES)]), f"1 to {MAX_NODES} nodes"),
+    ],
+)
+def test_files_that_hold_no_tree_are_refused(content: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "tree.json"
+    path.write_text(content)
+    with pytest.raises(SpecExportError, match=f"tree.json.*({reason})"):
+        TokenTree.load(path)
+
+
+def test_a_name_that_is_neither_file_nor_preset_is_refused() -> None:
+    with pytest.raises(SpecExportError, match=r"no such file, and no preset .*mc_sim_7b_63"):
+        TokenTree.load("mc_sim_8b")
+
+
+@given(trees())
+def test_drawings_show_every_node_once_and_apart(tree: TokenTree) -> None:
+    space = "{http://www.w3.org/2000/svg}"
+    circles = ET.fromstring(svg(tree)).findall(f"{space}circle")
+    places = {(circle.get("cx"), circle.get("cy")) for circle in circles}
+    assert len(circles) == len(places) == len(tree)
+    assert len(ET.fromstring(svg(tree)).findall(f"{space}line")) == len(tree) - 1
+
+
+def test_inspect_draws_trees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = tmp_path / "tree.svg"
+    assert main(["inspect", "mc_sim_7b_63", "--tree", "--image", str(image)]) == 0
+    shown = capsys.readouterr().out
+    assert "64 nodes with the root, depth 4, 42 paths" in shown
+    assert image.read_text().startswith("<svg")
+    assert main(["inspect", "nothing.json", "--tree"]) != 0
+    assert "no such file" in capsys.readouterr().err
