@@ -28,6 +28,8 @@ DRAFT_IDS = "draft_ids"  # int64 [K,B,M] / [B,N-1,M]  the tokens q gives probabi
 DRAFT_PROBS = "draft_probs"  # float32, as DRAFT_IDS       q of those tokens; sums to 1 over M
 
 # --- accept graph (logits of the N verified nodes of a tree in, the step's tokens out; also takes TREE_MASK) ----------
+THRESHOLD = "posterior_threshold"  # float32 [B]  epsilon of typical acceptance
+ALPHA = "posterior_alpha"  # float32 [B]  its alpha
 PARENTS = "parents"  # int64 [B,N]    the tree: parent of each node, -1 for the root
 NUM_ACCEPTED = "num_accepted"  # int64 [B]      draft tokens accepted
 TOKENS = "tokens"  # int64 [B,N]    accepted tokens, then the bonus token at index num_accepted, then 0

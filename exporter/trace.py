@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
@@ -18,7 +19,7 @@ from specexport.contract import tensors
 from specexport.exporter.passes.linear import canonical_weights
 from specexport.exporter.passes.merge_linear import merge_linear
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
-from specexport.graphs.accept import AcceptModule
+from specexport.graphs.accept import AcceptModule, TypicalModule
 from specexport.graphs.ops import translations
 from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
@@ -105,26 +106,42 @@ def trace_draft_pass(
     )
 
 
-def trace_accept(max_children: int, candidates: int) -> ir.Model:
-    """The accept graph of trees whose nodes have at most so many children, each q over so many candidates."""
+def trace_accept(rule: Literal["lossless", "typical"], max_children: int, candidates: int) -> ir.Model:
+    """An accept graph (see ``specexport.graphs.accept``).
+
+    Args:
+        rule: greedy and lossless, or typical acceptance.
+        max_children: most children a node of any tree has; typical acceptance does not need it.
+        candidates: tokens q gives probability to; likewise.
+    """
     nodes, vocab = 5, 40
     b, drafts, v = (torch.export.Dim(name) for name in ("B", "drafts", "V"))
     n = drafts + 1
-    by_slot = ({0: b},)
-    inputs = {
+    verified = {
         tensors.LOGITS: (torch.randn(_B, nodes, vocab), {0: b, 1: n, 2: v}),
         tensors.PARENTS: (torch.tensor([[-1, 0, 0, 1, 1]] * _B), {0: b, 1: n}),
         tensors.TREE_MASK: (torch.ones(_B, nodes, nodes, dtype=torch.bool).tril(), {0: b, 1: n, 2: n}),
         tensors.DRAFT_TOKENS: (torch.ones(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
-        tensors.DRAFT_IDS: (torch.arange(candidates).repeat(_B, nodes - 1, 1), {0: b, 1: drafts}),
-        tensors.DRAFT_PROBS: (torch.full((_B, nodes - 1, candidates), 1 / candidates), {0: b, 1: drafts}),
-        tensors.UNIFORM: (torch.full((_B, nodes), 0.5), {0: b, 1: n}),
-        tensors.TEMPERATURE: (torch.ones(_B), *by_slot),
-        tensors.TOP_K: (torch.zeros(_B, dtype=torch.int64), *by_slot),
-        tensors.TOP_P: (torch.full((_B,), 0.9), *by_slot),
-        tensors.MIN_P: (torch.zeros(_B), *by_slot),
     }
-    module = AcceptModule(max_children)
+    sampling = {
+        tensors.TEMPERATURE: (torch.ones(_B), {0: b}),
+        tensors.TOP_K: (torch.zeros(_B, dtype=torch.int64), {0: b}),
+        tensors.TOP_P: (torch.full((_B,), 0.9), {0: b}),
+        tensors.MIN_P: (torch.zeros(_B), {0: b}),
+    }
+    module: torch.nn.Module
+    if rule == "lossless":
+        module = AcceptModule(max_children)
+        q = {
+            tensors.DRAFT_IDS: (torch.arange(candidates).repeat(_B, nodes - 1, 1), {0: b, 1: drafts}),
+            tensors.DRAFT_PROBS: (torch.full((_B, nodes - 1, candidates), 1 / candidates), {0: b, 1: drafts}),
+            tensors.UNIFORM: (torch.full((_B, nodes), 0.5), {0: b, 1: n}),
+        }
+        inputs = verified | q | sampling
+    else:
+        module = TypicalModule()
+        thresholds = {name: (torch.full((_B,), 0.3), {0: b}) for name in (tensors.THRESHOLD, tensors.ALPHA)}
+        inputs = verified | {tensors.UNIFORM: (torch.full((_B, 1), 0.5), {0: b})} | sampling | thresholds
     return _trace(
         module,
         module,

@@ -136,21 +136,62 @@ class AcceptModule(torch.nn.Module):
             total = rest.sum(-1)
             rejected = has_child & ~stays & (total > 0)
             left = torch.where(rejected[..., None], rest / total.clamp(min=1e-30)[..., None], left)
-        is_root = parents < 0
-        stayed = is_root | (chosen.gather(1, parents.clamp(min=0)) == nodes)
+        stayed = (parents < 0) | (chosen.gather(1, parents.clamp(min=0)) == nodes)
         on_path = (stayed[:, None, :] | ~tree_mask).all(-1)  # [B,N]: so did every ancestor
-        depth = tree_mask.sum(-1) - 1
-        accepted = on_path.sum(-1) - 1
-        at_depth = on_path[:, None, :] & (depth[:, None, :] == nodes[None, :, None])  # [B, depth, node]
-        path = (at_depth * nodes).sum(-1)
-        last = path.gather(1, accepted[:, None])
-        p = left.gather(1, last[..., None].expand(-1, -1, left.shape[-1]))[:, 0]
-        cumulative = p.cumsum(-1)
-        below = (cumulative <= uniform[:, -1:] * cumulative[:, -1:]).sum(-1)
-        final = torch.where(p > 0, torch.arange(p.shape[-1]), 0).amax(-1)
-        bonus = torch.minimum(below, final)
-        drafted = draft_tokens.gather(1, (path[:, 1:] - 1).clamp(min=0))
-        tokens = torch.cat([drafted, torch.zeros_like(bonus)[:, None]], 1)
-        tokens = torch.where(nodes < accepted[:, None], tokens, 0)
-        tokens = torch.where(nodes == accepted[:, None], bonus[:, None], tokens)
-        return accepted, tokens, path
+        return _step(on_path, tree_mask, left, draft_tokens, uniform[:, -1:])
+
+
+class TypicalModule(torch.nn.Module):
+    """Typical acceptance over token trees; ``runtime.sampling.accept_typical`` is the NumPy twin, which see."""
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        parents: torch.Tensor,
+        tree_mask: torch.Tensor,
+        draft_tokens: torch.Tensor,
+        uniform: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        posterior_threshold: torch.Tensor,
+        posterior_alpha: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As :meth:`AcceptModule.forward`, but for ``uniform [B,1]`` and float32 ``[B]`` epsilon and alpha."""
+        p = target_distribution(logits, temperature, top_k, top_p, min_p)
+        entropy = -torch.where(p > 0, p * p.clamp(min=1e-38).log(), 0.0).sum(-1)  # [B,N]
+        limit = torch.minimum(posterior_threshold[:, None], posterior_alpha[:, None] * (-entropy).exp())
+        above = parents[:, 1:]
+        chance = p.gather(1, above[..., None].expand(-1, -1, p.shape[-1])).gather(2, draft_tokens[..., None])[..., 0]
+        root = torch.ones_like(chance[:, :1])
+        likely = torch.cat([root, torch.where(chance > limit.gather(1, above), 1.0, 0.0)], 1) > 0
+        log_p = torch.cat([root.log(), chance.clamp(min=1e-38).log()], 1)
+        stayed = (likely[:, None, :] | ~tree_mask).all(-1)
+        depth = tree_mask.sum(-1)
+        deepest = torch.where(stayed, depth, 0).amax(-1, keepdim=True)
+        total = torch.where(tree_mask, log_p[:, None, :], 0.0).sum(-1)
+        last = torch.where(stayed & (depth == deepest), total, float("-inf")).argmax(-1)
+        on_path = tree_mask.gather(1, last[:, None, None].expand(-1, -1, tree_mask.shape[-1]))[:, 0]
+        return _step(on_path, tree_mask, p, draft_tokens, uniform)
+
+
+def _step(
+    on_path: torch.Tensor, tree_mask: torch.Tensor, p: torch.Tensor, draft_tokens: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a step returns, from the nodes that stay ``[B,N]``, p at every node, and ``[B,1]`` noise for the last."""
+    nodes = torch.arange(on_path.shape[1])
+    depth = tree_mask.sum(-1) - 1
+    accepted = on_path.sum(-1) - 1
+    at_depth = on_path[:, None, :] & (depth[:, None, :] == nodes[None, :, None])  # [B, depth, node]
+    path = (at_depth * nodes).sum(-1)
+    last = path.gather(1, accepted[:, None])
+    p = p.gather(1, last[..., None].expand(-1, -1, p.shape[-1]))[:, 0]
+    cumulative = p.cumsum(-1)
+    below = (cumulative <= uniform * cumulative[:, -1:]).sum(-1)
+    final = torch.where(p > 0, torch.arange(p.shape[-1]), 0).amax(-1)
+    bonus = torch.minimum(below, final)
+    drafted = draft_tokens.gather(1, (path[:, 1:] - 1).clamp(min=0))
+    tokens = torch.cat([drafted, torch.zeros_like(bonus)[:, None]], 1)
+    tokens = torch.where(nodes < accepted[:, None], tokens, 0)
+    return accepted, torch.where(nodes == accepted[:, None], bonus[:, None], tokens), path

@@ -21,7 +21,7 @@ from specexport.runtime.backend import Graph, open_graph, propose_buffers, step_
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposers import DraftModelProposer, Proposal, Proposer, SlotView
-from specexport.runtime.sampling import accept_greedy, accept_sampled
+from specexport.runtime.sampling import accept_greedy, accept_sampled, accept_typical
 from specexport.runtime.stats import Stats
 from specexport.runtime.text import TextStream
 
@@ -338,6 +338,8 @@ def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: Sl
     )
     if view.params.greedy:
         return accept_greedy(logits, tree, drafted)
+    if view.params.acceptance == "typical":
+        return accept_typical(logits, tree, drafted, view.params, view.random.random())
     return accept_sampled(logits, tree, drafted, q, view.params, view.random.random(len(tree)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from specexport.contract.errors import RequestError
 
@@ -28,6 +29,10 @@ class SamplingParams:
         seed: makes the text reproducible on the same bundle and machine; None draws a fresh one.
         stop: texts that end the output; they are not part of it.
         ignore_eos: go on past end-of-text tokens, as benchmarks do.
+        acceptance: ``lossless``, or ``typical``: a draft token stays if it is likely enough, so more are accepted and
+            what is sampled is no longer the model's own distribution. Greedy decoding is lossless either way.
+        posterior_threshold: epsilon of typical acceptance (Medusa, arXiv 2401.10774).
+        posterior_alpha: its alpha: a token of probability p stays if p > min(epsilon, alpha * exp(-entropy)).
 
     Raises:
         RequestError: a value is out of range; names the field.
@@ -41,6 +46,9 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    acceptance: Literal["lossless", "typical"] = "lossless"
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -53,6 +61,11 @@ class SamplingParams:
         _require("top_k", self.top_k, _whole(self.top_k) and self.top_k >= -1, "a whole number >= -1")
         _require("min_p", self.min_p, _finite(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]")
         _require("seed", self.seed, self.seed is None or (_whole(self.seed) and self.seed >= 0), "a whole number >= 0")
+        known = ("lossless", "typical")
+        _require("acceptance", self.acceptance, self.acceptance in known, " or ".join(map(repr, known)))
+        for name in ("posterior_threshold", "posterior_alpha"):
+            value = getattr(self, name)
+            _require(name, value, _finite(value) and 0 <= value <= 1, "a number in [0, 1]")
         texts = all(isinstance(text, str) and text for text in self.stop)
         _require("stop", self.stop, texts, "texts that are not empty")
 

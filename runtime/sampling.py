@@ -145,3 +145,51 @@ def accept_sampled(
             p = residual(p, ids, probs)
         else:
             return path, draw(p, uniform[-1])
+
+
+def accept_typical(
+    logits: Floats, tree: TokenTree, draft_tokens: Ints, params: SamplingParams, uniform: float
+) -> tuple[list[int], int]:
+    """Typical acceptance (Medusa, arXiv 2401.10774, section 3.3): a token likely enough under p stays. Not lossless.
+
+    A draft token x stays if p(x) > min(epsilon, alpha * exp(-H(p))) with p the target's distribution before it, H its
+    entropy in nats, and everything before x on its path stayed. Of the paths that end deepest the most probable one is
+    taken; the token after it is drawn from p.
+
+    Args:
+        logits: float32 ``[N,V]``.
+        tree: its N nodes.
+        draft_tokens: int64 ``[N-1]``, those of nodes 1 to N-1.
+        params: gives p, epsilon (``posterior_threshold``) and alpha (``posterior_alpha``).
+        uniform: noise in [0,1) for the token after the path.
+
+    Returns:
+        The nodes accepted, in order, and the token that follows them.
+    """
+    found: dict[int, Doubles] = {}
+
+    def p_at(node: int) -> Doubles:
+        if node not in found:
+            found[node] = target_distribution(logits[node], params)
+        return found[node]
+
+    best = (0, 0.0, 0)  # depth, log-probability and node of the best path
+    stays: dict[int, tuple[int, float]] = {0: (0, 0.0)}
+    for node, parent in enumerate(tree.parents[1:], start=1):
+        if parent in stays:
+            p = p_at(parent)
+            chance = float(p[int(draft_tokens[node - 1])])
+            if chance > min(params.posterior_threshold, params.posterior_alpha * float(np.exp(-entropy(p)))):
+                depth, log_p = stays[parent]
+                stays[node] = (depth + 1, log_p + float(np.log(chance)))
+                if (depth + 1, stays[node][1]) > best[:2]:
+                    best = (*stays[node], node)
+    node = best[2]
+    path = np.flatnonzero(tree.mask[node])[1:].tolist()
+    return path, draw(p_at(node), uniform)
+
+
+def entropy(p: Doubles) -> float:
+    """Entropy of a distribution in nats."""
+    some = p[p > 0]
+    return float(-(some * np.log(some)).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,14 @@ from hypothesis import strategies as st
 from specexport.contract import tensors
 from specexport.contract.tree import TokenTree
 from specexport.runtime import SamplingParams
-from specexport.runtime.sampling import Distributions, accept_greedy, accept_sampled
+from specexport.runtime.sampling import (
+    Distributions,
+    accept_greedy,
+    accept_sampled,
+    accept_typical,
+    draw,
+    target_distribution,
+)
 from tests.reference import chi_square_p, draw_candidates
 
 pytestmark = pytest.mark.exporter
@@ -20,20 +28,25 @@ pytestmark = pytest.mark.exporter
 MAX_CHILDREN, CANDIDATES = 4, 12
 
 
-@pytest.fixture(scope="module")
-def sessions() -> dict[int, Any]:
-    """The traced graph by how many candidates q has."""
+def traced(rule: Any, candidates: int) -> Any:
     import onnx_ir as ir
     import onnxruntime
 
     from specexport.exporter.trace import trace_accept
 
-    return {
-        candidates: onnxruntime.InferenceSession(
-            ir.to_proto(trace_accept(MAX_CHILDREN, candidates)).SerializeToString(), providers=["CPUExecutionProvider"]
-        )
-        for candidates in (1, CANDIDATES)
-    }
+    model = ir.to_proto(trace_accept(rule, MAX_CHILDREN, candidates))
+    return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+@pytest.fixture(scope="module")
+def sessions() -> dict[int, Any]:
+    """The lossless graph by how many candidates q has."""
+    return {candidates: traced("lossless", candidates) for candidates in (1, CANDIDATES)}
+
+
+@pytest.fixture(scope="module")
+def typical() -> Any:
+    return traced("typical", 1)
 
 
 @st.composite
@@ -190,7 +203,54 @@ def test_the_graph_keeps_the_target_distribution(sessions: dict[int, Any]) -> No
     slots[tensors.DRAFT_PROBS] = np.pad(probs, pad).reshape(runs, 4, CANDIDATES)
     slots[tensors.UNIFORM] = random.random((runs, 5), np.float32)
     made = sessions[CANDIDATES].run([tensors.TOKENS], slots)[0][:, 0]
-    from specexport.runtime.sampling import target_distribution
-
     exact = {(token,): float(p) for token, p in enumerate(target_distribution(row, params)) if p > 0}
     assert chi_square_p([(int(token),) for token in made], exact) > 1e-3
+
+
+# --- typical acceptance -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=120, deadline=None)
+@given(trees(), st.integers(0, 10**6))
+def test_typical_acceptance_takes_what_numpy_takes(typical: Any, tree: TokenTree, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    params = params_of(seed).replace(
+        acceptance="typical",
+        posterior_threshold=float(random.uniform(0, 0.3)),
+        posterior_alpha=float(random.uniform(0, 1)),
+    )
+    if params.greedy:
+        params = params.replace(temperature=1.0)
+    logits = random.normal(0, 1.5, (len(tree), 30)).astype(np.float32)
+    tokens, _ = drafted(tree, logits, params, random)
+    noise = random.random(1, np.float32)
+    path, bonus = accept_typical(logits, tree, tokens, params, float(noise[0]))
+    slot = feed(tree, logits, tokens, Distributions(tokens[:, None], np.ones((len(tokens), 1))), params, noise)
+    slot = {name: value for name, value in slot.items() if name not in (tensors.DRAFT_IDS, tensors.DRAFT_PROBS)}
+    slot[tensors.THRESHOLD] = np.float32(params.posterior_threshold)
+    slot[tensors.ALPHA] = np.float32(params.posterior_alpha)
+    assert run(typical, [slot]) == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+
+
+@given(trees(), st.integers(0, 10**6))
+def test_typical_acceptance_is_the_rule_of_the_paper(tree: TokenTree, seed: int) -> None:
+    """Written out slowly: every path is judged on its own, the deepest wins, then the most probable."""
+    random = np.random.default_rng(seed)
+    params = SamplingParams(temperature=0.9, posterior_threshold=0.12, posterior_alpha=0.4)
+    logits = random.normal(0, 1.5, (len(tree), 12)).astype(np.float32)
+    tokens = random.integers(0, 12, len(tree) - 1)
+    found = []
+    for leaf in tree.leaf_paths:
+        taken, log_p = [], 0.0
+        for parent, node in itertools.pairwise(leaf):
+            p = target_distribution(logits[parent], params)
+            limit = min(0.12, 0.4 * np.exp((p * np.log(p)).sum()))
+            if not p[tokens[node - 1]] > limit:
+                break
+            taken.append(node)
+            log_p += np.log(p[tokens[node - 1]])
+        found.append((len(taken), log_p, taken))
+    best = max(found, key=lambda path: path[:2])
+    path, bonus = accept_typical(logits, tree, tokens, params, 0.5)
+    assert path == best[2]
+    assert bonus == draw(target_distribution(logits[path[-1] if path else 0], params), 0.5)

@@ -275,6 +275,23 @@ def test_the_text_is_what_the_tokens_decode_to(llama: Engine, seed: int) -> None
     assert done.text == llama.tokenizer.decode(done.token_ids)
 
 
+# --- acceptance -------------------------------------------------------------------------------------------------------
+
+
+def test_typical_acceptance_accepts_more_and_greedy_stays_exact(llama: Engine) -> None:
+    loose = SAMPLED.replace(acceptance="typical", posterior_threshold=0.0, top_p=1.0)
+    strict = SAMPLED.replace(acceptance="typical", posterior_threshold=1.0, posterior_alpha=1.0, top_p=1.0)
+    everything, little = (
+        sum(llama.generate(PROMPT, params.replace(seed=seed)).stats.accepted for seed in range(6))
+        for params in (loose, strict)
+    )
+    drafted = sum(llama.generate(PROMPT, loose.replace(seed=seed)).stats.drafted for seed in range(6))
+    assert everything == drafted  # any token p gives a chance to is likely enough
+    assert little < everything / 2
+    greedy = GREEDY.replace(acceptance="typical", posterior_threshold=0.0)
+    assert llama.generate(PROMPT, greedy).token_ids == llama.generate(PROMPT, GREEDY).token_ids
+
+
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 

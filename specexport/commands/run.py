@@ -12,7 +12,7 @@ from typing import Any
 from specexport.contract.errors import RequestError
 from specexport.runtime import Engine, Stats, Stream
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "acceptance")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=unset, help="0 keeps all tokens (default: the model's own)")
     parser.add_argument("--min-p", type=float, default=unset, help="0 keeps all tokens (default: the model's own)")
     parser.add_argument("--seed", type=int, default=unset, help="makes the text reproducible")
+    parser.add_argument(
+        "--acceptance", choices=("lossless", "typical"), default=unset, help="typical accepts more and is not lossless"
+    )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
     parser.add_argument(
@@ -34,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stats", action="store_true", help="print counters and times to standard error")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--no-speculation", action="store_true", help="decode plainly, for comparison")
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, metavar="K", help="one the bundle was built for (default: its own)"
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
 
 
@@ -41,13 +47,20 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport run``."""
     if arguments.threads is not None and arguments.threads < 1:
         raise RequestError(f"--threads is {arguments.threads}; expected at least 1")
+    if arguments.no_speculation and arguments.num_speculative_tokens is not None:
+        raise RequestError("--num-speculative-tokens was given with --no-speculation; give one of them")
     prompt = _prompt(arguments.prompt)
     with Engine.load(arguments.bundle, threads=arguments.threads) as engine:
         given = {name: getattr(arguments, name) for name in _SAMPLING if hasattr(arguments, name)}
         params = engine.defaults().replace(
             max_tokens=arguments.max_tokens, stop=tuple(arguments.stop), ignore_eos=arguments.ignore_eos, **given
         )
-        with engine.stream(prompt, params, speculation=not arguments.no_speculation) as stream:
+        with engine.stream(
+            prompt,
+            params,
+            speculation=not arguments.no_speculation,
+            num_speculative_tokens=arguments.num_speculative_tokens,
+        ) as stream:
             if arguments.json:
                 print(json.dumps(_result(prompt, stream) | {"params": dataclasses.asdict(params)}))
             else:
