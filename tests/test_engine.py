@@ -287,7 +287,7 @@ def test_typical_acceptance_accepts_more_and_greedy_stays_exact(llama: Engine) -
     )
     drafted = sum(llama.generate(PROMPT, loose.replace(seed=seed)).stats.drafted for seed in range(6))
     assert everything == drafted  # any token p gives a chance to is likely enough
-    assert little < everything / 2
+    assert little < 0.9 * everything
     greedy = GREEDY.replace(acceptance="typical", posterior_threshold=0.0)
     assert llama.generate(PROMPT, greedy).token_ids == llama.generate(PROMPT, GREEDY).token_ids
 
