@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy; above, texts are seeded samples")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--block-size", type=int, default=128)
@@ -93,7 +94,10 @@ def main(args: argparse.Namespace) -> int:
             prompts = [engine.encode(text)[: args.prompt_tokens] for text in texts]
             points = _decode(engine, precision, prompts, ks, args)
         measured += points
-        console.print(_table(precision, points, len(prompts)))
+        way = f"temperature {args.temperature:g}" if args.temperature else "greedy"
+        console.print(
+            _table(f"{precision}, {way}, {len(prompts)} prompts", points, len(prompts) * (not args.temperature))
+        )
     long = _long_context(target, draft, texts, args) if args.long_context else None
     if long is not None:
         console.print(
@@ -101,7 +105,16 @@ def main(args: argparse.Namespace) -> int:
             f"a plain step takes {long['plain']:.3f}x, a verify step {long['verify']:.3f}x as long"
         )
     if args.json:
-        report = {"machine": machine(args.threads), "points": [asdict(p) for p in measured], "long_context": long}
+        options = {
+            name: getattr(args, name)
+            for name in ("num_prompts", "prompt_tokens", "new_tokens", "temperature", "repeats", "block_size")
+        }
+        report = {
+            "machine": machine(args.threads),
+            "options": options,
+            "points": [asdict(p) for p in measured],
+            "long_context": long,
+        }
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0
@@ -124,7 +137,7 @@ def _decode(
     engine: Engine, precision: str, prompts: list[list[int]], ks: tuple[int, ...], args: argparse.Namespace
 ) -> list[Point]:
     """Plain decoding and every K, prompt by prompt."""
-    params = SamplingParams(max_tokens=args.new_tokens, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=args.new_tokens, temperature=args.temperature, seed=0, ignore_eos=True)
     rows = args.prompt_tokens + args.new_tokens // 2
     draft = getattr(engine._proposer, "_graph", None)
     runs: dict[int, list[Completion]] = {k: [] for k in (0, *ks)}
@@ -223,8 +236,9 @@ def _long_context(target: Path, draft: Path, texts: list[str], args: argparse.Na
     return {name: statistics.median(values) for name, values in ratios.items()}
 
 
-def _table(precision: str, points: list[Point], prompts: int) -> Table:
-    table = Table(title=f"{precision}, greedy, {prompts} prompts", title_justify="left")
+def _table(title: str, points: list[Point], comparable: int) -> Table:
+    """A row a K; ``comparable`` is how many prompts can be expected to give the same text, 0 for samples."""
+    table = Table(title=title, title_justify="left")
     for name in ("K", "tokens/s", "speed-up", "acceptance length", "c(K+1) ms", "d(K) ms", "allowed", "efficiency"):
         table.add_column(name, justify="right")
     table.add_column("host ms", justify="right")
@@ -240,6 +254,6 @@ def _table(precision: str, points: list[Point], prompts: int) -> Table:
             f"{p.allowed:.2f}x",
             f"{p.speed_up / p.allowed:.3f}",
             f"{p.host_ms:.3f}",
-            f"{p.same_text}/{prompts}",
+            f"{p.same_text}/{comparable}" if comparable else "",
         )
     return table

@@ -226,7 +226,7 @@ class NativeLowering:
 
     def _mask(self, group: int, window: int | None) -> torch.Tensor:
         """``[B,1,G*T,S]``; with a sliding window, keys ``window`` or more positions back are hidden."""
-        if window not in self._seen:
+        if window is not None and window not in self._seen:
             keys = key_positions(self._position_ids, self._past_length, self._rows)
             near = self._position_ids[:, :, None] - keys[:, None, :] < window
             self._seen[window] = self._seen[None] & near
