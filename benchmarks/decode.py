@@ -2,7 +2,7 @@
 
 Plain decoding and every K run one after another on each prompt, each followed by its bare graphs alone, so that a
 machine whose speed drifts treats them all alike. Speeds are tokens over seconds, both summed over prompts and repeats;
-step costs are medians.
+step costs are means too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.backend import Array, Graph
 
 CHOICES = tuple(range(1, 9))
+UNATTENDED_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy; above, texts are seeded samples")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--max-seq-len", type=int, default=512)
     parser.add_argument(
         "--long-context", type=int, default=4096, help="compare with a bundle declaring this; 0: do not"
@@ -83,6 +84,8 @@ class Point:
 def main(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints its tables."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=UNATTENDED_WIDTH)
     target, draft = inflated_pair(args.models, args.work)
     ks = tuple(int(k) for k in args.k.split(","))
     lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.num_prompts]
@@ -166,8 +169,9 @@ def _point(
     done, plain = runs[k], runs[0]
     steps = sum(run.stats.steps for run in done)
     length = 1 + sum(run.stats.accepted for run in done) / steps
-    verify, propose = (statistics.median(part) for part in zip(*costs[k], strict=True))
-    bare = statistics.median(cost for cost, _ in costs[0])
+    # Means, as speeds are: a median would leave out the moments when the machine was slow for everyone.
+    verify, propose = (statistics.mean(part) for part in zip(*costs[k], strict=True))
+    bare = statistics.mean(cost for cost, _ in costs[0])
     return Point(
         precision,
         k,
@@ -183,7 +187,7 @@ def _point(
 
 
 def step_costs(
-    target: Graph, draft: Graph | None, k: int, rows: int, repeats: int = 5, warm: int = 2
+    target: Graph, draft: Graph | None, k: int, rows: int, repeats: int = 10, warm: int = 2
 ) -> list[tuple[float, float]]:
     """Times of the bare graphs of a step, c(K+1) and d(K), in milliseconds, with ``rows`` valid cache rows.
 

@@ -32,7 +32,7 @@ from specexport.exporter.checkpoint import (
 from specexport.exporter.weights import PRECISIONS, Precision, WeightsFile, WeightsReport
 from specexport.graphs.propose import MAX_CANDIDATES
 
-DEFAULT_SPECULATIVE_TOKENS = 3
+DEFAULT_SPECULATIVE_TOKENS = 4
 DEFAULT_MAX_SEQ_LEN = 2048
 DEFAULT_BLOCK_SIZE = 32
 PREFILL_CHUNK = 64

@@ -58,7 +58,7 @@ def _build(checkpoints: dict[str, Path], output: Path, **options: Any) -> Path:
 @pytest.fixture(scope="module")
 def fp32(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("fp32") / "bundle"
-    return _build(checkpoints, output, num_speculative_tokens=3, speculative_choices=(1,))
+    return _build(checkpoints, output, num_speculative_tokens=3, speculative_choices=(1,), draft_precision="fp32")
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-speculative-tokens",
         type=_draft_tokens,
         metavar="K[,K...]",
-        help="draft tokens a step (default: 3); of several the first is the default and requests may choose the others",
+        help="draft tokens a step (default: 4); of several the first is the default and requests may choose the others",
     )
     parser.add_argument(
         "--max-seq-len", type=int, metavar="S", help="longest prompt and output (default: the model's, at most 2048)"
