@@ -33,7 +33,9 @@ compat: $(VENV)/.dev
 	  $$python -m venv .venv-$$python && \
 	  .venv-$$python/bin/python -m pip install --quiet -e '.[cpu]' pytest hypothesis scipy || exit 1; \
 	done
-	.venv-python3.10/bin/python -m pytest -m "not exporter" tests/test_sampling.py tests/test_text.py
+	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.10/bin/python -m pytest -m "not exporter" \
+	  -k "not may_be_moved and not no_tokenizer_is_named" \
+	  tests/test_bundle.py tests/test_sampling.py tests/test_text.py tests/test_tree.py
 	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.12/bin/python -m pytest -m "not exporter"
 
 bench: $(VENV)/.dev
