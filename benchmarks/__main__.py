@@ -1,18 +1,18 @@
-"""``python -m benchmarks decode | peers``; ``python -m benchmarks.inflate`` makes the models they measure on."""
+"""``python -m benchmarks decode | peers | turns``; ``benchmarks.inflate`` makes the models they measure on."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from benchmarks import decode, peers
+from benchmarks import decode, peers, turns
 
 
 def main() -> int:
     """Runs a benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in (("decode", decode), ("peers", peers)):
+    for name, module in (("decode", decode), ("peers", peers), ("turns", turns)):
         command = commands.add_parser(
             name,
             description=module.__doc__,

@@ -1,6 +1,6 @@
 """Train the demonstration pair: a 6M-parameter target and a draft an eighth of its size, distilled from it.
 
-    python scripts/train_demo_models.py                  # what made examples/models; about an hour on two CPU cores
+    python scripts/train_demo_models.py --compile        # what made examples/models; 80 minutes on two CPU cores
     python scripts/train_demo_models.py --smoke --out /tmp/smoke
 
 The stages follow each other: tokenizer, target, text sampled from the target, draft, acceptance, export. Each leaves
@@ -328,10 +328,10 @@ def acceptance_table(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts:
 def parse_arguments() -> argparse.Namespace:
     """Return the options, those of `--smoke` filled in."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target-steps", type=int, default=1000, help="of 4096 tokens (default: %(default)s)")
-    parser.add_argument("--draft-steps", type=int, default=1500, help="(default: %(default)s)")
+    parser.add_argument("--target-steps", type=int, default=1800, help="of 4096 tokens (default: %(default)s)")
+    parser.add_argument("--draft-steps", type=int, default=4500, help="(default: %(default)s)")
     parser.add_argument(
-        "--sampled", type=int, default=2048, help="texts sampled from the target (default: %(default)s)"
+        "--sampled", type=int, default=6144, help="texts sampled from the target (default: %(default)s)"
     )
     parser.add_argument("--divergence", choices=["forward_kl", "reverse_kl", "jsd", "tvd"], default="forward_kl")
     parser.add_argument("--seed", type=int, default=0)
@@ -435,6 +435,7 @@ def main() -> None:
     command = (
         f"python scripts/train_demo_models.py --target-steps {args.target_steps} --draft-steps {args.draft_steps} "
         f"--sampled {args.sampled} --divergence {args.divergence} --seed {args.seed} --threads {args.threads}"
+        f"{' --compile' if args.compile else ''}"
     )
     summaries = {
         "target": "A small language model of Python source text: the target of a pair for speculative decoding.",

@@ -12,7 +12,7 @@ from typing import Any
 from specexport.contract.errors import RequestError
 from specexport.runtime import Engine, Stats, Stream
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "acceptance")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "acceptance", "posterior_threshold", "posterior_alpha")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--acceptance", choices=("lossless", "typical"), default=unset, help="typical accepts more and is not lossless"
     )
+    parser.add_argument("--posterior-threshold", type=float, default=unset, help="epsilon of typical acceptance (0.09)")
+    parser.add_argument("--posterior-alpha", type=float, default=unset, help="alpha of typical acceptance (0.3)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
     parser.add_argument(
@@ -49,6 +51,12 @@ def main(arguments: argparse.Namespace) -> int:
         raise RequestError(f"--threads is {arguments.threads}; expected at least 1")
     if arguments.no_speculation and arguments.num_speculative_tokens is not None:
         raise RequestError("--num-speculative-tokens was given with --no-speculation; give one of them")
+    if getattr(arguments, "acceptance", "lossless") != "typical":
+        for name in ("posterior_threshold", "posterior_alpha"):
+            if hasattr(arguments, name):
+                raise RequestError(
+                    f"--{name.replace('_', '-')} was given without --acceptance typical, which it is for"
+                )
     prompt = _prompt(arguments.prompt)
     with Engine.load(arguments.bundle, threads=arguments.threads) as engine:
         given = {name: getattr(arguments, name) for name in _SAMPLING if hasattr(arguments, name)}
