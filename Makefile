@@ -16,9 +16,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy does not see through an editable install of this layout, so the built package is checked.
+# mypy does not see through an editable install of this layout, so the built package is checked. setuptools would put
+# files into it that are gone from the sources if it found its old build/lib.
 types: $(VENV)/.dev
-	rm -rf build/types && mkdir -p build/types
+	rm -rf build/types build/lib && mkdir -p build/types
 	$(PIP) --no-deps --target build/types .
 	cd build && MYPYPATH=types ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p specexport
 

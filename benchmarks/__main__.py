@@ -1,18 +1,18 @@
-"""``python -m benchmarks decode | peers | turns``; ``benchmarks.inflate`` makes the models they measure on."""
+"""``python -m benchmarks decode | methods | peers | turns``, on models that ``benchmarks.inflate`` makes."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from benchmarks import decode, peers, turns
+from benchmarks import decode, methods, peers, turns
 
 
 def main() -> int:
     """Runs a benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in (("decode", decode), ("peers", peers), ("turns", turns)):
+    for name, module in (("decode", decode), ("methods", methods), ("peers", peers), ("turns", turns)):
         command = commands.add_parser(
             name,
             description=module.__doc__,

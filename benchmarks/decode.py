@@ -142,7 +142,7 @@ def _decode(
     """Plain decoding and every K, prompt by prompt."""
     params = SamplingParams(max_tokens=args.new_tokens, temperature=args.temperature, seed=0, ignore_eos=True)
     rows = args.prompt_tokens + args.new_tokens // 2
-    draft = getattr(engine._proposer, "_graph", None)
+    draft = getattr(engine.speculations["draft_model"].proposer, "_graph", None)
     runs: dict[int, list[Completion]] = {k: [] for k in (0, *ks)}
     costs: dict[int, list[tuple[float, float]]] = {k: [] for k in runs}
     for k in runs:  # warm every shape up
@@ -194,26 +194,26 @@ def step_costs(
     They run in turn, as in decoding: alone, a draft that fits the processor's cache would stay in it and look cheaper
     than it is.
     """
-    given = _filled(target, k + 1, 0, rows)
+    given = _filled(target, rows, k + 1, k + 1)
     given[tensors.POSITION_IDS][:] = rows + np.arange(k + 1)
     if k and draft is not None:
-        _filled(draft, 2, k, rows)
+        _filled(draft, rows, 2, 0, k)
     times = []
     for _ in range(warm + repeats):
         start = time.perf_counter()
         if k and draft is not None:
-            draft.run(2, k)
+            draft.run(2, drafts=k)
         between = time.perf_counter()
-        target.run(k + 1)
+        target.run(k + 1, k + 1)
         times.append(((time.perf_counter() - between) * 1e3, (between - start) * 1e3 if k else 0.0))
     return times[warm:]
 
 
-def _filled(graph: Graph, tokens: int, drafts: int, rows: int) -> dict[str, Array]:
-    graph.reserve(rows + tokens + drafts)
-    given = graph.inputs(tokens, drafts)
+def _filled(graph: Graph, past: int, tokens: int, rows: int, drafts: int = 0) -> dict[str, Array]:
+    graph.reserve(past + tokens + drafts)
+    given = graph.inputs(tokens, rows, drafts)
     given[tensors.INPUT_IDS][:] = np.arange(tokens) + 50
-    given[tensors.PAST_LENGTH][:] = rows
+    given[tensors.PAST_LENGTH][:] = past
     return given
 
 

@@ -24,6 +24,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from specexport.exporter.medusa import load_medusa, read_outline, save_medusa
+from specexport.graphs.medusa import MedusaHeads
+
 TINY = 3e-9  # of the standard deviation of the embedding: next to nothing beside what float32 rounds off
 WIDTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 FFN_PER_WIDTH = 2.75
@@ -274,6 +277,39 @@ def inflate(
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     write_tensors(out / "model.safetensors", shape.tensors(), Inflation(Source(source), small, shape, seed))
     return shape
+
+
+def inflate_heads(source: Path, out: Path, small: Path, large: Path, seed: int = 0) -> None:
+    """Enlarge tied Medusa heads along with their model, without changing what they propose.
+
+    Args:
+        source: folder of the heads of the small model, which end in its own language-model head.
+        out: folder to write.
+        small: the small model.
+        large: the same, enlarged.
+        seed: of the new weights.
+    """
+    outline = read_outline(source)
+    old, new = Shape.of(read_config(small)), Shape.of(read_config(large))
+    if not outline.tied:
+        raise ValueError(f"{source} has projections of its own to the vocabulary; only tied heads are enlarged")
+    heads = load_medusa(source, hidden=old.hidden, vocab=old.vocab)
+    made = MedusaHeads(outline.count, outline.layers, new.hidden, new.vocab, tied=True)
+    tiny = TINY * float(Source(small)("model.embed_tokens.weight").std())
+    originals = heads.state_dict()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            weight = originals[name]
+            parameter.zero_()
+            if parameter.ndim == 2:
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+                parameter.normal_(0.0, float(weight.std()), generator=generator)
+                parameter[old.hidden :] *= tiny  # what they write to stays next to nothing
+                parameter[: old.hidden, : old.hidden] = weight
+            else:
+                parameter[: old.hidden] = weight
+    accuracy = outline.accuracy
+    save_medusa(out, made, torch.empty(0), base=large.name, accuracy=accuracy, dtype=torch.float32, compatible=False)
 
 
 def _check_holds(small: Shape, large: Shape) -> None:

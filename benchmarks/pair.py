@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
-from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, WIDTH_PER_LAYER, inflate
+from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, WIDTH_PER_LAYER, inflate, inflate_heads
 from specexport.commands.build import Bars, build_progress
-from specexport.contract.manifest import MANIFEST_NAME
+from specexport.contract.errors import BundleError
+from specexport.contract.manifest import read_manifest
 from specexport.exporter.build import BuildOptions, build
 
 TARGET_PARAMETERS, DRAFT_PARAMETERS = 290e6, 25e6
@@ -55,6 +58,22 @@ def _digest(*folders: Path) -> str:
     return digest.hexdigest()[:8]
 
 
+def inflated_heads(models: Path, name: str, large: Path, work: Path) -> Path:
+    """The Medusa heads of a demo model, enlarged with it.
+
+    Args:
+        models: holds the heads and ``demo-target`` or ``demo-draft``, whose name the enlarged model's begins with.
+        name: of the heads' folder.
+        large: the enlarged model.
+        work: where they are kept.
+    """
+    digest = hashlib.sha256((models / name / "medusa_lm_head.safetensors").read_bytes()).hexdigest()[:12]
+    out = work / f"{name}-{large.name.partition('-w')[0].rpartition('-')[2]}-{digest}"
+    if not (out / "config.json").exists():
+        inflate_heads(models / name, out, models / "-".join(large.name.split("-")[:2]), large)
+    return out
+
+
 def bundle(
     target: Path,
     draft: Path,
@@ -64,25 +83,31 @@ def bundle(
     max_seq_len: int,
     block_size: int = 128,
 ) -> Path:
-    """A bundle of the pair, built if it is not there yet."""
+    """A bundle of the pair, with chains of draft tokens; built if it is not there yet."""
     name = f"{target.name}-{_digest(target, draft)}"
     out = work / f"{name}.{precision}.b{block_size}.k{'-'.join(map(str, choices))}.s{max_seq_len}"
-    if not (out / MANIFEST_NAME).is_file():
+    return built(
+        out,
+        target,
+        draft=str(draft),
+        precision=precision,
+        num_speculative_tokens=choices[0],
+        speculative_choices=choices[1:],
+        max_seq_len=max_seq_len,
+        block_size=block_size,
+    )
+
+
+def built(out: Path, target: Path, **options: Any) -> Path:
+    """A bundle with these options, built if there is none that this version reads."""
+    try:
+        read_manifest(out)
+    except BundleError:
         print(f"building {out}", file=sys.stderr)
         from rich.console import Console
 
+        if out.exists():
+            shutil.rmtree(out)
         with build_progress(Console(stderr=True)) as progress:
-            build(
-                BuildOptions(
-                    target=str(target),
-                    draft=str(draft),
-                    output=out,
-                    precision=precision,  # type: ignore[arg-type]
-                    num_speculative_tokens=choices[0],
-                    speculative_choices=choices[1:],
-                    max_seq_len=max_seq_len,
-                    block_size=block_size,
-                ),
-                Bars(progress),
-            )
+            build(BuildOptions(target=str(target), output=out, **options), Bars(progress))
     return out

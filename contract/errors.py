@@ -15,6 +15,10 @@ class BuildError(SpecExportError):
     """A checkpoint cannot be turned into a bundle."""
 
 
+class TrainError(SpecExportError):
+    """A draft or heads cannot be trained: an option, the data or a checkpoint to go on from is wrong."""
+
+
 class RequestError(SpecExportError, ValueError):
     """A generation request has a parameter, or a prompt, that cannot be honoured."""
 

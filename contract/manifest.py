@@ -13,10 +13,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from specexport.contract.errors import BundleError
+from specexport.contract.errors import BundleError, SpecExportError
 from specexport.contract.shapes import ShapePoint
+from specexport.contract.tree import MAX_NODES, TokenTree
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "specexport.json"
 _MAX_MANIFEST_BYTES = 16 << 20
 _MAX_CACHE_BYTES = 1 << 40
@@ -26,7 +27,7 @@ Positive = Annotated[int, Meta(ge=1, le=2**40)]
 Size = Annotated[int, Meta(ge=1, le=2**24)]
 """A dimension of a tensor; bounded, so that a forged manifest cannot ask for absurd allocations unnoticed."""
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-DraftTokens = Annotated[int, Meta(ge=1, le=32)]
+StoredAs = Literal["fp32", "fp16", "int8", "int4"]
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
@@ -89,7 +90,7 @@ class PrecisionInfo(_Strict, frozen=True):
         not_quantized: matrices left in fp32, and why.
     """
 
-    weights: Literal["fp32", "fp16", "int8", "int4"]
+    weights: StoredAs
     compute: Literal["fp32"]
     cache: Literal["fp32"]
     block_size: Positive | None = None
@@ -111,7 +112,7 @@ class Model(_Strict, frozen=True):
         precision: see :class:`PrecisionInfo`.
         cache: one entry a layer.
         weights: the weights file, shared by all its graphs.
-        graph: ``step`` for a target, ``propose`` for a draft.
+        graph: a step graph for a target, a propose graph for a draft.
     """
 
     family: str
@@ -125,27 +126,75 @@ class Model(_Strict, frozen=True):
     graph: Graph
 
 
-class DraftModel(_Strict, frozen=True, tag_field="name", tag="draft_model"):
-    """Speculation by a smaller model (Leviathan 2023, Chen 2023).
+Choices = Annotated[tuple[tuple[Annotated[int, Meta(ge=0, lt=MAX_NODES)], ...], ...], Meta(max_length=MAX_NODES)]
+"""A token tree as Medusa choices: the ranks on the path from the root, for each node but the root."""
+
+
+class _Method(_Strict, frozen=True):
+    """A way to propose.
 
     Attributes:
-        num_speculative_tokens: K, draft tokens a step. More cost more drafting and a wider verify step.
-        choices: every K the graphs were built for, the default included; a request may choose one.
-        candidates: M, tokens a draft distribution gives probability to.
-        draft: the model.
+        trees: the trees a step may verify, the default first; no two have as many nodes, so that a request can choose
+            one by its number of draft tokens. A chain of K draft tokens is the tree ``[[0], [0, 0], ...]``.
+        candidates: M, the tokens known at each depth, which ranks count; for a draft model also the support of q.
     """
 
-    num_speculative_tokens: DraftTokens
-    choices: tuple[DraftTokens, ...]
+    trees: Annotated[tuple[Choices, ...], Meta(min_length=1)]
     candidates: Size
+
+    def token_trees(self) -> tuple[TokenTree, ...]:
+        """The trees, the default first."""
+        return tuple(TokenTree.from_choices(choices) for choices in self.trees)
+
+
+class DraftModel(_Method, frozen=True, tag_field="name", tag="draft_model"):
+    """Speculation by a smaller model (Leviathan 2023, Chen 2023).
+
+    It drafts a chain; a tree may add less probable tokens beside each token of that chain.
+
+    Attributes:
+        draft: the model, as a propose graph.
+    """
+
     draft: Model
 
 
-class NoSpeculation(_Strict, frozen=True, tag_field="name", tag="none"):
-    """Plain decoding."""
+class Medusa(_Method, frozen=True, tag_field="name", tag="medusa"):
+    """Speculation by heads on the target's last hidden state (Medusa, arXiv 2401.10774), in the target's step graph.
+
+    Attributes:
+        heads: how many; a tree is at most as deep.
+        source: where they were loaded from, for ``verify``.
+        parameters: theirs alone.
+        weights: how their matrices are stored.
+    """
+
+    heads: Size
+    source: str
+    parameters: Positive
+    weights: StoredAs
 
 
-Method = DraftModel | NoSpeculation
+class MedusaDraft(_Method, frozen=True, tag_field="name", tag="medusa_draft"):
+    """Speculation by a smaller model with Medusa heads, which proposes a whole tree in one pass.
+
+    Attributes:
+        heads: how many; a tree is at most one deeper, as the draft's own head comes first.
+        source: where the heads were loaded from, for ``verify``.
+        draft: the model, as a step graph that makes candidates instead of logits.
+    """
+
+    heads: Size
+    source: str
+    draft: Model
+
+
+Method = DraftModel | Medusa | MedusaDraft
+
+
+def method_name(method: Method) -> str:
+    """The name a request chooses a method by."""
+    return str(type(method).__struct_config__.tag)
 
 
 class TokenizerInfo(_Strict, frozen=True):
@@ -165,12 +214,14 @@ class TokenizerInfo(_Strict, frozen=True):
 
 
 class GenerationDefaults(_Strict, frozen=True):
-    """What ``specexport run`` uses for a parameter that is not given; the model's own defaults."""
+    """What a parameter is that is not given: the model's own defaults, and those of typical acceptance."""
 
     temperature: Annotated[float, Meta(ge=0.0)] = 0.0
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     top_k: Count = 0
     min_p: Probability = 0.0
+    posterior_threshold: Probability = 0.09
+    posterior_alpha: Probability = 0.3
 
 
 class Manifest(_Strict, frozen=True):
@@ -186,7 +237,7 @@ class Manifest(_Strict, frozen=True):
         prefill_chunk: tokens a prefill step takes.
         batch_sizes: slots the graphs were made for.
         target: the model whose distribution is sampled.
-        method: how tokens are proposed.
+        methods: the ways to propose, one of a kind, the default first; none for plain decoding.
         tokenizer: shared by target and draft.
         generation: sampling defaults.
         files: every file but this one.
@@ -201,10 +252,20 @@ class Manifest(_Strict, frozen=True):
     prefill_chunk: Size
     batch_sizes: tuple[Size, ...]
     target: Model
-    method: Method
+    methods: tuple[Method, ...]
     tokenizer: TokenizerInfo
     generation: GenerationDefaults
     files: tuple[FileEntry, ...]
+
+    @property
+    def models(self) -> dict[str, Model]:
+        """Every model by its role: ``target``, and ``draft`` where there is one."""
+        drafts = [method.draft for method in self.methods if not isinstance(method, Medusa)]
+        return {"target": self.target} | ({"draft": drafts[0]} if drafts else {})
+
+    def method(self, name: str) -> Method | None:
+        """The method of a name, if the bundle has it."""
+        return next((method for method in self.methods if method_name(method) == name), None)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -234,6 +295,11 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path}: format version {version} is newer than {FORMAT_VERSION}, the newest this specexport reads; "
                 "upgrade specexport or build the bundle again"
             )
+        if version < FORMAT_VERSION:
+            raise BundleError(
+                f"{path}: format version {version} is older than {FORMAT_VERSION}, which this specexport reads; build "
+                "the bundle again"
+            )
         manifest = msgspec.json.decode(raw, type=Manifest)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise BundleError(f"{path}: not a valid manifest: {error}; build the bundle again") from error
@@ -257,9 +323,8 @@ def _check_references(path: Path, manifest: Manifest) -> None:
         if entry.path in listed:
             raise BundleError(f"{path}: files: {entry.path!r} is listed twice")
         listed.add(entry.path)
-    models = [manifest.target, *([manifest.method.draft] if isinstance(manifest.method, DraftModel) else [])]
     used = [manifest.tokenizer.file, *([manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else [])]
-    for model in models:
+    for model in manifest.models.values():
         used += [model.weights, model.graph.master, *(p.file for p in model.graph.points)]
     for name in used:
         if name not in listed:
@@ -268,24 +333,54 @@ def _check_references(path: Path, manifest: Manifest) -> None:
 
 def _check_shapes(path: Path, manifest: Manifest) -> None:
     """Every shape the engine runs at is there, and none asks for an absurd amount of memory."""
-    method = manifest.method
-    choices = method.choices if isinstance(method, DraftModel) else ()
-    if isinstance(method, DraftModel) and method.num_speculative_tokens not in choices:
-        raise BundleError(
-            f"{path}: method.num_speculative_tokens is {method.num_speculative_tokens}, which is not among its choices "
-            f"{choices}; build the bundle again"
-        )
-    models = [("target", manifest.target)] + ([("draft", method.draft)] if isinstance(method, DraftModel) else [])
-    for role, model in models:
+    names = [method_name(method) for method in manifest.methods]
+    drafts = [method for method in manifest.methods if not isinstance(method, Medusa)]
+    if len(set(names)) != len(names) or len(drafts) > 1:
+        raise BundleError(f"{path}: methods: {', '.join(names)}; expected each once, and one with a draft at most")
+    verified = {1}
+    for name, method in zip(names, manifest.methods, strict=True):
+        verified |= _tree_sizes(path, name, method)
+    for role, model in manifest.models.items():
         points = [graph.point for graph in model.graph.points]
         width = sum(layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
         size = 4 * width * max((point.batch * point.cache for point in points), default=0)
         if size > _MAX_CACHE_BYTES:
             raise BundleError(f"{path}: the {role}'s cache would take {size} bytes; refusing to load it")
-        needed = {1, *(k + 1 for k in choices)} if role == "target" else set()
-        missing = {manifest.prefill_chunk, *needed} - {point.tokens for point in points}
+        steps = {(tokens, tokens) for tokens in verified} if role == "target" else set()
+        propose = isinstance(manifest.method("draft_model"), DraftModel) and role == "draft"
+        needed = steps | {(manifest.prefill_chunk, 0 if propose else 1)}
+        missing = needed - {(point.tokens, point.rows) for point in points}
         if missing:
-            raise BundleError(f"{path}: no shape point of the {role} has {min(missing)} tokens; build the bundle again")
+            raise BundleError(
+                f"{path}: no shape point of the {role} has {min(missing)[0]} tokens; build the bundle again"
+            )
+
+
+def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:
+    """Nodes of a method's trees, which are checked to be trees that it can fill."""
+    deepest = {Medusa: 0, MedusaDraft: 1}
+    sizes: set[int] = set()
+    for choices in method.trees:
+        try:
+            tree = TokenTree.from_choices(choices)
+        except SpecExportError as error:
+            raise BundleError(f"{path}: {name}: trees: {error}; build the bundle again") from error
+        if len(tree) in sizes or len(tree) == 1:
+            raise BundleError(f"{path}: {name}: trees: two have {len(tree) - 1} draft tokens, or one has none")
+        sizes.add(len(tree))
+        if max(tree.ranks) >= method.candidates:
+            raise BundleError(f"{path}: {name}: trees: rank {max(tree.ranks)}, with {method.candidates} candidates")
+        if not isinstance(method, DraftModel) and tree.depth > method.heads + deepest[type(method)]:
+            raise BundleError(f"{path}: {name}: trees: depth {tree.depth}, with {method.heads} heads")
+        if isinstance(method, DraftModel) and not tree.has_spine:
+            raise BundleError(f"{path}: {name}: trees: only the most probable token of each depth can have children")
+    return sizes
+
+
+def file_entry(folder: Path, name: str) -> FileEntry:
+    """The entry of one file of a bundle."""
+    path = folder / name
+    return FileEntry(path=name, size=path.stat().st_size, sha256=sha256(path))
 
 
 def sha256(path: Path) -> str:

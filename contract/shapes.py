@@ -9,9 +9,6 @@ from msgspec import Meta
 
 _BUCKET_GRAIN = 64
 
-MAX_VERIFY_TOKENS = 63
-"""Wider steps are prefill chunks."""
-
 
 class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
     """One static shape of a graph.
@@ -20,21 +17,20 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
         batch: slots, ``B``.
         tokens: query tokens a slot, ``T``.
         cache: cache rows a slot, ``S``.
+        rows: rows of logits or candidates a step graph computes, ``R``: all in a decode or verify step, one in a
+            prefill chunk. 0 for a propose graph, which always looks at one.
         drafts: tokens a propose graph drafts, ``K``; 0 for a step graph.
     """
 
     batch: Annotated[int, Meta(ge=1, le=2**12)]
     tokens: Annotated[int, Meta(ge=1, le=2**16)]
     cache: Annotated[int, Meta(ge=1, le=2**24)]
+    rows: Annotated[int, Meta(ge=0, le=2**16)] = 0
     drafts: Annotated[int, Meta(ge=0, le=32)] = 0
 
-    @property
-    def logits_rows(self) -> int:
-        """Rows of logits a step computes here: one for a prefill chunk, else one a token."""
-        return 1 if self.tokens > MAX_VERIFY_TOKENS else self.tokens
-
     def __str__(self) -> str:
-        return f"b{self.batch}.t{self.tokens}.s{self.cache}" + (f".k{self.drafts}" if self.drafts else "")
+        rows = f".r{self.rows}" if self.rows else ""
+        return f"b{self.batch}.t{self.tokens}.s{self.cache}{rows}" + (f".k{self.drafts}" if self.drafts else "")
 
 
 def cache_buckets(max_seq_len: int, widest: int) -> tuple[int, ...]:

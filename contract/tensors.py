@@ -2,7 +2,7 @@
 
 Symbols: ``B`` slots of the batch, ``T`` query tokens, ``R`` rows whose logits are wanted, ``S`` cache rows, ``Hkv``
 key/value heads, ``D`` head size, ``V`` vocabulary (width of the target's logits), ``K`` draft tokens, ``M`` candidate
-tokens of a draft distribution, ``L`` layers.
+tokens of a draft distribution or of a head, ``N`` heads, ``L`` layers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ POSITION_IDS = "position_ids"  # int64 [B,T]    absolute positions; siblings in 
 TREE_MASK = "tree_mask"  # bool  [B,T,T]  row t may see column u among the new tokens (ancestors and itself)
 PAST_LENGTH = "past_length"  # int64 [B]      valid cache rows; also the row where this step's rows are written
 LOGITS_ROWS = "logits_rows"  # int64 [B,R]    which of the T tokens logits are computed for (one, in prefill)
-LOGITS = "logits"  # float32 [B,R,V]
+LOGITS = "logits"  # float32 [B,R,V]; not from a draft with Medusa heads
+CANDIDATES = "candidates"  # int64 [B,N,R,M]  with Medusa heads: each head's most probable tokens, best first
 
 # --- propose graph (the draft: first pass over T tokens, then single-token passes, in one call) -----------------------
 NUM_DRAFT_TOKENS = "num_draft_tokens"  # int64 []     K, how many tokens to draft (the loop's trip count)

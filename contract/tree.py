@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -93,6 +94,32 @@ class TokenTree:
         return cls((-1, *(node_of[path[:-1]] for path in ordered[1:])), ranks=(0, *(path[-1] for path in ordered[1:])))
 
     @classmethod
+    def best(cls, weight: Callable[[tuple[int, ...]], float], nodes: int, ranks: int, depth: int) -> TokenTree:
+        """The tree of most weight, if a path never weighs more than what leads to it.
+
+        Args:
+            weight: of a path of ranks, such as the chance that its last token is accepted.
+            nodes: of the tree, the root included; fewer where fewer paths weigh anything.
+            ranks: ranks below this are tried.
+            depth: longest path.
+        """
+        chosen: list[tuple[int, ...]] = []
+        open_paths: list[tuple[float, int, tuple[int, ...]]]
+        # Shorter paths and lower ranks first where weights are equal.
+        open_paths = [(-weight((rank,)), 1, (rank,)) for rank in range(ranks)]
+        heapq.heapify(open_paths)
+        while open_paths and len(chosen) < nodes - 1:
+            negative, length, path = heapq.heappop(open_paths)
+            if negative >= 0:
+                break
+            chosen.append(path)
+            if length < depth:
+                for rank in range(ranks):
+                    longer = (*path, rank)
+                    heapq.heappush(open_paths, (-weight(longer), length + 1, longer))
+        return cls.from_choices(chosen)
+
+    @classmethod
     def load(cls, source: str | Path) -> TokenTree:
         """Reads a tree: the name of a preset, or a JSON file.
 
@@ -130,6 +157,21 @@ class TokenTree:
         for node, parent in enumerate(self.parents[1:], start=1):
             depths[node] = depths[parent] + 1
         return depths
+
+    @property
+    def depth(self) -> int:
+        """Distance of the deepest node from the root."""
+        return int(self.depths.max())
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether it has one leaf."""
+        return self.depth == len(self) - 1
+
+    @property
+    def has_spine(self) -> bool:
+        """Whether only nodes of rank 0 have children: a chain, with leaves beside it."""
+        return all(rank == 0 or not below for rank, below in zip(self.ranks, self.children, strict=True))
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:

@@ -8,7 +8,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,8 @@ import torch
 from specexport.contract import manifest as mf
 from specexport.contract.errors import BuildError
 from specexport.contract.shapes import ShapePoint, cache_buckets
-from specexport.exporter import check, compose, quality, static, trace
+from specexport.contract.tree import TokenTree
+from specexport.exporter import check, compose, methods, quality, static, trace
 from specexport.exporter.checkpoint import (
     TRANSFORMERS_VERSION,
     Checkpoint,
@@ -29,10 +30,11 @@ from specexport.exporter.checkpoint import (
     load_tokenizer,
     require_same_tokenizer,
 )
+from specexport.exporter.medusa import HeadsOutline, load_medusa, read_outline
 from specexport.exporter.weights import PRECISIONS, Precision, WeightsFile, WeightsReport
+from specexport.graphs.medusa import MedusaHeads
 from specexport.graphs.propose import MAX_CANDIDATES
 
-DEFAULT_SPECULATIVE_TOKENS = 4
 DEFAULT_MAX_SEQ_LEN = 2048
 DEFAULT_BLOCK_SIZE = 32
 PREFILL_CHUNK = 64
@@ -52,25 +54,37 @@ class BuildOptions:
         target: folder or hub id of the model whose distribution is sampled.
         output: the bundle's folder; replaced only with ``overwrite``.
         draft: folder or hub id of a smaller model with the same tokenizer, or None for plain decoding.
-        num_speculative_tokens: K, draft tokens a step.
-        speculative_choices: further values of K that requests may choose.
+        medusa: folder of Medusa heads for the target.
+        draft_medusa: folder of Medusa heads for the draft, which then proposes a tree in one pass.
+        num_speculative_tokens: draft tokens a step: of a draft's chain, or of the tree of that size that suits the
+            heads; None for 4, and for none at all where trees are given.
+        speculative_choices: further sizes that requests may choose.
+        trees: what to verify, the default first: presets, JSON files or trees. With ``draft`` and ``medusa`` they are
+            the heads'.
         max_seq_len: longest sequence in tokens; None for the models' limit, at most 2048.
         precision: how the target's matrices are stored.
-        draft_precision: how the draft's are; None for int8, or int4 where ``precision`` is. What a draft rounds off
-            costs a little acceptance and never changes what the target says.
+        draft_precision: how the draft's and the target's heads' are; None for int8, or int4 where ``precision`` is.
+            What they round off costs a little acceptance and never changes what the target says.
         block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256.
+        posterior_threshold: epsilon of typical acceptance, where a request asks for that and does not say.
+        posterior_alpha: its alpha.
         overwrite: replace an existing bundle.
     """
 
     target: str
     output: Path
     draft: str | None = None
-    num_speculative_tokens: int = DEFAULT_SPECULATIVE_TOKENS
+    medusa: str | None = None
+    draft_medusa: str | None = None
+    num_speculative_tokens: int | None = None
     speculative_choices: tuple[int, ...] = ()
+    trees: tuple[str | Path | TokenTree, ...] = ()
     max_seq_len: int | None = None
     precision: Precision = "fp32"
     draft_precision: Precision | None = None
     block_size: int = DEFAULT_BLOCK_SIZE
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -78,18 +92,32 @@ class BuildOptions:
             value = getattr(self, name)
             if value is not None and value not in PRECISIONS:
                 raise BuildError(f"{name} is {value!r}; expected one of {', '.join(PRECISIONS)}")
-        for k in self.all_choices:
+        for k in self.sizes:
             if not 1 <= k <= 32:
                 raise BuildError(f"num_speculative_tokens is {k}; expected 1 to 32")
+        if self.draft_medusa is not None and self.draft is None:
+            raise BuildError("draft_medusa was given without draft; they are heads of a draft model")
+        if (self.sizes or self.trees) and self.draft is None and self.medusa is None:
+            what = "num_speculative_tokens" if self.sizes else "trees"
+            raise BuildError(f"{what} was given without a draft or Medusa heads; nothing would propose those tokens")
+        for name in ("posterior_threshold", "posterior_alpha"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise BuildError(f"{name} is {getattr(self, name)}; expected 0 to 1")
         if self.block_size not in (16, 32, 64, 128, 256):
             raise BuildError(f"block_size is {self.block_size}; expected 16, 32, 64, 128 or 256")
         if self.max_seq_len is not None and self.max_seq_len < 2:
             raise BuildError(f"max_seq_len is {self.max_seq_len}; expected at least 2")
 
     @property
-    def all_choices(self) -> tuple[int, ...]:
-        """Every K to build for, ascending."""
-        return tuple(sorted({self.num_speculative_tokens, *self.speculative_choices}))
+    def proposing_precision(self) -> Precision:
+        """How what only proposes is stored: a draft, Medusa heads."""
+        return self.draft_precision or ("int4" if self.precision == "int4" else "int8")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of draft tokens to build for, the default first; none where the user named none."""
+        first = () if self.num_speculative_tokens is None else (self.num_speculative_tokens,)
+        return tuple(dict.fromkeys((*first, *self.speculative_choices)))
 
 
 def build(options: BuildOptions, progress: Progress | None = None) -> Path:
@@ -159,23 +187,26 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         draft_path = locate(options.draft)
         require_same_tokenizer(tokenizer.tokenizer, load_tokenizer(draft_path).tokenizer, target.path, draft_path)
 
+    heads = _heads(options.medusa, target)
     max_seq_len = _max_seq_len(options, target)
-    choices = options.all_choices if options.draft is not None else ()
-    widths = (1, *(k + 1 for k in choices), PREFILL_CHUNK)
-    caches = cache_buckets(max_seq_len, max(widths))
+    plan = methods.plan(options, _outline(options.medusa), _outline(options.draft_medusa), target.vocab_size)
+    widths = tuple(sorted({1, *(len(tree) for trees in plan.values() for tree in trees)}))
+    caches = cache_buckets(max_seq_len, max(*widths, PREFILL_CHUNK))
+    steps = (*((tokens, tokens) for tokens in widths), (PREFILL_CHUNK, 1))
+    at = tuple(ShapePoint(1, tokens, cache, rows) for tokens, rows in steps for cache in caches)
     target_vocab = target.vocab_size
-    at = tuple(ShapePoint(1, tokens, cache) for tokens in widths for cache in caches)
     quantized = options.precision in ("int8", "int4")
     sample = tokenizer.tokenizer.encode(quality.SAMPLE).ids
     exact = quality.reference(target, sample) if quantized and sample else None
-    target_info = _export_target(folder, target, options, at, progress)
+    target_info = _export_target(folder, target, heads, options, at, progress)
     eos, generation = target.eos_token_ids, target.generation
-    del target
+    medusa = _medusa(options, heads, plan, target_vocab) if heads is not None else None
+    del target, heads
     gc.collect()
     if exact is not None:
         target_info = _with_logits_error(folder, target_info, exact, progress)
 
-    method: mf.Method = mf.NoSpeculation()
+    made: list[mf.Method] = []
     if options.draft is not None:
         progress("loading the draft", 0, 1)
         draft = load_checkpoint(options.draft)
@@ -185,15 +216,10 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
                 f"max_seq_len is {max_seq_len}, but the draft {draft.source} was made for {draft.max_positions} "
                 f"positions; pass --max-seq-len {draft.max_positions} or choose another draft"
             )
-        passes_of = (*((CATCH_UP_TOKENS, k) for k in choices), (PREFILL_CHUNK, 1))
-        draft_points = tuple(ShapePoint(1, tokens, cache, k) for tokens, k in passes_of for cache in caches)
         vocab = min(draft.vocab_size, target_vocab)
-        method = mf.DraftModel(
-            num_speculative_tokens=options.num_speculative_tokens,
-            choices=choices,
-            candidates=min(MAX_CANDIDATES, vocab),
-            draft=_export_draft(folder, draft, options, vocab, draft_points, progress),
-        )
+        made.append(_export_draft(folder, draft, options, plan, vocab, caches, progress))
+    if medusa is not None:
+        made.append(medusa)
 
     (folder / "tokenizer").mkdir()
     tokenizer.tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
@@ -211,22 +237,26 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         prefill_chunk=PREFILL_CHUNK,
         batch_sizes=(1,),
         target=target_info,
-        method=method,
+        methods=tuple(made),
         tokenizer=mf.TokenizerInfo(
             file="tokenizer/tokenizer.json",
             eos_token_ids=eos,
             special_tokens=tokenizer.special_tokens,
             chat_template="tokenizer/chat_template.jinja" if tokenizer.chat_template is not None else None,
         ),
-        generation=_generation(generation),
+        generation=_generation(generation, options),
         files=_file_entries(folder, progress),
     )
     mf.write_manifest(folder, manifest)
     mf.read_manifest(folder)
 
 
-def _generation(defaults: dict[str, float]) -> mf.GenerationDefaults:
-    values: dict[str, float | int] = {**defaults}
+def _generation(defaults: dict[str, float], options: BuildOptions) -> mf.GenerationDefaults:
+    values: dict[str, float | int] = {
+        **defaults,
+        "posterior_threshold": options.posterior_threshold,
+        "posterior_alpha": options.posterior_alpha,
+    }
     if "top_k" in values:
         values["top_k"] = int(values["top_k"])
     return mf.GenerationDefaults(**values)  # type: ignore[arg-type]
@@ -243,16 +273,57 @@ def _max_seq_len(options: BuildOptions, target: Checkpoint) -> int:
     return options.max_seq_len
 
 
+def _outline(source: str | None) -> HeadsOutline | None:
+    return read_outline(Path(source).expanduser()) if source is not None else None
+
+
+def _heads(source: str | None, model: Checkpoint) -> MedusaHeads | None:
+    """The Medusa heads of a model."""
+    if source is None:
+        return None
+    hidden = int(model.model.get_output_embeddings().weight.shape[1])
+    return load_medusa(Path(source).expanduser(), hidden=hidden, vocab=model.vocab_size)
+
+
+def _medusa(options: BuildOptions, heads: MedusaHeads, plan: methods.Plan, vocab: int) -> mf.Medusa:
+    return mf.Medusa(
+        trees=tuple(tree.choices for tree in plan["medusa"]),
+        candidates=methods.candidates(vocab),
+        heads=len(heads),
+        source=str(Path(str(options.medusa)).resolve()),
+        weights=options.proposing_precision,
+        parameters=sum(parameter.numel() for parameter in heads.parameters()),
+    )
+
+
 def _export_target(
-    folder: Path, target: Checkpoint, options: BuildOptions, at: tuple[ShapePoint, ...], progress: Progress
+    folder: Path,
+    target: Checkpoint,
+    heads: MedusaHeads | None,
+    options: BuildOptions,
+    at: tuple[ShapePoint, ...],
+    progress: Progress,
 ) -> mf.Model:
     progress("checking the target's lowering", 0, 1)
     check.same_as_eager(target)
     progress("checking the target's lowering", 1, 1)
     progress("tracing the target", 0, 1)
-    model = _traced(target, lambda: trace.trace_step(target.model, target.cache))
+    model = _traced(
+        target,
+        lambda: trace.trace_step(target.model, target.cache, heads, methods.candidates(target.vocab_size)),
+    )
     progress("tracing the target", 1, 1)
-    return _write_model(folder / "target", "step", model, target, options.precision, options.block_size, at, progress)
+    return _write_model(
+        folder / "target",
+        "step",
+        model,
+        target,
+        options.precision,
+        options.proposing_precision,
+        options.block_size,
+        at,
+        progress,
+    )
 
 
 def _with_logits_error(folder: Path, model: mf.Model, exact: quality.Reference, progress: Progress) -> mf.Model:
@@ -270,22 +341,63 @@ def _export_draft(
     folder: Path,
     draft: Checkpoint,
     options: BuildOptions,
+    plan: methods.Plan,
     vocab_size: int,
-    at: tuple[ShapePoint, ...],
+    caches: tuple[int, ...],
     progress: Progress,
-) -> mf.Model:
+) -> mf.DraftModel | mf.MedusaDraft:
+    heads = _heads(options.draft_medusa, draft)
     progress("checking the draft's lowering", 0, 1)
     check.same_as_eager(draft)
     progress("checking the draft's lowering", 1, 1)
+
+    def export(name: str, model: ir.Model, at: Iterable[ShapePoint]) -> mf.Model:
+        progress("tracing the draft", 1, 1)
+        return _write_model(
+            folder / "draft",
+            name,
+            model,
+            draft,
+            options.proposing_precision,
+            None,
+            options.block_size,
+            tuple(at),
+            progress,
+        )
+
     progress("tracing the draft", 0, 1)
-    one_pass = _traced(
+    if heads is None:
+        trees = plan["draft_model"]
+        one_pass = _traced(
+            draft,
+            lambda: trace.trace_draft_pass(
+                draft.model, draft.cache, vocab_size, draft.input_vocab, draft.max_positions
+            ),
+        )
+        depths = sorted({tree.depth for tree in trees})
+        runs = (*((CATCH_UP_TOKENS, k) for k in depths), (PREFILL_CHUNK, 1))
+        return mf.DraftModel(
+            trees=tuple(tree.choices for tree in trees),
+            candidates=min(MAX_CANDIDATES, vocab_size),
+            draft=export(
+                "propose",
+                compose.propose_graph(one_pass, draft.cache),
+                (ShapePoint(1, tokens, cache, 0, k) for tokens, k in runs for cache in caches),
+            ),
+        )
+    trees, known = plan["medusa_draft"], methods.candidates(vocab_size)
+    model = _traced(
         draft,
-        lambda: trace.trace_draft_pass(draft.model, draft.cache, vocab_size, draft.input_vocab, draft.max_positions),
+        lambda: trace.trace_candidates(draft.model, draft.cache, heads, known, vocab_size, draft.input_vocab),
     )
-    model = compose.propose_graph(one_pass, draft.cache)
-    progress("tracing the draft", 1, 1)
-    precision = options.draft_precision or ("int4" if options.precision == "int4" else "int8")
-    return _write_model(folder / "draft", "propose", model, draft, precision, options.block_size, at, progress)
+    widths = (1 + max(tree.depth for tree in trees), PREFILL_CHUNK)
+    return mf.MedusaDraft(
+        trees=tuple(tree.choices for tree in trees),
+        candidates=known,
+        heads=len(heads),
+        source=str(Path(str(options.draft_medusa)).resolve()),
+        draft=export("step", model, (ShapePoint(1, tokens, cache, 1) for tokens in widths for cache in caches)),
+    )
 
 
 def _traced(checkpoint: Checkpoint, tracer: Callable[[], ir.Model]) -> ir.Model:
@@ -306,6 +418,7 @@ def _write_model(
     model: ir.Model,
     checkpoint: Checkpoint,
     precision: Precision,
+    heads: Precision | None,
     block_size: int,
     at: tuple[ShapePoint, ...],
     progress: Progress,
@@ -322,7 +435,7 @@ def _write_model(
         progress(f"writing the {role}'s weights ({precision})", done, total)
 
     with WeightsFile(folder / "weights.bin", advance) as weights:
-        weights.externalize(model.graph, precision, block_size)
+        weights.externalize(model.graph, precision, block_size, heads)
     progress(f"writing the {role}'s weights ({precision})", total, total)
     passes.RemoveUnusedNodesPass()(model)
     master = folder / f"{name}.onnx"
@@ -365,6 +478,6 @@ def _file_entries(folder: Path, progress: Progress) -> tuple[mf.FileEntry, ...]:
     entries = []
     for index, path in enumerate(files):
         name = path.relative_to(folder).as_posix()
-        entries.append(mf.FileEntry(path=name, size=path.stat().st_size, sha256=mf.sha256(path)))
+        entries.append(mf.file_entry(folder, name))
         progress("hashing files", index + 1, len(files))
     return tuple(entries)

@@ -13,8 +13,7 @@ from specexport.exporter.unroll import unroll
 def pin(master: Path, point: ShapePoint, output: Path) -> None:
     """Writes the graph of one shape point: graph only, its weights stay in the master's weights file.
 
-    A prefill chunk computes the logits of one row, any other step those of all its tokens; a propose graph's loop is
-    unrolled.
+    A propose graph's loop is unrolled.
 
     Args:
         master: the symbolic graph.
@@ -24,7 +23,7 @@ def pin(master: Path, point: ShapePoint, output: Path) -> None:
     model = ir.load(master)
     if point.drafts:
         unroll(model, point.drafts)
-    sizes = {"B": point.batch, "T": point.tokens, "S": point.cache, "R": point.logits_rows, "K": point.drafts}
+    sizes = {"B": point.batch, "T": point.tokens, "S": point.cache, "R": point.rows, "K": point.drafts}
     for value in (*model.graph.inputs, *model.graph.outputs):
         if value.shape is not None:
             value.shape = ir.Shape([dim if isinstance(dim, int) else sizes[str(dim.value)] for dim in value.shape])

@@ -20,10 +20,11 @@ from specexport.exporter.passes.linear import canonical_weights
 from specexport.exporter.passes.merge_linear import merge_linear
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
 from specexport.graphs.accept import AcceptModule, TypicalModule
+from specexport.graphs.medusa import MedusaHeads
 from specexport.graphs.ops import translations
 from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
-from specexport.graphs.step import StepModule
+from specexport.graphs.step import CandidatesModule, StepModule
 
 OPSET = 24
 
@@ -50,8 +51,30 @@ def _cache(shapes: Sequence[CacheShape], rows: int) -> list[torch.Tensor]:
     return [torch.zeros(_B, s.heads, rows, size) for s in shapes for size in (s.key_size, s.value_size)]
 
 
-def trace_step(model: torch.nn.Module, shapes: Sequence[CacheShape]) -> ir.Model:
-    """The step graph of a target (see ``specexport.contract.tensors``)."""
+def trace_step(
+    model: torch.nn.Module, shapes: Sequence[CacheShape], heads: MedusaHeads | None = None, candidates: int = 0
+) -> ir.Model:
+    """The step graph of a target, with Medusa heads if given (see ``specexport.contract.tensors``)."""
+    outputs = [tensors.LOGITS, *([tensors.CANDIDATES] if heads is not None else [])]
+    return _trace_step(model, StepModule(model, len(shapes), heads, candidates), shapes, outputs)
+
+
+def trace_candidates(
+    model: torch.nn.Module,
+    shapes: Sequence[CacheShape],
+    heads: MedusaHeads,
+    candidates: int,
+    vocab_size: int,
+    input_vocab: int,
+) -> ir.Model:
+    """The graph of a draft with Medusa heads (:class:`~specexport.graphs.step.CandidatesModule`)."""
+    module = CandidatesModule(model, len(shapes), heads, candidates, vocab_size, input_vocab)
+    return _trace_step(model, module, shapes, [tensors.CANDIDATES])
+
+
+def _trace_step(
+    model: torch.nn.Module, module: torch.nn.Module, shapes: Sequence[CacheShape], outputs: list[str]
+) -> ir.Model:
     layers = len(shapes)
     b, t, s, r = (torch.export.Dim(name) for name in "BTSR")
     position_ids = torch.arange(_T)[None].repeat(_B, 1)
@@ -64,11 +87,11 @@ def trace_step(model: torch.nn.Module, shapes: Sequence[CacheShape]) -> ir.Model
     }
     return _trace(
         model,
-        StepModule(model, layers),
+        module,
         (*(tensor for tensor, _ in inputs.values()), _cache(shapes, _S)),
         (*(dims for _, dims in inputs.values()), [{0: b, 2: s}] * (2 * layers)),
         [*inputs, *cache_names(layers, present=False)],
-        [tensors.LOGITS, *cache_names(layers, present=True)],
+        [*outputs, *cache_names(layers, present=True)],
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ _LONGEST_PROMPT = 224
 _SEEDED_PROMPTS = 2
 _SAMPLED = SamplingParams(temperature=0.8, seed=20240229, ignore_eos=True)
 
+_HEAD_STEPS = 6
+"""Tokens decoded after each prompt to see what heads propose; the model reads the text anew for each."""
+
 _MAX_DIFFERENCES = 3
 """A prompt whose texts differ this often is broken; more would only cost time."""
 
@@ -51,7 +55,7 @@ class Check:
     """One thing that was looked at.
 
     Attributes:
-        name: ``files``, ``graphs``, ``logits``, ``draft`` or ``speculation``.
+        name: ``files``, ``graphs``, ``logits``, ``draft``, ``medusa`` or ``speculation``.
         passed: None if it could not be run.
         sentence: what was found, or why it was not run.
         numbers: what was measured.
@@ -110,6 +114,7 @@ def verify(
     *,
     target: str | None = None,
     draft: str | None = None,
+    medusa: Path | None = None,
     prompts: Sequence[str] | None = None,
     max_tokens: int = 64,
     progress: Progress | None = None,
@@ -120,6 +125,7 @@ def verify(
         bundle: its folder.
         target: folder or hub id of the model it was built from; None for what the manifest names.
         draft: the same of the draft.
+        medusa: folder of the Medusa heads it was built from; None for what the manifest names.
         prompts: texts to compare on; None for :data:`DEFAULT_PROMPTS`.
         max_tokens: tokens to generate for each prompt.
         progress: see :data:`Progress`.
@@ -137,16 +143,21 @@ def verify(
         rest = (Check(name, None, reason) for name in ("graphs", "logits", "draft", "speculation"))
         return VerifyReport(bundle, (files, *rest))
     opened = Bundle.open(bundle, check_hashes=False)
-    method = opened.manifest.method
-    if "draft" in given and not isinstance(method, mf.DraftModel):
+    if "draft" in given and "draft" not in opened.manifest.models:
         raise RequestError(f"a draft was given, but {bundle} was built without one")
+    if medusa is not None and all(isinstance(method, mf.DraftModel) for method in opened.manifest.methods):
+        raise RequestError(f"Medusa heads were given, but {bundle} was built without some")
     texts = _texts(opened, prompts or DEFAULT_PROMPTS, max_tokens)
     steps: dict[str, Callable[[], Outcome]] = {
         "graphs": lambda: _graphs(opened, report),
         "logits": lambda: _logits(opened, given.get("target"), texts),
     }
-    if isinstance(method, mf.DraftModel):
-        steps["draft"] = lambda: _draft(opened, method, given.get("draft"), texts)
+    for method in opened.manifest.methods:
+        if isinstance(method, mf.DraftModel):
+            steps["draft"] = partial(_draft, opened, method, given.get("draft"), texts)
+        else:
+            role = "target" if isinstance(method, mf.Medusa) else "draft"
+            steps["medusa"] = partial(_heads, opened, method, role, given.get(role), medusa, texts)
     steps["speculation"] = lambda: _speculation(opened, texts, max_tokens, report)
     checks = [files]
     for name, step in steps.items():
@@ -250,6 +261,27 @@ def _draft(bundle: Bundle, method: mf.DraftModel, given: Path | None, texts: lis
     return found.share >= limits.agreement, sentence, _counted(found)
 
 
+def _heads(
+    bundle: Bundle,
+    method: mf.Medusa | mf.MedusaDraft,
+    role: str,
+    given: Path | None,
+    medusa: Path | None,
+    texts: list[list[int]],
+) -> Outcome:
+    described = bundle.manifest.models[role]
+    checkpoint = _reference(role, described, given)
+    heads = medusa or Path(method.source)
+    if not heads.is_dir():
+        raise _NotRunError(f"the Medusa heads it was built from are not there ({heads}); pass --medusa DIR")
+    with Engine.load(bundle.folder, check_hashes=False) as engine:
+        made = logits.head_proposals(engine, mf.method_name(method), texts, _HEAD_STEPS)
+    found = logits.compare_heads(checkpoint, heads, bundle.manifest, method, made)
+    limits = logits.head_limits(bundle.manifest, method)
+    sentence = f"the heads in the {role}'s graph propose the original heads' own token at {_agreement(found, limits)}"
+    return found.share >= limits.agreement, sentence, _counted(found)
+
+
 def _counted(found: logits.Agreement) -> Numbers:
     return {"positions": found.positions, "same": found.same, "ties": found.ties, "agreement": found.share}
 
@@ -272,14 +304,13 @@ class _Difference:
 
 
 def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progress: Progress) -> Outcome:
-    speculative = isinstance(bundle.manifest.method, mf.DraftModel)
-    work = logits.rounds(bundle.manifest, texts) if speculative else []
+    work = logits.decodings(bundle.manifest, texts)
     tokens = 0
     differences: list[_Difference] = []
     lengths: list[float] = []
     with Engine.load(bundle.folder, check_hashes=False) as engine:
-        for index, (text, K) in enumerate(work):
-            compared, found, length = _compare_decoding(engine, text, K, max_tokens)
+        for index, (text, (method, size)) in enumerate(work):
+            compared, found, length = _compare_decoding(engine, text, method, size, max_tokens)
             tokens += compared
             differences += found
             lengths.append(length)
@@ -302,13 +333,13 @@ def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progre
             f" ({ties} numerical tie{'s' if ties > 1 else ''} aside)" if ties else ""
         )
     else:
-        sentence = "the bundle has no draft, so there is no speculation to compare"
+        sentence = "the bundle has no way to speculate, so there is nothing to compare"
     seeded = "the same text twice" if repeated else "different texts"
     return not real and repeated, f"{sentence}; a seed gives {seeded}", numbers
 
 
 def _compare_decoding(
-    engine: Engine, prompt: list[int], K: int, max_tokens: int
+    engine: Engine, prompt: list[int], method: str, size: int, max_tokens: int
 ) -> tuple[int, list[_Difference], float]:
     """Decodes a prompt greedily both ways; where they part, goes on from the plain text to see the rest of it too.
 
@@ -320,7 +351,7 @@ def _compare_decoding(
     while room > 0 and len(text) < engine.manifest.max_seq_len and len(found) < _MAX_DIFFERENCES:
         params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
         plain = engine.generate(text, params, speculation=False).token_ids
-        completion = engine.generate(text, params, num_speculative_tokens=K)
+        completion = engine.generate(text, params, method=method, num_speculative_tokens=size)
         fast, length = completion.token_ids, length or completion.stats.acceptance_length
         same = _common(plain, fast)
         text, room = [*text, *plain[:same]], room - same

@@ -36,9 +36,16 @@ def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
             inputs, outputs or shapes than ``contract.tensors`` and its shape point say, or weights elsewhere.
     """
     manifest = bundle.manifest
-    models = [(manifest.target, *_step_signature(manifest.target))]
-    if isinstance(manifest.method, mf.DraftModel):
-        models.append((manifest.method.draft, *_propose_signature(manifest.method)))
+    medusa = manifest.method("medusa")
+    extra = {tensors.CANDIDATES: _candidates(medusa.heads, medusa)} if isinstance(medusa, mf.Medusa) else {}
+    logits: Signature = {tensors.LOGITS: (_FLOAT, ("B", "R", manifest.target.vocab_size))}
+    models = [(manifest.target, *_step_signature(manifest.target, logits | extra))]
+    for method in manifest.methods:
+        if isinstance(method, mf.DraftModel):
+            models.append((method.draft, *_propose_signature(method)))
+        elif isinstance(method, mf.MedusaDraft):
+            made: Signature = {tensors.CANDIDATES: _candidates(method.heads + 1, method)}
+            models.append((method.draft, *_step_signature(method.draft, made)))
     work = [
         (bundle.file(file), bundle.file(model.weights), _pinned(inputs, point), _pinned(outputs, point))
         for model, inputs, outputs in models
@@ -102,7 +109,11 @@ def _words(signature: tuple[int, Dims] | None) -> str:
     return f"{TensorProto.DataType.Name(signature[0]).lower()}[{', '.join(map(str, signature[1]))}]"
 
 
-def _step_signature(model: mf.Model) -> tuple[Signature, Signature]:
+def _candidates(depths: int, method: mf.Medusa | mf.MedusaDraft) -> tuple[int, Dims]:
+    return _INT64, ("B", depths, "R", method.candidates)
+
+
+def _step_signature(model: mf.Model, outputs: Signature) -> tuple[Signature, Signature]:
     inputs: Signature = {
         tensors.INPUT_IDS: (_INT64, ("B", "T")),
         tensors.POSITION_IDS: (_INT64, ("B", "T")),
@@ -110,7 +121,6 @@ def _step_signature(model: mf.Model) -> tuple[Signature, Signature]:
         tensors.PAST_LENGTH: (_INT64, ("B",)),
         tensors.LOGITS_ROWS: (_INT64, ("B", "R")),
     }
-    outputs: Signature = {tensors.LOGITS: (_FLOAT, ("B", "R", model.vocab_size))}
     return {**inputs, **_caches(model, present=False)}, {**outputs, **_caches(model, present=True)}
 
 
@@ -145,7 +155,7 @@ def _pinned(signature: Signature, point: ShapePoint | None) -> Signature:
     """A signature at a shape point; a draft's number of passes is then part of the graph, and no input."""
     if point is None:
         return signature
-    sizes = {"B": point.batch, "T": point.tokens, "S": point.cache, "R": point.logits_rows, "K": point.drafts}
+    sizes = {"B": point.batch, "T": point.tokens, "S": point.cache, "R": point.rows, "K": point.drafts}
     return {
         name: (kind, tuple(sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in dims))
         for name, (kind, dims) in signature.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from polygraphy.comparator import Comparator, SimpleCompareFunc
@@ -12,6 +13,7 @@ from polygraphy.logger import G_LOGGER
 
 from specexport.contract import manifest as mf
 from specexport.contract import tensors
+from specexport.contract.tree import TokenTree
 from specexport.exporter.quality import energy, relative_rms
 from specexport.exporter.verify_runners import (
     COMMITTED,
@@ -21,12 +23,18 @@ from specexport.exporter.verify_runners import (
     feeds,
     load_reference,
     prefill_feeds,
+    reference_heads,
     reference_logits,
 )
 from specexport.runtime.backend import open_graph, propose_buffers
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposers import DraftModelProposer, SlotView
+from specexport.runtime.proposers import SlotView
+from specexport.runtime.proposers.draft_model import DraftModelProposer
+from specexport.runtime.record import recorded
+
+_Other = TypeVar("_Other")
 
 
 @dataclass(frozen=True)
@@ -116,10 +124,20 @@ def _scale(logits: Array) -> float:
 
 
 def rounds(manifest: mf.Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
-    """Texts, each with a number of draft tokens K: every text and every K the bundle was built for at least once."""
-    choices = manifest.method.choices if isinstance(manifest.method, mf.DraftModel) else (0,)
-    count = max(len(texts), len(choices))
-    return [(texts[i % len(texts)], choices[i % len(choices)]) for i in range(count)]
+    """Texts, each with a number of draft tokens: every text and every width of a step at least once."""
+    sizes = sorted({len(tree) - 1 for method in manifest.methods for tree in method.token_trees()}) or [0]
+    return _paired(texts, sizes)
+
+
+def _paired(texts: Sequence[list[int]], others: Sequence[_Other]) -> list[tuple[list[int], _Other]]:
+    """Each text and each of the others at least once."""
+    return [(texts[i % len(texts)], others[i % len(others)]) for i in range(max(len(texts), len(others)))]
+
+
+def decodings(manifest: mf.Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], tuple[str, int]]]:
+    """Texts, each with a method and a number of draft tokens: every method's every tree at least once."""
+    ways = [(mf.method_name(m), len(tree) - 1) for m in manifest.methods for tree in m.token_trees()]
+    return _paired(texts, ways) if ways else []
 
 
 def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]], limits: Limits) -> LogitsResult:
@@ -176,12 +194,12 @@ def propose(bundle: Bundle, method: mf.DraftModel, texts: Sequence[list[int]]) -
     proposer = DraftModelProposer(graph, bundle.manifest)
     params, random = SamplingParams(temperature=0.0), np.random.default_rng(0)
     made = []
-    for start, K in rounds(bundle.manifest, texts):
-        text = list(start)
+    for start, tree in _paired(texts, [TokenTree.chain(tree.depth + 1) for tree in method.token_trees()]):
+        text, K = list(start), tree.depth
         for kept in (K, 1, 0):
             if len(text) + K > bundle.manifest.max_seq_len:
                 break
-            proposal = proposer.propose([SlotView(0, text, params, random, K)]).get(0)
+            proposal = proposer.propose([SlotView(0, text, params, random, tree)]).get(0)
             drafted = proposal.tokens.tolist() if proposal is not None else []
             if drafted:
                 made.append((text, drafted))
@@ -210,4 +228,53 @@ def compare_draft(
         tokens = np.minimum(np.array([*text, *drafted[:-1]]), rows - 1)
         logits = reference_logits(model, tokens)[len(text) - 1 :, :vocab]
         agreement.count(logits, np.array(drafted), limits)
+    return agreement
+
+
+def head_proposals(engine: Engine, name: str, texts: Sequence[list[int]], steps: int) -> list[tuple[list[int], Array]]:
+    """Texts and what heads propose after them, ``[depths]`` tokens, the best at each depth, while they are decoded."""
+    params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
+    made = []
+    with recorded(engine, name) as recorder:
+        for text in texts:
+            recorder.made.clear()
+            whole = [*text, *engine.generate(text, params, method=name).token_ids]
+            made += [(whole[:length], proposal.candidates[:, 0]) for length, proposal in recorder.made]
+    return made
+
+
+def head_limits(manifest: mf.Manifest, method: mf.Medusa | mf.MedusaDraft) -> Limits:
+    """How far heads may be from the original ones: what rounds more decides, the model or the heads on it."""
+    stored = (
+        (manifest.target.precision.weights, method.weights)
+        if isinstance(method, mf.Medusa)
+        else (method.draft.precision.weights,)
+    )
+    return max((LIMITS[kind] for kind in stored), key=lambda limits: limits.rms)
+
+
+def compare_heads(
+    checkpoint: Path,
+    heads: Path,
+    manifest: mf.Manifest,
+    method: mf.Medusa | mf.MedusaDraft,
+    made: Sequence[tuple[list[int], Array]],
+) -> Agreement:
+    """Compares the tokens heads propose with those of the original heads on the original model.
+
+    Raises:
+        BuildError: the heads are for another model.
+        BundleError: the checkpoint is another model.
+    """
+    of_target = isinstance(method, mf.Medusa)
+    described = manifest.target if isinstance(method, mf.Medusa) else method.draft
+    limits = head_limits(manifest, method)
+    model = load_reference(checkpoint, described)
+    vocab, rows = min(manifest.target.vocab_size, described.vocab_size), model.get_input_embeddings().weight.shape[0]
+    agreement = Agreement()
+    for text, tokens in made:
+        # Heads of the target saw its cache, which holds all tokens but the last.
+        seen = np.minimum(np.array(text[:-1] if of_target else text), rows - 1)
+        logits = reference_heads(model, heads, seen)[:, :vocab]
+        agreement.count(logits[1:] if of_target else logits, tokens, limits)
     return agreement

@@ -25,6 +25,7 @@ from specexport.contract import manifest as mf
 from specexport.contract import tensors
 from specexport.contract.errors import BundleError
 from specexport.contract.tree import TokenTree
+from specexport.exporter.medusa import load_medusa
 from specexport.exporter.trace import quiet
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.ort import available_cores, open_session
@@ -202,4 +203,19 @@ def reference_logits(model: Any, text: Array) -> Array:
     """What a model says after each token of a text, float32 ``[N,V]``."""
     with torch.no_grad():
         logits: Array = model(torch.from_numpy(text)[None], use_cache=False).logits[0].float().numpy()
+    return logits
+
+
+def reference_heads(model: Any, heads: Path, text: Array) -> Array:
+    """What a model and Medusa heads on it say after the last token of a text, float32 ``[1+N,V]``."""
+    head = model.get_output_embeddings()
+    taken: list[torch.Tensor] = []
+    hook = head.register_forward_pre_hook(lambda _module, args: taken.append(args[0]))
+    try:
+        own = torch.from_numpy(reference_logits(model, text)[-1:])
+    finally:
+        hook.remove()
+    loaded = load_medusa(heads, hidden=int(head.weight.shape[1]), vocab=int(head.weight.shape[0]))
+    with torch.no_grad():
+        logits: Array = torch.cat([own, loaded.logits(taken[0][0, -1], head)]).numpy()
     return logits

@@ -11,6 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from specexport.contract import tensors
+from specexport.exporter.passes.matching import needed_only_for
+
 Precision = Literal["fp32", "fp16", "int8", "int4"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8", "int4")
 
@@ -84,7 +87,9 @@ class WeightsFile:
             self._path.name, start, length, dtype, shape=ir.Shape(shape), name=name, base_dir=self._path.parent
         )
 
-    def externalize(self, graph: ir.Graph, precision: Precision, block_size: int) -> None:
+    def externalize(
+        self, graph: ir.Graph, precision: Precision, block_size: int, heads: Precision | None = None
+    ) -> None:
         """Moves the weights of a graph, and of the graphs inside it, into the file.
 
         Matrices that are multiplied or looked up are stored at ``precision``; everything else (norms, biases) in fp32.
@@ -94,24 +99,27 @@ class WeightsFile:
             precision: ``fp16`` matrices are cast to fp32 in the graph; ``int8`` and ``int4`` are symmetric, in blocks
                 along the summed axis, undone by DequantizeLinear.
             block_size: weights that share a scale; halved for a matrix it does not divide.
+            heads: how Medusa heads are stored; None for ``precision``.
         """
+        of_heads = set() if heads is None else needed_only_for(graph, tensors.CANDIDATES)
         for value in list(graph.initializers.values()):
+            kind = heads if heads is not None and value in of_heads else precision
             tensor = value.const_value
             if tensor is None or tensor.nbytes <= _INLINE_BYTES:
                 continue
             array = tensor.numpy()
             readers = {_role(node, index) for node, index in value.uses()}
-            if precision == "fp32" or array.dtype != np.float32 or not readers <= {"matmul", "lookup", "tied"}:
+            if kind == "fp32" or array.dtype != np.float32 or not readers <= {"matmul", "lookup", "tied"}:
                 value.const_value = self.write(_name(value), tensor.dtype, array.shape, _row_chunks(array))
-            elif precision == "fp16":
+            elif kind == "fp16":
                 self._store_fp16(graph, value, array)
             else:
-                self._quantize(graph, value, array, precision, block_size)
+                self._quantize(graph, value, array, kind, block_size)
             self._progress(array.nbytes)
         for node in graph:
             for attribute in node.attributes.values():
                 if attribute.type == ir.AttributeType.GRAPH:
-                    self.externalize(attribute.as_graph(), precision, block_size)
+                    self.externalize(attribute.as_graph(), precision, block_size, heads)
 
     def _store_fp16(self, graph: ir.Graph, value: ir.Value, array: npt.NDArray[np.float32]) -> None:
         largest = max(float(np.abs(chunk).max(initial=0.0)) for chunk in _row_chunks(array))

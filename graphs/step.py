@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from specexport.graphs.attention import Lowering, NativeLowering, PassThroughCache, lowering
+from specexport.graphs.medusa import MedusaHeads
 
 
 def pairs(flat: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -44,13 +45,63 @@ def run_model(
     Returns:
         float32 logits ``[B,R,V]``.
     """
+    return _run(model, active, layers, input_ids, position_ids, lambda hidden: _rows(hidden, logits_rows))
+
+
+def run_with_heads(
+    model: torch.nn.Module,
+    heads: MedusaHeads,
+    projection: torch.nn.Module,
+    active: Lowering,
+    layers: int,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    logits_rows: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`run_model`: logits ``[B,R,V]``, and those of Medusa heads ``[B,N,R,V]``.
+
+    ``projection`` is what tied heads end in: the model's own head, or a copy that may be stored in fewer bits.
+    """
+    taken: list[torch.Tensor] = []
+
+    def take(hidden: torch.Tensor) -> torch.Tensor:
+        taken.append(_rows(hidden, logits_rows))
+        return taken[0]
+
+    own = _run(model, active, layers, input_ids, position_ids, take)
+    return own, heads.logits(taken[0], projection).transpose(0, 1).float()
+
+
+def head_projection(model: torch.nn.Module, heads: MedusaHeads | None) -> torch.nn.Module | None:
+    """A copy of the model's head for heads that are tied to it.
+
+    What they propose can be stored in fewer bits than what the model says, and is multiplied by itself anyway: there
+    are several rows of it for each of the model's.
+    """
+    if heads is None or not heads.tied:
+        return None
+    weight: torch.Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
+    copy = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    copy.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
+    return copy
+
+
+def _rows(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows ``[B,R]`` of hidden states ``[B,T,H]``."""
+    return torch.gather(hidden, 1, rows[:, :, None].expand(-1, -1, hidden.shape[-1]))
+
+
+def _run(
+    model: torch.nn.Module,
+    active: Lowering,
+    layers: int,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    before_head: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Logits of what ``before_head`` makes of the hidden states after the final norm."""
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-
-    def keep_rows(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        hidden = args[0]
-        return (torch.gather(hidden, 1, logits_rows[:, :, None].expand(-1, -1, hidden.shape[-1])), *args[1:])
-
-    hook = head.register_forward_pre_hook(keep_rows)
+    hook = head.register_forward_pre_hook(lambda _module, args: (before_head(args[0]), *args[1:]))
     try:
         with lowering(active):
             out = model(
@@ -66,12 +117,24 @@ def run_model(
 
 
 class StepModule(torch.nn.Module):
-    """The target's graph: prefill, decode and verify are this module at different T (see ``contract.tensors``)."""
+    """The target's graph: prefill, decode and verify are this module at different T (see ``contract.tensors``).
 
-    def __init__(self, model: torch.nn.Module, layers: int) -> None:
+    Args:
+        model: loaded with ``attn_implementation=ATTENTION_NAME``.
+        layers: number of attention layers.
+        heads: Medusa heads on its last hidden state, whose candidates are a second output.
+        candidates: M, how many.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, layers: int, heads: MedusaHeads | None = None, candidates: int = 0
+    ) -> None:
         super().__init__()
         self.model = model
         self.layers = layers
+        self.heads = heads
+        self.heads_projection = head_projection(model, heads)
+        self.candidates = candidates
 
     def forward(
         self,
@@ -82,7 +145,68 @@ class StepModule(torch.nn.Module):
         logits_rows: torch.Tensor,
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Returns ``(logits, present_key.0, present_value.0, ...)``."""
+        """Returns ``(logits, present_key.0, present_value.0, ...)``, with heads ``(logits, candidates, ...)``."""
         native = NativeLowering(pairs(past), tree_mask, position_ids, past_length)
-        logits = run_model(self.model, native, self.layers, input_ids, position_ids, logits_rows)
-        return (logits, *flat(native.present))
+        if self.heads is None:
+            logits = run_model(self.model, native, self.layers, input_ids, position_ids, logits_rows)
+            return (logits, *flat(native.present))
+        last = self.heads_projection or self.model
+        logits, ahead = run_with_heads(
+            self.model, self.heads, last, native, self.layers, input_ids, position_ids, logits_rows
+        )
+        return (logits, _best(ahead, self.candidates), *flat(native.present))
+
+
+class CandidatesModule(torch.nn.Module):
+    """A draft with Medusa heads: a step that makes candidates for every depth of a tree instead of logits.
+
+    Args:
+        model: the draft, loaded with ``attn_implementation=ATTENTION_NAME``.
+        layers: number of attention layers.
+        heads: its Medusa heads; its own head proposes for depth 1, head i for depth 2+i.
+        candidates: M, how many at each depth.
+        vocab_size: proposals are below this; the smaller of the target's and the draft's logits width.
+        input_vocab: rows of the draft's embedding; a larger token id, which only the target has, is read as the last.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layers: int,
+        heads: MedusaHeads,
+        candidates: int,
+        vocab_size: int,
+        input_vocab: int,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.layers = layers
+        self.heads = heads
+        self.heads_projection = head_projection(model, heads)
+        self.candidates = candidates
+        self.vocab_size = vocab_size
+        self.input_vocab = input_vocab
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        tree_mask: torch.Tensor,
+        past_length: torch.Tensor,
+        logits_rows: torch.Tensor,
+        past: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns ``(candidates, present_key.0, present_value.0, ...)``."""
+        native = NativeLowering(pairs(past), tree_mask, position_ids, past_length)
+        tokens = input_ids.clamp(max=self.input_vocab - 1)
+        last = self.heads_projection or self.model
+        own, ahead = run_with_heads(
+            self.model, self.heads, last, native, self.layers, tokens, position_ids, logits_rows
+        )
+        best = [_best(logits[..., : self.vocab_size], self.candidates) for logits in (own[:, None], ahead)]
+        return (torch.cat(best, 1), *flat(native.present))
+
+
+def _best(logits: torch.Tensor, candidates: int) -> torch.Tensor:
+    """The most probable tokens, int64 ``[B,N,R,M]``, best first."""
+    return torch.topk(logits, candidates, dim=-1).indices

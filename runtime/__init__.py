@@ -7,9 +7,10 @@
 """
 
 from specexport.contract.errors import BackendError, BundleError, RequestError, SpecExportError
-from specexport.runtime.engine import Chunk, Completion, Engine, Stream
+from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.stats import Stats
+from specexport.runtime.stream import Chunk, Completion, Stream
 
 __all__ = [
     "BackendError",

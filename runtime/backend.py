@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport.contract import tensors
-from specexport.contract.manifest import DraftModel, Manifest, Model
+from specexport.contract.manifest import DraftModel, Manifest, Medusa, MedusaDraft, Model
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.bundle import Bundle
 
@@ -44,10 +44,16 @@ class Graph(Protocol):
             path: the accepted nodes, in order; their rows move to ``past + 1``, ``past + 2``, ...
         """
 
-    def inputs(self, tokens: int, drafts: int = 0) -> dict[str, Array]:
-        """The input arrays of a shape point at the present cache size; ``drafts`` is for propose graphs."""
+    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0) -> dict[str, Array]:
+        """The input arrays of a shape point at the present cache size.
 
-    def run(self, tokens: int, drafts: int = 0) -> dict[str, Array]:
+        Args:
+            tokens: T.
+            rows: R, for step graphs.
+            drafts: K, for propose graphs.
+        """
+
+    def run(self, tokens: int, rows: int = 0, drafts: int = 0) -> dict[str, Array]:
         """Runs at that shape point; the outputs by name, without the caches."""
 
 
@@ -71,21 +77,40 @@ def open_graph(bundle: Bundle, model: Model, batch: int, buffers: Buffers, threa
 
 
 def step_buffers(manifest: Manifest) -> Buffers:
-    """The step graph's arrays (see ``contract.tensors``); every row's logits except in a prefill chunk."""
-    vocab = manifest.target.vocab_size
+    """The target's step graph's arrays (see ``contract.tensors``)."""
+    vocab, medusa = manifest.target.vocab_size, manifest.method("medusa")
 
     def make(point: ShapePoint) -> tuple[dict[str, Array], dict[str, Array]]:
-        batch, tokens, rows = point.batch, point.tokens, point.logits_rows
-        inputs: dict[str, Array] = {
-            tensors.INPUT_IDS: np.zeros((batch, tokens), np.int64),
-            tensors.POSITION_IDS: np.zeros((batch, tokens), np.int64),
-            tensors.TREE_MASK: np.broadcast_to(np.tri(tokens, dtype=np.bool_), (batch, tokens, tokens)).copy(),
-            tensors.PAST_LENGTH: np.zeros(batch, np.int64),
-            tensors.LOGITS_ROWS: np.broadcast_to(np.arange(rows), (batch, rows)).copy(),
-        }
-        return inputs, {tensors.LOGITS: np.zeros((batch, rows, vocab), np.float32)}
+        outputs: dict[str, Array] = {tensors.LOGITS: np.zeros((point.batch, point.rows, vocab), np.float32)}
+        if isinstance(medusa, Medusa):
+            outputs[tensors.CANDIDATES] = _candidates(point, medusa.heads, medusa.candidates)
+        return _step_inputs(point), outputs
 
     return make
+
+
+def candidates_buffers(method: MedusaDraft) -> Buffers:
+    """The arrays of the step graph of a draft with heads."""
+
+    def make(point: ShapePoint) -> tuple[dict[str, Array], dict[str, Array]]:
+        return _step_inputs(point), {tensors.CANDIDATES: _candidates(point, method.heads + 1, method.candidates)}
+
+    return make
+
+
+def _step_inputs(point: ShapePoint) -> dict[str, Array]:
+    batch, tokens, rows = point.batch, point.tokens, point.rows
+    return {
+        tensors.INPUT_IDS: np.zeros((batch, tokens), np.int64),
+        tensors.POSITION_IDS: np.zeros((batch, tokens), np.int64),
+        tensors.TREE_MASK: np.broadcast_to(np.tri(tokens, dtype=np.bool_), (batch, tokens, tokens)).copy(),
+        tensors.PAST_LENGTH: np.zeros(batch, np.int64),
+        tensors.LOGITS_ROWS: np.broadcast_to(np.arange(rows), (batch, rows)).copy(),
+    }
+
+
+def _candidates(point: ShapePoint, depths: int, candidates: int) -> Array:
+    return np.zeros((point.batch, depths, point.rows, candidates), np.int64)
 
 
 def propose_buffers(method: DraftModel) -> Buffers:

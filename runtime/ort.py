@@ -92,7 +92,7 @@ class OnnxRuntimeGraph:
         self._rows = 0
         self._blocks: list[Array] = []
         self._caches: dict[str, Array] = {}
-        self._bound: dict[tuple[int, int], _Bound] = {}
+        self._bound: dict[tuple[int, int, int], _Bound] = {}
         self.reserve(1)
 
     @property
@@ -142,21 +142,21 @@ class OnnxRuntimeGraph:
         for block in self._blocks:
             block[:, slot, :, past + 1 : past + 1 + len(rows)] = block[:, slot, :, rows].transpose(1, 2, 0, 3)
 
-    def inputs(self, tokens: int, drafts: int = 0) -> dict[str, Array]:
+    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        return self._at(tokens, drafts).inputs
+        return self._at(tokens, rows, drafts).inputs
 
-    def run(self, tokens: int, drafts: int = 0) -> dict[str, Array]:
+    def run(self, tokens: int, rows: int = 0, drafts: int = 0) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        bound = self._at(tokens, drafts)
+        bound = self._at(tokens, rows, drafts)
         self._session.run_with_iobinding(bound.binding)
         return bound.outputs
 
-    def _at(self, tokens: int, drafts: int) -> _Bound:
-        bound = self._bound.get((tokens, drafts))
+    def _at(self, tokens: int, rows: int, drafts: int) -> _Bound:
+        bound = self._bound.get((tokens, rows, drafts))
         if bound is None:
-            point = ShapePoint(self._batch, tokens, self._rows, drafts)
-            bound = self._bound[tokens, drafts] = self._bind(point)
+            point = ShapePoint(self._batch, tokens, self._rows, rows, drafts)
+            bound = self._bound[tokens, rows, drafts] = self._bind(point)
         return bound
 
     def _bind(self, point: ShapePoint) -> _Bound:

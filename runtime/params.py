@@ -31,8 +31,9 @@ class SamplingParams:
         ignore_eos: go on past end-of-text tokens, as benchmarks do.
         acceptance: ``lossless``, or ``typical``: a draft token stays if it is likely enough, so more are accepted and
             what is sampled is no longer the model's own distribution. Greedy decoding is lossless either way.
-        posterior_threshold: epsilon of typical acceptance (Medusa, arXiv 2401.10774).
-        posterior_alpha: its alpha: a token of probability p stays if p > min(epsilon, alpha * exp(-entropy)).
+        posterior_threshold: epsilon of typical acceptance (Medusa, arXiv 2401.10774); None for the bundle's.
+        posterior_alpha: its alpha: a token of probability p stays if p > min(epsilon, alpha * exp(-entropy)); None for
+            the bundle's.
 
     Raises:
         RequestError: a value is out of range; names the field.
@@ -47,8 +48,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     acceptance: Literal["lossless", "typical"] = "lossless"
-    posterior_threshold: float = 0.09
-    posterior_alpha: float = 0.3
+    posterior_threshold: float | None = None
+    posterior_alpha: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -65,7 +66,7 @@ class SamplingParams:
         _require("acceptance", self.acceptance, self.acceptance in known, " or ".join(map(repr, known)))
         for name in ("posterior_threshold", "posterior_alpha"):
             value = getattr(self, name)
-            _require(name, value, _finite(value) and 0 <= value <= 1, "a number in [0, 1]")
+            _require(name, value, value is None or (_finite(value) and 0 <= value <= 1), "a number in [0, 1]")
         texts = all(isinstance(text, str) and text for text in self.stop)
         _require("stop", self.stop, texts, "texts that are not empty")
 

@@ -160,12 +160,14 @@ def accept_typical(
         logits: float32 ``[N,V]``.
         tree: its N nodes.
         draft_tokens: int64 ``[N-1]``, those of nodes 1 to N-1.
-        params: gives p, epsilon (``posterior_threshold``) and alpha (``posterior_alpha``).
+        params: gives p, epsilon (``posterior_threshold``) and alpha (``posterior_alpha``), both set.
         uniform: noise in [0,1) for the token after the path.
 
     Returns:
         The nodes accepted, in order, and the token that follows them.
     """
+    epsilon, alpha = params.posterior_threshold, params.posterior_alpha
+    assert epsilon is not None and alpha is not None  # the engine fills in the bundle's
     found: dict[int, Doubles] = {}
 
     def p_at(node: int) -> Doubles:
@@ -179,7 +181,7 @@ def accept_typical(
         if parent in stays:
             p = p_at(parent)
             chance = float(p[int(draft_tokens[node - 1])])
-            if chance > min(params.posterior_threshold, params.posterior_alpha * float(np.exp(-entropy(p)))):
+            if chance > min(epsilon, alpha * float(np.exp(-entropy(p)))):
                 depth, log_p = stays[parent]
                 stays[node] = (depth + 1, log_p + float(np.log(chance)))
                 if (depth + 1, stays[node][1]) > best[:2]:

@@ -17,7 +17,7 @@ class Stats:
         steps: verify steps, plain ones included.
         drafted: draft tokens verified.
         accepted: draft tokens accepted.
-        accepted_at: how often the draft token at each position of a step was accepted.
+        accepted_at: how often a draft token was accepted at each depth of a step's tree.
         steps_with_draft: steps that verified draft tokens.
         prefill: time in the target's prefill.
         propose: time proposing, the draft's own prefill included.
@@ -55,7 +55,7 @@ class Stats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Share of steps in which the draft token at each position was accepted."""
+        """Share of steps in which a draft token was accepted at each depth."""
         return [count / self.steps_with_draft for count in self.accepted_at] if self.steps_with_draft else []
 
     @property
@@ -68,14 +68,14 @@ class Stats:
         """Output tokens a second of decoding."""
         return self.output_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-    def count_step(self, drafted: int, accepted: int) -> None:
-        """Adds one verify step."""
+    def count_step(self, drafted: int = 0, depth: int = 0, accepted: int = 0) -> None:
+        """Adds one step: draft tokens verified, the longest path among them, and how many were accepted."""
         self.steps += 1
         self.drafted += drafted
         self.accepted += accepted
         if drafted:
             self.steps_with_draft += 1
-            self.accepted_at += [0] * (drafted - len(self.accepted_at))
+            self.accepted_at += [0] * (depth - len(self.accepted_at))
             for position in range(accepted):
                 self.accepted_at[position] += 1
 

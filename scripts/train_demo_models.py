@@ -1,10 +1,12 @@
-"""Train the demonstration pair: a 6M-parameter target and a draft an eighth of its size, distilled from it.
+"""Train the demonstration models: a 6M-parameter target, a draft an eighth of its size, and the target's Medusa heads.
 
     python scripts/train_demo_models.py --compile        # what made examples/models; 80 minutes on two CPU cores
+    python scripts/train_demo_models.py --medusa-only    # heads for the target in examples/models
     python scripts/train_demo_models.py --smoke --out /tmp/smoke
 
-The stages follow each other: tokenizer, target, text sampled from the target, draft, acceptance, export. Each leaves
-its result in the `--work` folder, and a second run with the same options goes on from there.
+The stages follow each other: tokenizer, target, text sampled from the target, draft, acceptance, heads, export. Each
+leaves its result in the `--work` folder, and a second run with the same options goes on from there. The training
+itself is that of `specexport.training`, which `specexport train` serves for other models.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ import argparse
 import copy
 import platform
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from demo_corpus import (
     CARD,
+    HEADS_CARD,
     cut_prompts,
     encode_stream,
     export,
@@ -31,137 +33,42 @@ from demo_corpus import (
     train_tokenizer,
     write_jsonl,
 )
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from specexport.exporter.medusa import save_medusa
+from specexport.training.data import sampled_windows, seeded
+from specexport.training.distill import (
+    DIVERGENCES,
+    acceptance_length,
+    accepted_positions,
+    continue_text,
+    distillation_loss,
+    inherit_embedding,
+    mixed_temperatures,
+    sample_texts,
+)
+from specexport.training.draft import new_llama
+from specexport.training.heads import HeadOptions, head_accuracy, new_heads, train_heads
+from specexport.training.loop import Loss, Schedule, Trained, muon_and_adamw, train
+from specexport.training.setup import Place, Watch, written_beside
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 1024
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 128, 96  # of the acceptance measurement
 CORPUS_STEPS = 64  # of the draft, before four of five steps take text sampled from the target
-SAMPLED_SHAPE = (96, 160)  # tokens of prompt and of continuation in the draft's training texts
-
-
-def build_model(hidden: int, heads: int, kv_heads: int, ffn: int, layers: int) -> LlamaForCausalLM:
-    """Return a freshly initialised Llama with tied embeddings and heads of 64 channels."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=hidden,
-            intermediate_size=ffn,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=64,
-            max_position_embeddings=MAX_POSITIONS,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+SAMPLED_SHAPE = (96, 160)  # tokens of prompt and of continuation in the texts sampled from the target
+HEADS, HEADS_RATE = 4, 5e-3  # the learning rate is five times that of the paper, for deep and narrow heads
 
 
 def build_target() -> LlamaForCausalLM:
     """About 6.0M parameters."""
-    return build_model(hidden=256, heads=4, kv_heads=2, ffn=672, layers=7)
+    return new_llama(VOCAB_SIZE, 256, heads=4, kv_heads=2, ffn=672, layers=7, positions=MAX_POSITIONS, end=0)
 
 
 def build_draft() -> LlamaForCausalLM:
     """About 0.75M parameters, half of them in the embedding."""
-    return build_model(hidden=96, heads=2, kv_heads=1, ffn=288, layers=3)
-
-
-# ---------------------------------------------------------------------------------------------------- training
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Warm-up, a constant middle and a linear decay to zero over the last `decay` of the steps.
-
-    The constant middle makes the first steps of a long and of a short run the same (Hägele et al., arXiv 2405.18392).
-    """
-
-    steps: int
-    warmup: int
-    decay: float
-
-    def __call__(self, step: int) -> float:
-        """Return the factor on the learning rate at `step`, counted from 0."""
-        return min(1.0, (step + 1) / self.warmup, (self.steps - step) / max(1.0, self.decay * self.steps))
-
-
-def make_optimizers(model: LlamaForCausalLM, matrix_lr: float, other_lr: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices inside the layers, and AdamW for the tied embedding and the norms."""
-    matrices, others = [], []
-    for name, parameter in model.named_parameters():
-        (matrices if parameter.ndim == 2 and "embed_tokens" not in name else others).append(parameter)
-    return [
-        torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-
-
-def train(
-    name: str,
-    model: LlamaForCausalLM,
-    optimizers: list[torch.optim.Optimizer],
-    schedule: Schedule,
-    loss_at: Callable[[int], Tensor],
-    evaluate: Callable[[], str],
-    work: Path,
-    log: Callable[[str], None],
-) -> float:
-    """Train until `schedule.steps`, with a checkpoint at each evaluation; return the seconds spent in all runs.
-
-    `loss_at(step)` must depend on nothing but the model and the step, which makes a resumed run equal to a whole one.
-    """
-    checkpoint = work / f"{name}.pt"
-    step, seconds = 0, 0.0
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        step, seconds = state["step"], state["seconds"]
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        log(f"{name}: resumed at step {step}")
-    base_rates = [[group.setdefault("base_lr", group["lr"]) for group in o.param_groups] for o in optimizers]
-    every = max(10, min(50, schedule.steps // 10))
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    ) as progress:
-        task = progress.add_task(name, total=schedule.steps, completed=step)
-        running = 0.0
-        began = time.monotonic()
-        model.train()
-        while step < schedule.steps:
-            for optimizer, rates in zip(optimizers, base_rates, strict=True):
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate * schedule(step)
-            loss = loss_at(step)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            step += 1
-            running = loss.item() if step == 1 or not running else 0.95 * running + 0.05 * loss.item()
-            progress.update(task, completed=step, description=f"{name} loss {running:.3f}")
-            if step % every == 0 or step == schedule.steps:
-                spent = seconds + time.monotonic() - began
-                log(f"{name}: step {step} loss {running:.4f} {evaluate()} after {spent:.0f} s")
-                state = {
-                    "step": step,
-                    "seconds": spent,
-                    "model": model.state_dict(),
-                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                }
-                partial = checkpoint.with_suffix(".tmp")
-                torch.save(state, partial)
-                partial.replace(checkpoint)
-                seconds, began = spent, time.monotonic()
-    return seconds
+    return new_llama(VOCAB_SIZE, 96, heads=2, kv_heads=1, ffn=288, layers=3, positions=MAX_POSITIONS, end=0)
 
 
 def next_token_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
@@ -174,141 +81,8 @@ def next_token_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, windows: Tensor) -> float:
     """Mean cross-entropy in nats a token over held-out windows `[count, length + 1]`."""
-    model.eval()
     losses = [next_token_loss(model, part).item() * len(part) for part in windows.split(8)]
-    model.train()
     return sum(losses) / len(windows)
-
-
-# -------------------------------------------------------------------------------------------------- distillation
-
-
-def divergence(student: Tensor, teacher: Tensor, kind: str) -> Tensor:
-    """Mean divergence of the next-token distributions, from logits `[positions, vocabulary]` of either model.
-
-    The four kinds are those of DistillSpec (Zhou et al., arXiv 2310.08461, section 3): with the teacher's p and the
-    student's q, forward_kl is KL(p||q), reverse_kl is KL(q||p), jsd is the mean of the two divergences from
-    (p + q) / 2, and tvd is half the sum of |p - q|, which is the chance that speculative sampling rejects a token.
-    """
-    log_q, log_p = F.log_softmax(student.float(), dim=-1), F.log_softmax(teacher.float(), dim=-1)
-    if kind == "forward_kl":
-        return F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
-    if kind == "reverse_kl":
-        return F.kl_div(log_p, log_q, log_target=True, reduction="batchmean")
-    if kind == "jsd":
-        log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0))
-        sides = [F.kl_div(log_m, side, log_target=True, reduction="batchmean") for side in (log_p, log_q)]
-        return 0.5 * (sides[0] + sides[1])
-    if kind == "tvd":
-        return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(dim=-1).mean()
-    raise ValueError(f"unknown divergence {kind!r}")
-
-
-@torch.no_grad()
-def inherit_embedding(draft: LlamaForCausalLM, target: LlamaForCausalLM) -> None:
-    """Start the draft's tied embedding `[vocabulary, hidden]` as the target's in its leading singular directions.
-
-    Of all embeddings of that width it keeps the target's dot products between tokens best (Eckart and Young, 1936).
-    """
-    left, scale, _ = torch.linalg.svd(target.get_input_embeddings().weight.float(), full_matrices=False)
-    width = draft.config.hidden_size
-    draft.get_input_embeddings().weight.copy_(left[:, :width] * scale[:width])
-
-
-def distillation_loss(draft: LlamaForCausalLM, teacher: LlamaForCausalLM, ids: Tensor, keep: int, kind: str) -> Tensor:
-    """Divergence over the last `keep` predicted positions of the sequences `ids` `[batch, length + 1]`."""
-    with torch.no_grad():
-        wanted = teacher(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=keep).logits
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = draft(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=keep).logits
-    return divergence(logits.flatten(0, 1), wanted.flatten(0, 1), kind)
-
-
-@torch.no_grad()
-def continue_text(
-    model: LlamaForCausalLM, prompts: Tensor, new_tokens: int, temperatures: Tensor, generator: torch.Generator
-) -> Tensor:
-    """Continue `prompts` `[batch, length]`, each at its own temperature `[batch]`: `[batch, length + new_tokens]`.
-
-    A token is the argmax of logits + temperature * Gumbel noise, which draws from softmax(logits / temperature), and
-    is greedy at temperature 0. The text goes on after an end-of-text token, as it does in the training stream.
-    """
-    ids, inputs, cache = prompts, prompts, None
-    for _ in range(new_tokens):
-        output = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
-        logits = output.logits[:, -1].float()
-        noise = -torch.empty_like(logits).exponential_(generator=generator).log()
-        inputs = (logits + temperatures[:, None] * noise).argmax(dim=-1, keepdim=True)
-        ids = torch.cat([ids, inputs], dim=1)
-    return ids
-
-
-def sample_training_text(
-    teacher: LlamaForCausalLM, stream: Tensor, count: int, shape: tuple[int, int], seed: int, work: Path
-) -> Tensor:
-    """Let the teacher continue `count` windows of the corpus: `[count, sum(shape)]`.
-
-    `shape` is the length of the prompts and of the continuations. Half of the rows are greedy; the others have
-    temperatures between 0.5 and 1. Rows are made in batches of 256 and kept in `work`.
-    """
-    batches = []
-    with Progress(TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as progress:
-        for start in progress.track(range(0, count, 256)):
-            path = work / f"sampled-{start}.pt"
-            if not path.exists():
-                generator = torch.Generator().manual_seed(seed * 1_000_003 + 500_000 + start)
-                rows = min(256, count - start)
-                temperatures = 0.5 + 0.5 * torch.rand(rows, generator=generator)
-                temperatures[::2] = 0.0
-                prompts = random_windows(stream, rows, shape[0], generator)
-                torch.save(continue_text(teacher, prompts, shape[1], temperatures, generator), path)
-            batches.append(torch.load(path, weights_only=True))
-    return torch.cat(batches)
-
-
-# ---------------------------------------------------------------------------------------------------- acceptance
-
-
-@torch.no_grad()
-def accepted_positions(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM, trajectories: Tensor, prompt: int, temperature: float, seed: int
-) -> Tensor:
-    """Say for each token after `prompt` of the target's own `trajectories` whether it is a draft token: `[n, new]`.
-
-    Speculative sampling (Leviathan et al., arXiv 2211.17192) emits a token x by acceptance with probability
-    min(p(x), q(x)) and emits it at all with p(x). Given the target's trajectory, x was thus accepted with probability
-    min(1, q(x) / p(x)). In greedy decoding it was accepted if it is the draft's argmax.
-    """
-    new = trajectories.shape[1] - prompt
-    tokens = trajectories[:, prompt:, None]
-    p, q = (
-        m(input_ids=trajectories[:, :-1], use_cache=False, logits_to_keep=new).logits.float() for m in (target, draft)
-    )
-    if temperature == 0.0:
-        return q.argmax(dim=-1) == tokens[..., 0]
-    ratio = (
-        (q / temperature).log_softmax(-1).gather(-1, tokens) - (p / temperature).log_softmax(-1).gather(-1, tokens)
-    ).exp()
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(tokens.shape[:2], generator=generator) < ratio[..., 0]
-
-
-def acceptance_length(accepted: Tensor, draft_tokens: int) -> float:
-    """Mean tokens per step, the target's own token included, in blocks of `draft_tokens` over `accepted` `[n, new]`.
-
-    A block that the end of the row would cut short is not counted.
-    """
-    tokens = steps = 0
-    for row in accepted.tolist():
-        position = 0
-        while position + draft_tokens < len(row):
-            block = [*row[position : position + draft_tokens], False]
-            emitted = block.index(False) + 1
-            position += emitted
-            tokens += emitted
-            steps += 1
-    return tokens / steps
 
 
 def acceptance_table(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: Tensor, new: int, seed: int) -> str:
@@ -333,7 +107,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sampled", type=int, default=6144, help="texts sampled from the target (default: %(default)s)"
     )
-    parser.add_argument("--divergence", choices=["forward_kl", "reverse_kl", "jsd", "tvd"], default="forward_kl")
+    parser.add_argument("--divergence", choices=DIVERGENCES, default="forward_kl")
+    parser.add_argument("--medusa-layers", type=int, default=6, help="residual blocks a head (default: %(default)s)")
+    parser.add_argument("--medusa-steps", type=int, default=3500, help="of 16 texts (default: %(default)s)")
+    parser.add_argument("--medusa-only", action="store_true", help="train only heads, for the target in `--out`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("examples"), help="gets models/ and prompts/")
@@ -342,13 +119,218 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a run of seconds, for tests; the models are useless")
     args = parser.parse_args()
     if args.smoke:
-        args.target_steps, args.draft_steps, args.sampled = 6, 6, 16
+        args.target_steps, args.draft_steps, args.sampled, args.medusa_steps = 6, 6, 16, 6
     if args.work is None and args.smoke:
         args.work = Path(tempfile.mkdtemp(prefix="demo-train-"))
     elif args.work is None:
-        key = f"{args.target_steps}-{args.draft_steps}-{args.sampled}-{args.divergence}-{args.seed}"
+        pair = f"{args.target_steps}-{args.draft_steps}-{args.sampled}-{args.divergence}-{args.seed}"
+        key = f"medusa-{args.sampled}-{args.seed}" if args.medusa_only else pair
         args.work = Path(tempfile.gettempdir()) / f"demo-train-{key}"
     return args
+
+
+class Demo:
+    """The corpus, the options and what the stages share."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        files = read_corpus()
+        self.training = [file for file in files if not file.held_out][:: 16 if args.smoke else 1]
+        self.held_out = [file for file in files if file.held_out]
+        self.models = args.out / "models"
+        self.tokenizer: Any = (
+            AutoTokenizer.from_pretrained(self.models / "demo-target")
+            if args.medusa_only
+            else train_tokenizer(self.training, VOCAB_SIZE, MAX_POSITIONS)
+        )
+        self.stream = encode_stream(self.tokenizer, self.training, args.seed)
+        held_out_stream = encode_stream(self.tokenizer, self.held_out, args.seed)
+        self.windows = held_out_stream[: held_out_stream.numel() // 513 * 513].view(-1, 513)
+        self.windows = self.windows[: 4 if args.smoke else None]
+        self.log(
+            f"corpus: {len(self.training)} files, {self.stream.numel()} tokens; "
+            f"held out {len(self.held_out)}, {held_out_stream.numel()}"
+        )
+        self.rows = cut_prompts(self.tokenizer, self.held_out, PROMPTS, PROMPT_TOKENS, args.seed)
+        self.prompts = torch.tensor(self.tokenizer([row["text"] for row in self.rows])["input_ids"])
+        self.compiled: Callable = partial(torch.compile, dynamic=False) if args.compile else lambda function: function
+
+    def log(self, line: str) -> None:
+        """Print a line, and keep it."""
+        print(line, flush=True)
+        with (self.args.work / "progress.log").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def train(
+        self,
+        name: str,
+        model: LlamaForCausalLM,
+        rate: float,
+        schedule: Schedule,
+        loss_at: Callable[[int], Loss],
+        evaluate: Callable[[], str],
+    ) -> Trained:
+        """Train a model with Muon and AdamW."""
+        return train(
+            name,
+            dict(model.named_parameters()),
+            muon_and_adamw(model, rate, rate),
+            schedule,
+            loss_at,
+            checkpoint=self.args.work / f"{name}.pt",
+            log=self.log,
+            evaluate=evaluate,
+        )
+
+    def train_target(self, target: LlamaForCausalLM) -> Trained:
+        """The target learns the corpus."""
+        fast_loss = self.compiled(next_token_loss)
+
+        def loss_at(step: int) -> Loss:
+            return fast_loss(target, random_windows(self.stream, 8, 513, seeded(self.args.seed, step))), {}
+
+        schedule = Schedule(self.args.target_steps, warmup=50, decay=0.35)
+        few = self.windows[:32]
+        return self.train(
+            "target", target, 4e-3, schedule, loss_at, lambda: f"held-out {held_out_loss(target, few):.4f}"
+        )
+
+    def sample(self, teacher: LlamaForCausalLM) -> Tensor:
+        """Texts of the target, which the draft and the heads learn: `[count, sum(SAMPLED_SHAPE)]`."""
+        prompt, new = SAMPLED_SHAPE
+        return sample_texts(
+            teacher,
+            lambda rows, generator: random_windows(self.stream, rows, prompt, generator),
+            self.args.sampled,
+            new,
+            seed=self.args.seed,
+            work=self.args.work,
+        )
+
+    def train_draft(
+        self, draft: LlamaForCausalLM, target: LlamaForCausalLM, teacher: LlamaForCausalLM, sampled: Tensor
+    ) -> Trained:
+        """The draft learns the target's distribution, mostly over the target's own texts."""
+        seed, kind = self.args.seed, self.args.divergence
+        fast_loss = self.compiled(distillation_loss)
+        greedy = continue_text(target, self.prompts, NEW_TOKENS, torch.zeros(len(self.prompts)), seeded(seed, 0))
+
+        def loss_at(step: int) -> Loss:
+            generator = seeded(seed, 700_000 + step)
+            if step < CORPUS_STEPS or step % 5 == 0:
+                windows = random_windows(self.stream, 4, 513, generator)
+                return fast_loss(draft, teacher, windows, 512, kind), {}
+            chosen = torch.randint(len(sampled), (16,), generator=generator)
+            return fast_loss(draft, teacher, sampled[chosen], SAMPLED_SHAPE[1], kind), {}
+
+        def score() -> str:
+            accepted = accepted_positions(target, draft, greedy, PROMPT_TOKENS, 0.0, seed)
+            return f"acceptance length at 3 draft tokens {acceptance_length(accepted, 3):.3f}"
+
+        return self.train("draft", draft, 6e-3, Schedule(self.args.draft_steps, warmup=50, decay=0.5), loss_at, score)
+
+    def train_heads(self, target: LlamaForCausalLM, teacher: LlamaForCausalLM, sampled: Tensor) -> None:
+        """Heads learn the target's own texts, and are exported."""
+        args = self.args
+        place = Place(torch.device("cpu"), bf16=True)
+        ends = (self.tokenizer.eos_token_id,)
+        torch.manual_seed(args.seed)
+        heads = new_heads(HEADS, args.medusa_layers, teacher, tied=True)
+        trained = train_heads(
+            heads,
+            teacher,
+            sampled_windows(sampled, SAMPLED_SHAPE[0], ends),
+            HeadOptions(steps=args.medusa_steps, batch_size=16, lr=HEADS_RATE, warmup=0.03, seed=args.seed),
+            place=place,
+            checkpoint=args.work / f"heads-{args.medusa_layers}-{args.medusa_steps}.pt",
+            watch=Watch(self.log),
+        )
+        generator = seeded(args.seed, 800_000)
+        temperatures = mixed_temperatures(len(self.prompts), generator)
+        held_out = continue_text(target, self.prompts, NEW_TOKENS, temperatures, generator)
+        accuracy = head_accuracy(heads, teacher, sampled_windows(held_out, PROMPT_TOKENS, ends), place)
+        ranks = (1, 2, 3, 5, 10)
+        table = [f"| head | {' | '.join(f'top-{rank}' for rank in ranks)} |", "|---" * (len(ranks) + 1) + "|"]
+        table += [
+            f"| {n} | " + " | ".join(f"{sum(row[:rank]):.3f}" for rank in ranks) + " |"
+            for n, row in enumerate(accuracy)
+        ]
+        self.log("\n".join(table))
+        card = HEADS_CARD.format(
+            heads=HEADS,
+            layers=args.medusa_layers,
+            parameters=sum(parameter.numel() for parameter in heads.parameters()),
+            python=platform.python_version(),
+            sampled=args.sampled,
+            training=f"{args.medusa_steps} steps of 16 texts, AdamW, {trained.seconds / 60:.0f} minutes on "
+            f"{args.threads} CPU cores in bfloat16",
+            seed=args.seed,
+            command=self.command(),
+            prompts=len(self.prompts),
+            prompt_tokens=PROMPT_TOKENS,
+            new_tokens=NEW_TOKENS,
+            table="\n".join(table),
+        )
+        weight = target.get_output_embeddings().weight
+        with written_beside(self.models / "demo-medusa") as folder:
+            # The compatible files repeat the target's projection for every head: nine megabytes to say nothing new.
+            save_medusa(folder, heads, weight, base="demo-target", accuracy=accuracy, compatible=False)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+
+    def command(self) -> str:
+        """What was typed, with the defaults written out."""
+        args = self.args
+        medusa = f"--medusa-layers {args.medusa_layers} --medusa-steps {args.medusa_steps}"
+        common = f"--sampled {args.sampled} --seed {args.seed} --threads {args.threads} {medusa}"
+        if args.medusa_only:
+            return f"python scripts/train_demo_models.py --medusa-only {common}"
+        return (
+            f"python scripts/train_demo_models.py --target-steps {args.target_steps} --draft-steps {args.draft_steps} "
+            f"--divergence {args.divergence} {common}{' --compile' if args.compile else ''}"
+        )
+
+    def export_pair(
+        self, target: LlamaForCausalLM, draft: LlamaForCausalLM, target_seconds: float, draft_seconds: float
+    ) -> None:
+        """Write both models with their cards, and the held-out prompts."""
+        args = self.args
+        table = acceptance_table(target, draft, self.prompts, NEW_TOKENS, args.seed)
+        self.log(table)
+        summaries = {
+            "target": "A small language model of Python source text: the target of a pair for speculative decoding.",
+            "draft": f"The draft model of `demo-target`, distilled from it with the divergence `{args.divergence}`.",
+        }
+        trainings = {
+            "target": f"{args.target_steps} steps of 8 x 512 tokens, Muon and AdamW, {target_seconds / 60:.0f} minutes",
+            "draft": f"{args.draft_steps} steps, all but the first {CORPUS_STEPS} mostly on {args.sampled} texts "
+            f"sampled from the target, Muon and AdamW, {draft_seconds / 60:.0f} minutes",
+        }
+        for name, model in (("target", target), ("draft", draft)):
+            text = continue_text(model, self.prompts[:1], NEW_TOKENS, torch.zeros(1), seeded(args.seed, 0))[0]
+            card = CARD.format(
+                name=f"demo-{name}",
+                summary=summaries[name],
+                layers=model.config.num_hidden_layers,
+                hidden=model.config.hidden_size,
+                parameters=model.num_parameters(),
+                vocabulary=len(self.tokenizer),
+                python=platform.python_version(),
+                files=len(self.training),
+                tokens=self.stream.numel(),
+                held_out=len(self.held_out),
+                loss=held_out_loss(model, self.windows),
+                training=f"{trainings[name]} on {args.threads} CPU cores in bfloat16 autocast",
+                seed=args.seed,
+                command=self.command(),
+                prompts=len(self.prompts),
+                prompt_tokens=PROMPT_TOKENS,
+                new_tokens=NEW_TOKENS,
+                table=table,
+                sample_file=self.rows[0]["file"],
+                sample=self.rows[0]["text"] + "<<<" + self.tokenizer.decode(text[PROMPT_TOKENS:]),
+            )
+            export(model, self.tokenizer, self.models / f"demo-{name}", card)
+        write_jsonl(self.rows, args.out / "prompts" / "held_out.jsonl")
 
 
 def main() -> None:
@@ -356,122 +338,23 @@ def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
-    log_path = args.work / "progress.log"
-
-    def log(line: str) -> None:
-        print(line, flush=True)
-        with log_path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-
-    files = read_corpus()
-    training = [file for file in files if not file.held_out][:: 16 if args.smoke else 1]
-    held_out = [file for file in files if file.held_out]
-    tokenizer = train_tokenizer(training, VOCAB_SIZE, MAX_POSITIONS)
-    stream = encode_stream(tokenizer, training, args.seed)
-    held_out_stream = encode_stream(tokenizer, held_out, args.seed)
-    all_windows = held_out_stream[: held_out_stream.numel() // 513 * 513].view(-1, 513)[: 4 if args.smoke else None]
-    few_windows = all_windows[:32]
-    log(f"corpus: {len(training)} files, {stream.numel()} tokens; held out {len(held_out)}, {held_out_stream.numel()}")
-    rows = cut_prompts(tokenizer, held_out, PROMPTS, PROMPT_TOKENS, args.seed)
-    prompts = torch.tensor(tokenizer([row["text"] for row in rows])["input_ids"])
-
-    def generator_at(step: int) -> torch.Generator:
-        return torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-
+    demo = Demo(args)
+    if args.medusa_only:
+        target = LlamaForCausalLM.from_pretrained(demo.models / "demo-target", dtype=torch.float32).eval()
+        teacher = copy.deepcopy(target).to(torch.bfloat16)
+        demo.train_heads(target, teacher, demo.sample(teacher))
+        return
     torch.manual_seed(args.seed)
     target, draft = build_target(), build_draft()
-
-    compiled: Callable = partial(torch.compile, dynamic=False) if args.compile else lambda function: function
-    fast_next_token_loss, fast_distillation_loss = compiled(next_token_loss), compiled(distillation_loss)
-
-    def target_loss(step: int) -> Tensor:
-        return fast_next_token_loss(target, random_windows(stream, 8, 513, generator_at(step)))
-
-    target_seconds = train(
-        "target",
-        target,
-        make_optimizers(target, matrix_lr=4e-3, other_lr=4e-3),
-        Schedule(args.target_steps, warmup=50, decay=0.35),
-        target_loss,
-        lambda: f"held-out {held_out_loss(target, few_windows):.4f}",
-        args.work,
-        log,
-    )
+    target_seconds = demo.train_target(target).seconds
     target.eval()
     inherit_embedding(draft, target)
     teacher = copy.deepcopy(target).to(torch.bfloat16)
-    sampled = sample_training_text(teacher, stream, args.sampled, SAMPLED_SHAPE, args.seed, args.work)
-    greedy = continue_text(target, prompts, NEW_TOKENS, torch.zeros(len(prompts)), generator_at(0))
-
-    def draft_loss(step: int) -> Tensor:
-        generator = generator_at(700_000 + step)
-        if step < CORPUS_STEPS or step % 5 == 0:
-            return fast_distillation_loss(
-                draft, teacher, random_windows(stream, 4, 513, generator), 512, args.divergence
-            )
-        chosen = torch.randint(len(sampled), (16,), generator=generator)
-        return fast_distillation_loss(draft, teacher, sampled[chosen], SAMPLED_SHAPE[1], args.divergence)
-
-    def draft_score() -> str:
-        draft.eval()
-        accepted = accepted_positions(target, draft, greedy, PROMPT_TOKENS, 0.0, args.seed)
-        draft.train()
-        return f"acceptance length at 3 draft tokens {acceptance_length(accepted, 3):.3f}"
-
-    draft_seconds = train(
-        "draft",
-        draft,
-        make_optimizers(draft, matrix_lr=6e-3, other_lr=6e-3),
-        Schedule(args.draft_steps, warmup=50, decay=0.5),
-        draft_loss,
-        draft_score,
-        args.work,
-        log,
-    )
+    sampled = demo.sample(teacher)
+    draft_seconds = demo.train_draft(draft, target, teacher, sampled).seconds
     draft.eval()
-    table = acceptance_table(target, draft, prompts, NEW_TOKENS, args.seed)
-    log(table)
-
-    command = (
-        f"python scripts/train_demo_models.py --target-steps {args.target_steps} --draft-steps {args.draft_steps} "
-        f"--sampled {args.sampled} --divergence {args.divergence} --seed {args.seed} --threads {args.threads}"
-        f"{' --compile' if args.compile else ''}"
-    )
-    summaries = {
-        "target": "A small language model of Python source text: the target of a pair for speculative decoding.",
-        "draft": f"The draft model of `demo-target`, distilled from it with the divergence `{args.divergence}`.",
-    }
-    trainings = {
-        "target": f"{args.target_steps} steps of 8 x 512 tokens, Muon and AdamW, {target_seconds / 60:.0f} minutes",
-        "draft": f"{args.draft_steps} steps, all but the first {CORPUS_STEPS} mostly on {args.sampled} texts sampled "
-        f"from the target, Muon and AdamW, {draft_seconds / 60:.0f} minutes",
-    }
-    for name, model in (("target", target), ("draft", draft)):
-        text = continue_text(model, prompts[:1], NEW_TOKENS, torch.zeros(1), generator_at(0))[0]
-        card = CARD.format(
-            name=f"demo-{name}",
-            summary=summaries[name],
-            layers=model.config.num_hidden_layers,
-            hidden=model.config.hidden_size,
-            parameters=model.num_parameters(),
-            vocabulary=len(tokenizer),
-            python=platform.python_version(),
-            files=len(training),
-            tokens=stream.numel(),
-            held_out=len(held_out),
-            loss=held_out_loss(model, all_windows),
-            training=f"{trainings[name]} on {args.threads} CPU cores in bfloat16 autocast",
-            seed=args.seed,
-            command=command,
-            prompts=len(prompts),
-            prompt_tokens=PROMPT_TOKENS,
-            new_tokens=NEW_TOKENS,
-            table=table,
-            sample_file=rows[0]["file"],
-            sample=rows[0]["text"] + "<<<" + tokenizer.decode(text[PROMPT_TOKENS:]),
-        )
-        export(model, tokenizer, args.out / "models" / f"demo-{name}", card)
-    write_jsonl(rows, args.out / "prompts" / "held_out.jsonl")
+    demo.export_pair(target, draft, target_seconds, draft_seconds)
+    demo.train_heads(target, teacher, sampled)
 
 
 if __name__ == "__main__":

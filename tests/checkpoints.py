@@ -15,6 +15,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
+from specexport.exporter.medusa import save_medusa
+from specexport.graphs.medusa import MedusaHeads
+
 VOCAB = 320
 MAX_POSITIONS = 512
 WINDOW = 8
@@ -106,8 +109,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(family: str, *, seed: int = 0, **config: Any) -> torch.nn.Module:
-    """A random model; ``family`` is one of ``FAMILIES`` or any ``model_type`` whose sizes ``config`` gives."""
+def make_model(family: str, *, seed: int = 0, calm: bool = False, **config: Any) -> torch.nn.Module:
+    """A random model; ``family`` is one of ``FAMILIES`` or any ``model_type`` whose sizes ``config`` gives.
+
+    Its texts are chaotic. The layers of a calm model add little to the embeddings, so that what comes two tokens later
+    can be learnt too.
+    """
     settings = {
         "vocab_size": VOCAB,
         "bos_token_id": BOS,
@@ -125,20 +132,55 @@ def make_model(family: str, *, seed: int = 0, **config: Any) -> torch.nn.Module:
             noise = torch.randn(parameter.shape, generator=generator)
             # Matrices are drawn anew; norms and biases are moved away from ones and zeros.
             parameter.copy_(0.25 * noise if parameter.ndim > 1 else parameter + 0.2 * noise)
+        for name, parameter in model.named_parameters():
+            if calm and name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter *= 0.1
     return model.eval()
 
 
-def make_checkpoint(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Path:
+def make_checkpoint(folder: Path, family: str, *, seed: int = 0, calm: bool = False, **config: Any) -> Path:
     """Writes a random model and its tokenizer into ``folder`` the way ``save_pretrained`` does; returns ``folder``.
 
     Args:
         folder: made if it does not exist.
         family: see :func:`make_model`.
         seed: of the weights; two seeds make two models with one tokenizer.
+        calm: see :func:`make_model`.
         config: settings of the family's configuration to replace.
     """
-    model: Any = make_model(family, seed=seed, **config)
+    model: Any = make_model(family, seed=seed, calm=calm, **config)
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_heads(folder: Path, checkpoint: Path, heads: int, *, tied: bool) -> Path:
+    """Writes Medusa heads for a model: fitted to its own greedy texts by least squares, or, tied, random ones.
+
+    A tiny random model soon repeats itself, so fitted heads are right about half of the time.
+    """
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
+    head: Any = model.get_output_embeddings()
+    vocab, hidden = head.weight.shape
+    made = MedusaHeads(heads, 1, hidden, vocab, tied=tied)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        if tied:
+            for parameter in made.parameters():
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+        else:
+            prompts = torch.randint(3, vocab, (24, 12), generator=generator)
+            texts = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=48)
+            taken: list[torch.Tensor] = []
+            hook = head.register_forward_pre_hook(lambda _, args: taken.append(args[0]))
+            model(texts, use_cache=False)
+            hook.remove()
+            for index in range(heads):
+                ahead = texts[:, 2 + index :]
+                x = taken[0][:, : ahead.shape[1]].reshape(-1, hidden)
+                y = torch.nn.functional.one_hot(ahead.reshape(-1), vocab).float()
+                gram = x.T @ x + 0.1 * torch.eye(hidden)
+                made[index][-1].weight.copy_(torch.linalg.solve(gram, x.T @ y).T)  # type: ignore[index]
+    save_medusa(folder, made, head.weight, base=str(checkpoint), dtype=torch.float32)
     return folder

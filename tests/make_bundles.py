@@ -29,8 +29,9 @@ import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM
 
+from specexport.contract.tree import TokenTree
 from specexport.exporter.build import BuildOptions, build
-from tests.checkpoints import EOS, VOCAB, make_checkpoint, tokenizer
+from tests.checkpoints import EOS, VOCAB, make_checkpoint, make_heads, tokenizer
 
 CONTEXT = 512
 DICE_VOCAB = 12
@@ -49,13 +50,31 @@ _DICE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A target of a family, and how its draft differs: ``equal``, ``near`` (with noise) or ``bad`` (unrelated)."""
+    """A target of a family, and how it speculates.
+
+    Attributes:
+        family: of the target.
+        draft: how its draft differs: ``equal``, ``near`` (with noise) or ``bad`` (unrelated); None for no draft.
+        choices: numbers of draft tokens beside the default.
+        default: draft tokens a step; None where trees say it.
+        config: settings of the family's configuration to replace.
+        heads: whose Medusa heads there are: ``target`` or ``draft``.
+        trees: what they fill.
+    """
 
     family: str
-    draft: str
-    choices: tuple[int, ...]
-    default: int
+    draft: str | None
+    choices: tuple[int, ...] = ()
+    default: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    heads: str | None = None
+    trees: tuple[TokenTree, ...] = ()
+
+
+HEADS = 3
+_SPINE = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 2]])
+_BUSHY = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 3], [0, 0, 0], [0, 0, 1], [1, 0, 0]])
+_SMALL = TokenTree.from_choices([[0], [1], [0, 0], [1, 0], [0, 0, 0]])
 
 
 RECIPES = {
@@ -63,7 +82,13 @@ RECIPES = {
     "qwen3-bad": Recipe("qwen3", "bad", (1,), 3),
     "gemma2-equal": Recipe("gemma2", "equal", (1,), 5),
     "gpt2-near": Recipe("gpt2", "near", (1,), 6),
+    "qwen3-medusa": Recipe("qwen3", None, heads="target", trees=(_BUSHY, _SMALL, TokenTree.chain(HEADS + 1))),
+    "qwen3-medusa-draft": Recipe("qwen3", "equal", (3,), 6, heads="draft"),
+    "gpt2-tree": Recipe("gpt2", "near", trees=(_SPINE,), choices=(2,)),
     **{f"dice-{draft}": Recipe("llama", draft, (1, 3), 5, _DICE) for draft in ("equal", "near", "bad")},
+    "dice-tree": Recipe("llama", "near", config=_DICE, trees=(_SPINE,)),
+    "dice-medusa": Recipe("llama", None, config=_DICE, heads="target", trees=(_BUSHY,)),
+    "dice-medusa-draft": Recipe("llama", "near", config=_DICE, heads="draft", trees=(_BUSHY,)),
 }
 _NOISE = {"llama": 0.03, "gpt2": 0.05}
 _DICE_NOISE = 0.3
@@ -78,13 +103,17 @@ def make(name: str, root: Path) -> Path:
             target = _target(recipe, root)
             oracle = {"next_logits": _next_logits(target)} if recipe.config else {"greedy": _greedy(target)}
             (root / f"{name}.json").write_text(json.dumps(oracle), encoding="utf-8")
+            draft = _draft(recipe, target, root) if recipe.draft is not None else None
             build(
                 BuildOptions(
                     target=str(target),
-                    draft=str(_draft(recipe, target, root)),
+                    draft=str(draft) if draft is not None else None,
+                    medusa=_heads(recipe, target, root) if recipe.heads == "target" else None,
+                    draft_medusa=_heads(recipe, draft, root) if recipe.heads == "draft" and draft else None,
                     output=root / name,
                     num_speculative_tokens=recipe.default,
                     speculative_choices=recipe.choices,
+                    trees=recipe.trees,
                     draft_precision="fp32",  # where the draft is the target, everything must be accepted
                 )
             )
@@ -92,14 +121,25 @@ def make(name: str, root: Path) -> Path:
 
 
 def _target(recipe: Recipe, root: Path) -> Path:
-    folder = root / "checkpoints" / (recipe.family + ("-dice" if recipe.config else ""))
-    return folder if folder.exists() else make_checkpoint(folder, recipe.family, **recipe.config)
+    calm = recipe.heads is not None and not recipe.config
+    folder = root / "checkpoints" / (recipe.family + ("-dice" if recipe.config else "-calm" if calm else ""))
+    return folder if folder.exists() else make_checkpoint(folder, recipe.family, calm=calm, **recipe.config)
+
+
+def _heads(recipe: Recipe, model: Path, root: Path) -> str:
+    folder = root / "checkpoints" / f"{model.name}-heads"
+    if not folder.exists():
+        # Where tokens are few, random heads are right often enough.
+        make_heads(folder, model, HEADS, tied=bool(recipe.config))
+    return str(folder)
 
 
 def _draft(recipe: Recipe, target: Path, root: Path) -> Path:
     if recipe.draft == "equal":
         return target
     folder = root / "checkpoints" / f"{target.name}-{recipe.draft}"
+    if folder.exists():
+        return folder
     if recipe.draft == "bad":
         return make_checkpoint(folder, recipe.family, seed=1, **{"num_hidden_layers": 1, **recipe.config})
     model: Any = AutoModelForCausalLM.from_pretrained(target)

@@ -169,10 +169,10 @@ def test_what_is_no_tokenizer_is_named(copy: Path) -> None:
 # --- the manifest -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [2, 99, 10**30])
+@pytest.mark.parametrize("version", [3, 99, 10**30])
 def test_a_newer_format_is_refused_whatever_else_it_says(copy: Path, version: int) -> None:
     (copy / MANIFEST_NAME).write_text(json.dumps({"format_version": version, "new": {}}), encoding="utf-8")
-    refused(copy, f"format version {version} is newer than 1", "upgrade")
+    refused(copy, f"format version {version} is newer than 2", "upgrade")
 
 
 @pytest.mark.parametrize(
@@ -183,12 +183,13 @@ def test_a_newer_format_is_refused_whatever_else_it_says(copy: Path, version: in
         (b"not json", "malformed"),
         (b"[]", "Expected `object`, got `array`"),
         (b"{}", "format_version"),
-        (b'{"format_version": 1}', "missing required field"),
+        (b'{"format_version": 1}', "format version 1 is older than 2"),
+        (b'{"format_version": 2}', "missing required field"),
         (b'{"format_version": 0}', "format_version"),
         (b'{"format_version": "1"}', "format_version"),
         (b'{"format_version": true}', "format_version"),
-        (b'{"format_version": 1, "x": "\xff"}', "x"),
-        (b'{"format_version": 1, "x": ' + b"[" * 100_000, "recursion"),
+        (b'{"format_version": 2, "x": "\xff"}', "x"),
+        (b'{"format_version": 2, "x": ' + b"[" * 100_000, "recursion"),
         (b" " * (17 << 20), "bytes; a manifest has at most"),
     ],
     ids=lambda value: str(value[:24]) if isinstance(value, bytes) else None,
@@ -206,9 +207,9 @@ EVERY_OBJECT = [
     "target.graph.",
     "target.graph.points.0.",
     "target.graph.points.0.point.",
-    "method.",
-    "method.draft.",
-    "method.draft.cache.0.",
+    "methods.0.",
+    "methods.0.draft.",
+    "methods.0.draft.cache.0.",
     "tokenizer.",
     "generation.",
     "files.0.",
@@ -239,10 +240,12 @@ def test_fields_nobody_knows_are_refused(copy: Path, place: str) -> None:
         ("target.precision.weights", "fp8"),
         ("target.graph.points.0.point.tokens", 0),
         ("target.graph.points.0.point.cache", -1),
-        ("method.name", "magic"),
-        ("method.num_speculative_tokens", 0),
-        ("method.num_speculative_tokens", 33),
-        ("method.candidates", 0),
+        ("methods.0.name", "magic"),
+        ("methods.0.trees", []),
+        ("methods.0.trees.0.0.0", -1),
+        ("methods.0.trees.0.0.0", 128),
+        ("methods.0.trees.0.0.0", "0"),
+        ("methods.0.candidates", 0),
         ("tokenizer.eos_token_ids", [-1]),
         ("tokenizer.special_tokens", {"bos_token": 3}),
         ("generation.top_p", 0),
@@ -275,11 +278,11 @@ def json_place(place: str) -> str:
         "target.vocab_size",
         "target.max_positions",
         "target.cache.0.heads",
-        "method.draft.cache.0.key_size",
-        "method.draft.graph.points.0.point.cache",
+        "methods.0.draft.cache.0.key_size",
+        "methods.0.draft.graph.points.0.point.cache",
         "target.graph.points.0.point.batch",
         "target.graph.points.0.point.tokens",
-        "method.candidates",
+        "methods.0.candidates",
     ],
 )
 @pytest.mark.parametrize("size", [2**25, 10**30])
@@ -295,7 +298,7 @@ def test_huge_dimensions_are_refused_before_memory_is_taken(copy: Path, place: s
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_dimensions_that_are_huge_together_are_refused(copy: Path, role: str) -> None:
     def put(document: Document) -> None:
-        model = document["target"] if role == "target" else document["method"]["draft"]
+        model = document["target"] if role == "target" else document["methods"][0]["draft"]
         model["cache"][0].update(heads=2**20, key_size=2**20)
 
     rewritten(copy, put)
@@ -329,9 +332,9 @@ def test_paths_out_of_the_bundle_are_refused(copy: Path, path: str, used: bool) 
         "target.weights",
         "target.graph.master",
         "target.graph.points.1.file",
-        "method.draft.weights",
-        "method.draft.graph.master",
-        "method.draft.graph.points.0.file",
+        "methods.0.draft.weights",
+        "methods.0.draft.graph.master",
+        "methods.0.draft.graph.points.0.file",
         "tokenizer.file",
         "tokenizer.chat_template",
     ],
@@ -363,11 +366,32 @@ def test_a_shape_that_is_needed_must_be_there(copy: Path) -> None:
         rewritten(copy, remove)
         refused(copy, f"no shape point of the target has {tokens} tokens")
         (copy / MANIFEST_NAME).write_bytes(whole)
-    rewritten(copy, lambda document: document["method"]["draft"]["graph"].update(points=[]))
+    rewritten(copy, lambda document: document["methods"][0]["draft"]["graph"].update(points=[]))
     refused(copy, "no shape point of the draft")
     (copy / MANIFEST_NAME).write_bytes(whole)
-    rewritten(copy, lambda document: document["method"].update(num_speculative_tokens=2))
-    refused(copy, "method.num_speculative_tokens is 2")
+    rewritten(copy, lambda document: document["methods"][0].update(trees=[[[0], [0, 0]]]))
+    refused(copy, "no shape point of the target has 3 tokens")
+
+
+@pytest.mark.parametrize(
+    ("trees", "reason"),
+    [
+        ([[[0, 0]]], "the choice [0, 0] is there, but not [0]"),
+        ([[[0], [0]]], "the choice [0] is given twice"),
+        ([[[0]], [[1]]], "two have 1 draft tokens"),
+        ([[]], "or one has none"),
+        ([[[0], [64]]], "rank 64, with 12 candidates"),
+        ([[[0], [1], [1, 0]]], "only the most probable token of each depth can have children"),
+    ],
+)
+def test_trees_must_be_ones_the_method_can_fill(copy: Path, trees: list[list[list[int]]], reason: str) -> None:
+    rewritten(copy, lambda document: document["methods"][0].update(trees=trees))
+    refused(copy, "draft_model: trees", reason)
+
+
+def test_a_method_is_there_once(copy: Path) -> None:
+    rewritten(copy, lambda document: document["methods"].append(document["methods"][0]))
+    refused(copy, "methods: draft_model, draft_model")
 
 
 # --- building ---------------------------------------------------------------------------------------------------------

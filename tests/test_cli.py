@@ -95,7 +95,7 @@ def test_a_bad_request_is_explained_in_one_line(
 def test_inspect_shows_the_manifest(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", folder]) == 0
     shown = capsys.readouterr().out
-    assert "draft model, K = 4" in shown
+    assert "draft_model: 4 draft tokens a step in a chain" in shown
     assert "target/weights.bin" in shown
     assert main(["inspect", folder, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((Path(folder) / "specexport.json").read_text())
@@ -112,7 +112,7 @@ def test_a_folder_that_is_no_bundle_is_explained(tmp_path: Path, capsys: pytest.
     ("words", "named"),
     [
         (["--target", "nowhere"], "nowhere: no such folder"),
-        (["--target", "nowhere", "--num-speculative-tokens", "3"], "without --draft"),
+        (["--target", "nowhere", "--num-speculative-tokens", "3"], "without a draft or Medusa heads"),
         (["--target", "nowhere", "--block-size", "5"], "block_size is 5"),
         (["--target", "nowhere", "--draft", "x", "--num-speculative-tokens", "99"], "num_speculative_tokens is 99"),
     ],

@@ -28,12 +28,12 @@ def graphs(bundle: Callable[[str], Path]) -> tuple[Graph, Graph]:
 def verify(graph: Graph, past: int, tree: TokenTree, tokens: np.ndarray) -> np.ndarray:
     """Logits at every node; the rows of all of them go into the cache."""
     graph.reserve(past + len(tree))
-    given = graph.inputs(len(tree))
+    given = graph.inputs(len(tree), len(tree))
     given[tensors.INPUT_IDS][0] = tokens
     given[tensors.POSITION_IDS][0] = past + tree.depths
     given[tensors.TREE_MASK][0] = tree.mask
     given[tensors.PAST_LENGTH][0] = past
-    return graph.run(len(tree))[tensors.LOGITS][0].copy()
+    return graph.run(len(tree), len(tree))[tensors.LOGITS][0].copy()
 
 
 def random_tree(random: np.random.Generator) -> TokenTree:
@@ -107,9 +107,9 @@ def test_a_commit_touches_its_slot_alone(bundle: Callable[[str], Path]) -> None:
     )
     both = msgspec.structs.replace(target, graph=msgspec.structs.replace(target.graph, points=points))
     graph = open_graph(opened, both, 2, step_buffers(opened.manifest), 1)
-    given = graph.inputs(NODES)
+    given = graph.inputs(NODES, NODES)
     given[tensors.INPUT_IDS][:] = np.arange(2 * NODES).reshape(2, NODES) + 5
-    graph.run(NODES)
+    graph.run(NODES, NODES)
     caches = graph._caches  # type: ignore[attr-defined]
     before = {name: cache.copy() for name, cache in caches.items()}
     graph.commit(1, 0, [3, 5])

@@ -26,15 +26,16 @@ Accept = Callable[..., tuple[int, int]]
 Floats = npt.NDArray[np.float32]
 
 GREEDY_BUNDLES = ("llama-near", "qwen3-bad", "gemma2-equal", "gpt2-near")
+TREE_BUNDLES = ("qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree")
 
 # --- greedy -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", GREEDY_BUNDLES)
+@pytest.mark.parametrize("name", GREEDY_BUNDLES + TREE_BUNDLES)
 def test_greedy_text_is_what_transformers_generates(
     name: str, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
 ) -> None:
-    """For every K the bundle has, and without speculation; ``oracle`` is ``generate(do_sample=False)``."""
+    """For every tree the bundle has, and without speculation; ``oracle`` is ``generate(do_sample=False)``."""
     cases = oracle(name)["greedy"]
     assert len(cases) >= 20
     for how in ({"speculation": False}, *({"num_speculative_tokens": k} for k in choices(engine(name)))):
@@ -74,9 +75,23 @@ def test_greedy_drafts_are_accepted_as_far_as_they_are_good(
     assert rates["gemma2-equal"] > 0.999
 
 
+def test_trees_are_walked(engine: Callable[[str], Engine], oracle: Callable[[str], Any]) -> None:
+    """Every depth is reached, and none always: what the texts above are made of."""
+    for name in TREE_BUNDLES:
+        reached = np.zeros(3)
+        steps = 0
+        for case in oracle(name)["greedy"]:
+            stats = engine(name).generate(case["prompt"], SamplingParams(temperature=0.0, max_tokens=30)).stats
+            reached[: len(stats.accepted_at)] += stats.accepted_at[:3]
+            steps += stats.steps_with_draft
+        assert (reached > 0.05 * steps).all(), (name, reached / steps)
+        assert reached[2] < 0.95 * steps
+
+
 def choices(engine: Engine) -> tuple[int, ...]:
-    """Every K the engine's bundle was built for."""
-    return engine.manifest.method.choices  # type: ignore[union-attr]
+    """Every number of draft tokens the engine's bundle was built for."""
+    (method,) = engine.manifest.methods
+    return tuple(len(tree) - 1 for tree in method.token_trees())
 
 
 # --- sampling: the engine ---------------------------------------------------------------------------------------------
@@ -87,7 +102,7 @@ def choices(engine: Engine) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Setting:
-    """How texts are drawn: whose draft, how many draft tokens, and what of p and q is kept."""
+    """How texts are drawn: by which proposer, with how many draft tokens, and what of p and q is kept."""
 
     draft: str
     K: int
@@ -103,6 +118,9 @@ ENGINE_SETTINGS = (
     Setting("bad", 3, SamplingParams(temperature=0.8, top_k=9, top_p=0.95)),
     Setting("near", 5, SamplingParams(temperature=1.4, min_p=0.1)),
     Setting("equal", 5, SamplingParams(top_p=0.9)),
+    Setting("tree", 8, SamplingParams(temperature=0.9)),
+    Setting("medusa", 10, SamplingParams(temperature=1.2, top_p=0.97)),
+    Setting("medusa-draft", 10, SamplingParams()),
 )
 
 
@@ -113,7 +131,7 @@ def test_the_engine_samples_the_target_distribution(
     texts, rate = engine_texts(engine(f"dice-{setting.draft}"), setting, RUNS)
     exact = exact_texts(oracle(f"dice-{setting.draft}"), setting.params)
     assert_distributed(texts, exact)
-    assert rate > 0.999 if setting.draft == "equal" else 0.05 < rate < 0.95
+    assert rate > 0.999 if setting.draft == "equal" else 0.02 < rate < 0.95
 
 
 def test_an_engine_without_the_residual_is_found_out(

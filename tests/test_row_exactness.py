@@ -43,11 +43,11 @@ def logits_of(graph: Graph, text: np.ndarray, width: int) -> np.ndarray:
     """Logits after every token of the text, ``width`` tokens a step."""
     found = []
     for past in range(0, len(text), width):
-        given = graph.inputs(width)
+        given = graph.inputs(width, width)
         given[tensors.INPUT_IDS][0] = text[past : past + width]
         given[tensors.POSITION_IDS][0] = past + np.arange(width)
         given[tensors.PAST_LENGTH][0] = past
-        found.append(graph.run(width)[tensors.LOGITS][0].copy())
+        found.append(graph.run(width, width)[tensors.LOGITS][0].copy())
     return np.concatenate(found)
 
 

@@ -53,13 +53,12 @@ def _feed(session: ort.InferenceSession, point: Any, vocab: int) -> dict[str, np
     else:
         feed[tensors.POSITION_IDS][:] = past + np.arange(point.tokens)
         feed[tensors.TREE_MASK][:] = np.tri(point.tokens, dtype=np.bool_)
-        feed[tensors.LOGITS_ROWS][:] = np.arange(point.tokens)[-point.logits_rows :]
+        feed[tensors.LOGITS_ROWS][:] = np.arange(point.tokens)[-point.rows :]
     return feed
 
 
 def _models(folder: Path) -> list[Model]:
-    manifest = read_manifest(folder)
-    return [manifest.target, manifest.method.draft]  # type: ignore[union-attr]
+    return list(read_manifest(folder).models.values())
 
 
 @pytest.mark.parametrize("role", [0, 1], ids=["step", "propose"])

@@ -115,7 +115,7 @@ def test_a_right_bundle_passes_every_check(fp32: Path) -> None:
     assert logits["largest_difference_relative"] < 1e-5
     assert logits["agreement"] == 1.0
     assert logits["positions"] > 100
-    assert _check(report, "draft").numbers["same"] == 3 * (1 + 3 + 1 + 3 + 1)
+    assert _check(report, "draft").numbers["same"] == 3 * (3 + 1 + 3 + 1 + 3)
     speculation = _check(report, "speculation").numbers
     assert (speculation["tokens"], speculation["differences"]) == (12 * len(module.DEFAULT_PROMPTS), 0)
     assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["checks"][4]["result"] == "passed"
@@ -183,13 +183,14 @@ def test_another_target_is_told_apart(fp32: Path, checkpoints: dict[str, Path], 
 
 def test_models_that_are_not_there_are_not_run(copy: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     manifest = mf.read_manifest(copy)
-    assert isinstance(manifest.method, mf.DraftModel)
+    (method,) = manifest.methods
+    assert isinstance(method, mf.DraftModel)
     gone = str(tmp_path / "gone")
-    moved = msgspec.structs.replace(manifest.method.draft, source=gone)
+    moved = msgspec.structs.replace(method.draft, source=gone)
     _rewrite(
         copy,
         target=msgspec.structs.replace(manifest.target, source=gone),
-        method=msgspec.structs.replace(manifest.method, draft=moved),
+        methods=(msgspec.structs.replace(method, draft=moved),),
     )
     report = verify(copy, prompts=PROMPTS[:1], max_tokens=2)
     assert _results(report) == {**dict.fromkeys(NAMES, "passed"), "logits": "not run", "draft": "not run"}
@@ -205,10 +206,10 @@ def test_models_that_are_not_there_are_not_run(copy: Path, checkpoints: dict[str
 
 
 def test_a_bundle_without_a_draft(copy: Path, checkpoints: dict[str, Path]) -> None:
-    _rewrite(copy, method=mf.NoSpeculation())
+    _rewrite(copy, methods=())
     report = verify(copy, prompts=("a",), max_tokens=2)
     assert _results(report) == dict.fromkeys(["files", "graphs", "logits", "speculation"], "passed")
-    assert "no draft" in _check(report, "speculation").sentence
+    assert "no way to speculate" in _check(report, "speculation").sentence
     with pytest.raises(RequestError, match="without one"):
         verify(copy, draft=str(checkpoints["draft"]))
 

@@ -15,3 +15,19 @@ def scalar(value: ir.Value | None) -> float | None:
     """The number a one-element constant holds, or None."""
     tensor = ir.convenience.get_const_tensor(value) if value is not None else None
     return float(tensor.numpy().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else None
+
+
+def needed_only_for(graph: ir.Graph, output: str) -> set[ir.Value]:
+    """The values that one output of a graph depends on and no other output does."""
+    needed: dict[bool, set[ir.Value]] = {True: set(), False: set()}
+    for wanted, found in needed.items():
+        waiting: list[ir.Value | None] = [value for value in graph.outputs if (value.name == output) is wanted]
+        while waiting:
+            value = waiting.pop()
+            if value is None or value in found:
+                continue
+            found.add(value)
+            node = value.producer()
+            if node is not None:
+                waiting += node.inputs
+    return needed[True] - needed[False]

@@ -7,6 +7,9 @@ from collections import defaultdict
 import numpy as np
 import onnx_ir as ir
 
+from specexport.contract import tensors
+from specexport.exporter.passes.matching import needed_only_for
+
 
 def merge_linear(model: ir.Model) -> int:
     """Joins ``MatMul(x, W1), MatMul(x, W2), ...`` into ``Split(MatMul(x, [W1 W2 ...]))``.
@@ -17,13 +20,15 @@ def merge_linear(model: ir.Model) -> int:
     Returns:
         How many products were joined.
     """
-    readers: dict[ir.Value, list[ir.Node]] = defaultdict(list)
+    # Medusa heads read what the model's own head reads, but are stored apart, perhaps in fewer bits.
+    of_heads = needed_only_for(model.graph, tensors.CANDIDATES)
+    readers: dict[tuple[ir.Value, bool], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
         x = node.inputs[0] if node.op_type == "MatMul" else None
         if x is not None and _is_weight(node.inputs[1]):
-            readers[x].append(node)
+            readers[x, node.outputs[0] in of_heads].append(node)
     joined = 0
-    for x, nodes in readers.items():
+    for (x, _), nodes in readers.items():
         if len(nodes) > 1:
             _join(model.graph, x, nodes)
             joined += len(nodes)

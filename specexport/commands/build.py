@@ -1,4 +1,4 @@
-"""Build a bundle from a target and, for speculation, a draft model."""
+"""Build a bundle from a target and ways to speculate: a draft model, Medusa heads."""
 
 from __future__ import annotations
 
@@ -21,18 +21,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport build``."""
     parser.add_argument("--target", required=True, metavar="DIR_OR_ID", help="Hugging Face folder or hub id")
     parser.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer")
+    parser.add_argument("--medusa", metavar="DIR", help="Medusa heads of the target (specexport train medusa)")
+    parser.add_argument(
+        "--draft-medusa", metavar="DIR", help="Medusa heads of the draft, which then proposes a tree in one pass"
+    )
     parser.add_argument(
         "--num-speculative-tokens",
         type=_draft_tokens,
         metavar="K[,K...]",
-        help="draft tokens a step (default: 4); of several the first is the default and requests may choose the others",
+        help="draft tokens a step (default: 4): a draft's chain, or the tree of that size that suits the heads; of "
+        "several the first is the default and requests may choose the others",
     )
+    parser.add_argument(
+        "--tree",
+        action="append",
+        default=[],
+        metavar="FILE_OR_PRESET",
+        help="token tree to verify: JSON or a preset's name; repeatable, the first is the default. Of the target's "
+        "heads if there are some",
+    )
+    parser.add_argument(
+        "--posterior-threshold", type=float, default=0.09, metavar="E", help="epsilon of typical acceptance"
+    )
+    parser.add_argument("--posterior-alpha", type=float, default=0.3, metavar="A", help="alpha of typical acceptance")
     parser.add_argument(
         "--max-seq-len", type=int, metavar="S", help="longest prompt and output (default: the model's, at most 2048)"
     )
     parser.add_argument("--precision", choices=_PRECISIONS, default="fp32", help="how matrices are stored")
     parser.add_argument(
-        "--draft-precision", choices=_PRECISIONS, help="the draft's (default: int8, or int4 where the target's is)"
+        "--draft-precision",
+        choices=_PRECISIONS,
+        help="of the draft and of Medusa heads (default: int8, or int4 where the target's is)",
     )
     parser.add_argument(
         "--block-size", type=int, default=32, metavar="N", help="weights that share a scale in int8 and int4"
@@ -71,22 +90,25 @@ def exporter() -> types.ModuleType:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport build``."""
-    if arguments.num_speculative_tokens is not None and arguments.draft is None:
-        raise BuildError("--num-speculative-tokens was given without --draft; nothing would propose those tokens")
     if arguments.draft_precision is not None and arguments.draft is None:
         raise BuildError("--draft-precision was given without --draft")
     module = exporter()
-    wanted = arguments.num_speculative_tokens or (module.DEFAULT_SPECULATIVE_TOKENS,)
+    wanted = arguments.num_speculative_tokens or (None,)
     options = module.BuildOptions(
         target=arguments.target,
         output=arguments.output,
         draft=arguments.draft,
+        medusa=arguments.medusa,
+        draft_medusa=arguments.draft_medusa,
         num_speculative_tokens=wanted[0],
         speculative_choices=wanted[1:],
+        trees=tuple(arguments.tree),
         max_seq_len=arguments.max_seq_len,
         precision=arguments.precision,
         draft_precision=arguments.draft_precision,
         block_size=arguments.block_size,
+        posterior_threshold=arguments.posterior_threshold,
+        posterior_alpha=arguments.posterior_alpha,
         overwrite=arguments.overwrite,
     )
     console = Console(stderr=True)

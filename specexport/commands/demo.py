@@ -11,40 +11,48 @@ from rich.console import Console
 
 from specexport.commands.build import Bars, build_progress, exporter
 from specexport.commands.run import describe
-from specexport.contract.errors import BuildError
-from specexport.contract.manifest import MANIFEST_NAME
+from specexport.contract.errors import BuildError, BundleError
+from specexport.contract.manifest import MANIFEST_NAME, read_manifest
 from specexport.runtime import Engine, SamplingParams
 
 _PROMPT = 'class Server:\n    """Handle requests."""\n\n    def __init__(self, host, port):\n        self.host = host\n'
 _ROUNDS = 3
+_HELPERS = {"draft_model": ("draft", "demo-draft"), "medusa": ("medusa", "demo-medusa")}
+"""By method: the flag of ``specexport build`` and the demo model that goes with it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport demo``."""
+    parser.add_argument("--method", choices=tuple(_HELPERS), default="draft_model", help="how to speculate")
     parser.add_argument(
-        "--models", type=Path, default=Path("examples/models"), metavar="DIR", help="holds demo-target and demo-draft"
+        "--models", type=Path, default=Path("examples/models"), metavar="DIR", help="holds demo-target and the others"
     )
-    parser.add_argument("-o", "--output", type=Path, default=Path("build/demo-bundle"), metavar="BUNDLE")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="BUNDLE", help="where to build it (default: build/demo-METHOD)"
+    )
     parser.add_argument("-p", "--prompt", default=_PROMPT, help="text to continue")
     parser.add_argument("-n", "--max-tokens", type=int, default=160, help="tokens to generate")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport demo``."""
-    target, draft = arguments.models / "demo-target", arguments.models / "demo-draft"
-    if not (arguments.output / MANIFEST_NAME).is_file():
-        if not target.is_dir() or not draft.is_dir():
+    flag, name = _HELPERS[arguments.method]
+    target, helper = arguments.models / "demo-target", arguments.models / name
+    bundle = arguments.output or Path("build") / f"demo-{arguments.method.replace('_', '-')}"
+    if not _is_built(bundle):
+        if not target.is_dir() or not helper.is_dir():
             raise BuildError(
-                f"{arguments.models}: no demo-target and demo-draft; run this in a checkout of specexport, or pass "
-                "--models"
+                f"{arguments.models}: no demo-target and {name}; run this in a checkout of specexport, or pass --models"
             )
-        print(f"$ specexport build --target {target} --draft {draft} -o {arguments.output}", file=sys.stderr)
+        print(f"$ specexport build --target {target} --{flag} {helper} -o {bundle}", file=sys.stderr)
         module = exporter()
         with build_progress(Console(stderr=True)) as progress:
+            options = {flag: str(helper)}
             module.build(
-                module.BuildOptions(target=str(target), draft=str(draft), output=arguments.output), Bars(progress)
+                module.BuildOptions(target=str(target), output=bundle, overwrite=bundle.exists(), **options),
+                Bars(progress),
             )
-    with Engine.load(arguments.output) as engine:
+    with Engine.load(bundle) as engine:
         sampled = SamplingParams(temperature=0.7, top_p=0.95, seed=2, max_tokens=arguments.max_tokens, ignore_eos=True)
         print(arguments.prompt, end="", flush=True)
         with engine.stream(arguments.prompt, sampled) as stream:
@@ -54,6 +62,17 @@ def main(arguments: argparse.Namespace) -> int:
         print(describe(stream.stats))
         _compare(engine, arguments.prompt, sampled)
     return 0
+
+
+def _is_built(bundle: Path) -> bool:
+    """Whether there is a bundle that this version reads; one of an older version is built again."""
+    if not (bundle / MANIFEST_NAME).is_file():
+        return False
+    try:
+        read_manifest(bundle)
+    except BundleError:
+        return False
+    return True
 
 
 def _compare(engine: Engine, prompt: str, sampled: SamplingParams) -> None:

@@ -12,7 +12,16 @@ from rich.table import Table
 
 from specexport.commands.draw import svg, terminal_tree
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import DraftModel, Manifest, Model, check_files, read_manifest
+from specexport.contract.manifest import (
+    DraftModel,
+    Manifest,
+    Medusa,
+    Method,
+    Model,
+    check_files,
+    method_name,
+    read_manifest,
+)
 from specexport.contract.tree import TokenTree
 
 
@@ -26,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     parser.add_argument("--tree", action="store_true", help="draw the token tree a step verifies")
+    parser.add_argument("--method", metavar="NAME", help="with --tree: whose tree (default: the bundle's first)")
     parser.add_argument("--image", type=Path, metavar="FILE.svg", help="with --tree: write the drawing to this file")
     parser.add_argument("--hashes", action="store_true", help="also check every file's SHA-256")
 
@@ -34,6 +44,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport inspect``."""
     if arguments.image is not None and not arguments.tree:
         raise RequestError("--image was given without --tree; it is the tree that is drawn")
+    if arguments.method is not None and not arguments.tree:
+        raise RequestError("--method was given without --tree; it chooses the tree that is drawn")
     if arguments.tree:
         return _draw(arguments)
     manifest = read_manifest(arguments.bundle)
@@ -50,24 +62,34 @@ def main(arguments: argparse.Namespace) -> int:
 def _draw(arguments: argparse.Namespace) -> int:
     """Draws the tree of a bundle, of a file or of a preset."""
     if arguments.bundle.is_dir():
-        method = read_manifest(arguments.bundle).method
-        tree = TokenTree.chain(method.num_speculative_tokens + 1 if isinstance(method, DraftModel) else 1)
+        tree = _bundled_tree(read_manifest(arguments.bundle), arguments.method)
+    elif arguments.method is not None:
+        raise RequestError("--method was given with a tree of its own; it chooses one of a bundle's methods")
     else:
         tree = TokenTree.load(arguments.bundle)
     console = Console()
     console.print(terminal_tree(tree))
-    depth = int(tree.depths.max())
-    console.print(f"{len(tree)} nodes with the root, depth {depth}, {len(tree.leaf_paths)} paths")
+    console.print(f"{len(tree)} nodes with the root, depth {tree.depth}, {len(tree.leaf_paths)} paths")
     if arguments.image is not None:
         arguments.image.write_text(svg(tree), encoding="utf-8")
         console.print(f"written to {arguments.image}")
     return 0
 
 
+def _bundled_tree(manifest: Manifest, name: str | None) -> TokenTree:
+    """The default tree of a method."""
+    if name is None:
+        return manifest.methods[0].token_trees()[0] if manifest.methods else TokenTree.chain(1)
+    method = manifest.method(name)
+    if method is None:
+        there = ", ".join(map(method_name, manifest.methods)) or "none"
+        raise RequestError(f"--method is {name!r}; the bundle has {there}")
+    return method.token_trees()[0]
+
+
 def summary(folder: Path, manifest: Manifest) -> RenderableType:
     """What a bundle holds, as a table: one column a model."""
-    method = manifest.method
-    models = {"target": manifest.target} | ({"draft": method.draft} if isinstance(method, DraftModel) else {})
+    models = manifest.models
     table = Table(title=f"{folder}", title_justify="left", show_edge=False)
     table.add_column("")
     for role in models:
@@ -77,7 +99,7 @@ def summary(folder: Path, manifest: Manifest) -> RenderableType:
     size = sum(entry.size for entry in manifest.files)
     sampling = msgspec.to_builtins(manifest.generation)
     lines = {
-        "speculation": _speculation(manifest),
+        "speculation": "\n".join(map(_speculation, manifest.methods)) or "none: plain decoding",
         "context": f"{manifest.max_seq_len} tokens, prefill in chunks of {manifest.prefill_chunk}",
         "backend": manifest.backend,
         "sampling": ", ".join(f"{name} {value:g}" for name, value in sampling.items()),
@@ -93,14 +115,17 @@ def summary(folder: Path, manifest: Manifest) -> RenderableType:
     return Group(table, "", details)
 
 
-def _speculation(manifest: Manifest) -> str:
-    method = manifest.method
-    if not isinstance(method, DraftModel):
-        return "none: plain decoding"
-    K = method.num_speculative_tokens
-    others = [k for k in method.choices if k != K]
-    text = f"draft model, K = {K} draft tokens a step, verified {K + 1} at a time; lossless"
-    return text + (f"; requests may choose K = {_list(others)}" if others else "")
+def _speculation(method: Method) -> str:
+    tree, *others = method.token_trees()
+    shape = "in a chain" if tree.is_chain else f"in a tree of depth {tree.depth}"
+    text = f"{_by(method)}: {len(tree) - 1} draft tokens a step {shape}, verified {len(tree)} at a time; lossless"
+    return text + (f"; requests may choose {_list(sorted(len(other) - 1 for other in others))}" if others else "")
+
+
+def _by(method: Method) -> str:
+    if isinstance(method, Medusa):
+        return f"medusa, {method.heads} heads ({method.parameters:,} parameters, {method.weights})"
+    return "draft_model" if isinstance(method, DraftModel) else f"medusa_draft, {method.heads} heads on the draft"
 
 
 def _cache(model: Model) -> str:

@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--acceptance", choices=("lossless", "typical"), default=unset, help="typical accepts more and is not lossless"
     )
-    parser.add_argument("--posterior-threshold", type=float, default=unset, help="epsilon of typical acceptance (0.09)")
-    parser.add_argument("--posterior-alpha", type=float, default=unset, help="alpha of typical acceptance (0.3)")
+    parser.add_argument("--posterior-threshold", type=float, default=unset, help="epsilon of typical acceptance")
+    parser.add_argument("--posterior-alpha", type=float, default=unset, help="alpha of typical acceptance")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
     parser.add_argument(
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stats", action="store_true", help="print counters and times to standard error")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--no-speculation", action="store_true", help="decode plainly, for comparison")
+    parser.add_argument("--method", metavar="NAME", help="how to speculate, one of the bundle's (default: its first)")
     parser.add_argument(
         "--num-speculative-tokens", type=int, metavar="K", help="one the bundle was built for (default: its own)"
     )
@@ -49,8 +50,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport run``."""
     if arguments.threads is not None and arguments.threads < 1:
         raise RequestError(f"--threads is {arguments.threads}; expected at least 1")
-    if arguments.no_speculation and arguments.num_speculative_tokens is not None:
-        raise RequestError("--num-speculative-tokens was given with --no-speculation; give one of them")
+    for name in ("num_speculative_tokens", "method"):
+        if arguments.no_speculation and getattr(arguments, name) is not None:
+            raise RequestError(f"--{name.replace('_', '-')} was given with --no-speculation; give one of them")
     if getattr(arguments, "acceptance", "lossless") != "typical":
         for name in ("posterior_threshold", "posterior_alpha"):
             if hasattr(arguments, name):
@@ -67,6 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
             prompt,
             params,
             speculation=not arguments.no_speculation,
+            method=arguments.method,
             num_speculative_tokens=arguments.num_speculative_tokens,
         ) as stream:
             if arguments.json:

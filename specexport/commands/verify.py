@@ -16,6 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, metavar="BUNDLE")
     parser.add_argument("--target", metavar="DIR_OR_ID", help="the original target, if it has moved since the build")
     parser.add_argument("--draft", metavar="DIR_OR_ID", help="the original draft, if it has moved since the build")
+    parser.add_argument(
+        "--medusa", type=Path, metavar="DIR", help="the original Medusa heads, if they have moved since the build"
+    )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt to compare on; repeatable")
     parser.add_argument("-n", "--max-tokens", type=int, default=64, help="tokens to generate a prompt")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -31,6 +34,7 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.bundle,
             target=arguments.target,
             draft=arguments.draft,
+            medusa=arguments.medusa,
             prompts=arguments.prompt,
             max_tokens=arguments.max_tokens,
             progress=Bars(progress),

@@ -1,68 +1,21 @@
-"""Ways to propose draft tokens. One protocol, so that the engine's loop does not know which one it runs."""
+"""A smaller model drafts a chain; a tree adds its other likely tokens beside each token of the chain."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Graph
-from specexport.runtime.params import SamplingParams
-from specexport.runtime.sampling import Distributions
-
-
-@dataclass
-class SlotView:
-    """What a proposer sees of one slot.
-
-    Attributes:
-        slot: index into the batch.
-        tokens: prompt and output so far; the last one is not in the target's cache yet.
-        params: how it samples.
-        random: its own noise.
-        num_speculative_tokens: K, how many draft tokens it wants a step.
-    """
-
-    slot: int
-    tokens: list[int]
-    params: SamplingParams
-    random: np.random.Generator
-    num_speculative_tokens: int
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Draft tokens for one slot.
-
-    Attributes:
-        tokens: int64 ``[K]``, in the order of the tree's nodes 1..K.
-        tree: their shape; node 0 is the last committed token.
-        q: the distributions they were drawn from; None where they were chosen without drawing (q = 1).
-    """
-
-    tokens: npt.NDArray[np.int64]
-    tree: TokenTree
-    q: Distributions | None
-
-
-class Proposer(Protocol):
-    """Proposes draft tokens for several slots at once. Its state is per slot and follows from the slot's tokens."""
-
-    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
-        """Proposals by slot; a slot it has nothing for is left out and decodes plainly this step."""
-
-    def release(self, slot: int) -> None:
-        """Forgets a slot: its request ended."""
+from specexport.runtime.backend import Array, Graph
+from specexport.runtime.proposers.base import Ints, Proposal, SlotView, fill
+from specexport.runtime.sampling import Distributions, Floats
 
 
 class DraftModelProposer:
-    """A smaller model drafts a chain of K tokens in one graph call.
+    """A smaller model drafts a chain of tokens in one graph call.
 
     The draft's cache needs no commits. It holds rows for the tokens it was given and for the drafts it made; those of
     the drafts that were accepted are right, the rest are overwritten. Which are right is read off the slot's tokens.
@@ -88,10 +41,10 @@ class DraftModelProposer:
             return {}
         for sequence in ready:
             self._prefill(sequence)
-        K = max(sequence.num_speculative_tokens for sequence in ready)
+        K = max(sequence.tree.depth for sequence in ready)
         longest = max(len(sequence.tokens) for sequence in ready)
         self._graph.reserve(longest + K - 1)
-        given = self._graph.inputs(self.catch_up, K)
+        given = self._graph.inputs(self.catch_up, drafts=K)
         for sequence in ready:
             slot, params = sequence.slot, sequence.params
             given[tensors.INPUT_IDS][slot] = sequence.tokens[-self.catch_up :]
@@ -102,19 +55,18 @@ class DraftModelProposer:
             given[tensors.MIN_P][slot] = params.min_p
             if not params.greedy:
                 given[tensors.UNIFORM][slot] = sequence.random.random(K, np.float32)
-        made = self._graph.run(self.catch_up, K)
+        made = self._graph.run(self.catch_up, drafts=K)
         return {sequence.slot: self._take(sequence, made) for sequence in ready}
 
-    def _take(self, sequence: SlotView, made: dict[str, npt.NDArray[np.generic]]) -> Proposal:
-        slot = sequence.slot
-        K = sequence.num_speculative_tokens
-        drafted = made[tensors.DRAFT_TOKENS][:K, slot].astype(np.int64)
+    def _take(self, sequence: SlotView, made: Mapping[str, Array]) -> Proposal:
+        slot, tree = sequence.slot, sequence.tree
+        drafted = made[tensors.DRAFT_TOKENS][: tree.depth, slot].astype(np.int64)
+        ids = made[tensors.DRAFT_IDS][: tree.depth, slot].astype(np.int64)
         self._seen[slot] = [*sequence.tokens, *drafted[:-1].tolist()]
-        q = None
-        if not sequence.params.greedy:
-            ids, probs = made[tensors.DRAFT_IDS][:K, slot], made[tensors.DRAFT_PROBS][:K, slot]
-            q = Distributions(ids.astype(np.int64), probs.astype(np.float32))
-        return Proposal(drafted, TokenTree.chain(K + 1), q)
+        if sequence.params.greedy:
+            return Proposal(fill(tree, ids), tree, None, ids)
+        probs = made[tensors.DRAFT_PROBS][: tree.depth, slot].astype(np.float32)
+        return _drawn(tree, drafted, ids, probs)
 
     def _prefill(self, sequence: SlotView) -> None:
         """Gives the draft whatever it has not seen of the text, all but its last two tokens, in chunks."""
@@ -123,16 +75,44 @@ class DraftModelProposer:
         while done < stop:
             chunk = tokens[done : min(done + self._chunk, stop)]
             self._graph.reserve(done + self._chunk)
-            given = self._graph.inputs(self._chunk, 1)
+            given = self._graph.inputs(self._chunk, drafts=1)
             given[tensors.INPUT_IDS][slot, : len(chunk)] = chunk
             given[tensors.PAST_LENGTH][slot] = done
             given[tensors.LAST_ROW][slot] = len(chunk) - 1
-            self._graph.run(self._chunk, 1)
+            self._graph.run(self._chunk, drafts=1)
             done += len(chunk)
+
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
+        """See :class:`Proposer`; nothing the target makes is needed."""
 
     def release(self, slot: int) -> None:
         """See :class:`Proposer`."""
         self._seen.pop(slot, None)
+
+
+def _drawn(tree: TokenTree, drafted: Ints, ids: Ints, probs: Floats) -> Proposal:
+    """A tree whose chain was drawn from q; beside each of its tokens are the most probable others, chosen (q = 1).
+
+    Given that the chain's token was rejected, the next is chosen without noise, so multi-round rejection stays exact.
+
+    Args:
+        tree: only its nodes of rank 0 have children.
+        drafted: int64 ``[depth]``, the chain.
+        ids: int64 ``[depth,M]``, the tokens q gives probability to, most probable first.
+        probs: float32 ``[depth,M]``.
+    """
+    is_drawn = ids == drafted[:, None]
+    # The drawn token takes rank 0, those before it move back by one.
+    order = np.argsort(~is_drawn, axis=1, kind="stable")
+    candidates = np.take_along_axis(ids, order, 1)
+    if tree.is_chain:
+        return Proposal(drafted, tree, Distributions(ids, probs), candidates)
+    tokens = fill(tree, candidates)
+    rows = tree.depths[1:] - 1
+    chosen = (candidates[rows] == tokens[:, None]).astype(np.float32)
+    on_chain = np.asarray(tree.ranks[1:])[:, None] == 0
+    q = np.where(on_chain, np.take_along_axis(probs, order, 1)[rows], chosen)
+    return Proposal(tokens, tree, Distributions(candidates[rows], q), candidates)
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

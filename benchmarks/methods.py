@@ -1,0 +1,250 @@
+"""Every way to propose on the benchmark-size pair: method by tree size.
+
+All run one after another on each prompt, so that a machine whose speed drifts treats them alike. Trees of heads are
+those that suit the accuracies measured in training, and one tuned on this machine with prompts that are not decoded
+here. Speeds are tokens over seconds, both summed over prompts, against plain decoding of the bundle without heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.decode import UNATTENDED_WIDTH, machine
+from benchmarks.pair import built, inflated_heads, inflated_pair
+from specexport.contract.manifest import method_name, read_manifest
+from specexport.contract.tree import TokenTree
+from specexport.exporter.retree import set_default_tree
+from specexport.runtime import Completion, Engine, SamplingParams
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.tune import candidates, observe, step_costs
+
+SIZES = (2, 3, 4, 5, 6, 8, 12, 16)
+CHAINS = (1, 2, 3, 4, 6, 8)
+SPINES = {
+    "4+2": [[0], [1], [0, 0], [0, 1], [0, 0, 0], [0, 0, 0, 0]],
+    "4+4": [[0], [1], [0, 0], [0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 1]],
+    "6+4": [[0] * n for n in range(1, 7)] + [[1], [0, 1], [0, 0, 1], [0, 0, 0, 1]],
+}
+"""Trees of a draft model: its chain and the second best token beside the first ones."""
+WARM_UP = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``python -m benchmarks methods``."""
+    parser.add_argument("--models", type=Path, default=Path("examples/models"), help="holds the demo models and heads")
+    parser.add_argument("--draft-heads", default="demo-draft-medusa", help="heads of demo-draft; left out if not there")
+    parser.add_argument("--prompts", type=Path, default=Path("examples/prompts/held_out.jsonl"))
+    parser.add_argument("--work", type=Path, default=Path(".cache/bench"), help="keeps inflated models and bundles")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--tuning-prompts", type=int, default=24, help="others, from the end of the file")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the sampled rows")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One row: a bundle, what of it is used, and how tokens are chosen."""
+
+    bundle: str
+    method: str | None
+    tree: TokenTree
+    params: SamplingParams
+    tuned: bool = False
+
+    @property
+    def sampling(self) -> str:
+        """In words."""
+        return "greedy" if self.params.greedy else f"T = {self.params.temperature:g}, {self.params.acceptance}"
+
+
+@dataclass
+class Row:
+    """What was measured of one way.
+
+    Attributes:
+        method: of the bundle; ``plain`` for none.
+        sampling: greedy, or the temperature and the rule of acceptance.
+        nodes: T, tokens a step verifies.
+        depth: of the tree.
+        tuned: whether ``tune tree`` chose it.
+        tokens_per_step: acceptance length.
+        step_ms: c(T), the target's bare graph.
+        tokens_per_second: decoding only.
+        speed_up: over plain decoding with the same sampling.
+        same_text: prompts whose greedy text equals plain decoding's.
+    """
+
+    method: str
+    sampling: str
+    nodes: int
+    depth: int
+    tuned: bool
+    tokens_per_step: float
+    step_ms: float
+    tokens_per_second: float
+    speed_up: float
+    same_text: int
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the benchmark and prints its table."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=UNATTENDED_WIDTH)
+    lines = args.prompts.read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    if args.num_prompts + args.tuning_prompts > len(texts):
+        raise SystemExit(f"{args.prompts} has {len(texts)} prompts, fewer than are to be decoded and tuned with")
+    folders = _bundles(args)
+    greedy = SamplingParams(max_tokens=args.new_tokens, temperature=0.0, seed=0, ignore_eos=True)
+    sampled = greedy.replace(temperature=args.temperature)
+    costs = {
+        name: step_costs(Bundle.open(folder, check_hashes=False), 176, 64, args.threads, lambda *_: None)
+        for name, folder in folders.items()
+    }
+    tuned = {
+        (name, params.greedy): _tune(folder, costs[name], params, texts[-args.tuning_prompts :], args)
+        for name, folder in folders.items()
+        for params in ((greedy, sampled) if name == "medusa" else (greedy,))
+    }
+    ways = list(_ways(folders, tuned, greedy, sampled))
+    runs: list[list[Completion]] = [[] for _ in ways]
+    engines = {name: Engine.load(folder, threads=args.threads, check_hashes=False) for name, folder in folders.items()}
+    prompts = [engines["draft"].encode(text)[: args.prompt_tokens] for text in texts[: args.num_prompts]]
+    for warm in (True, False):
+        for prompt in track(prompts[:1] if warm else prompts, "warming up" if warm else "decoding"):
+            for way, done in zip(ways, runs, strict=True):
+                made = _decode(engines[way.bundle], way, prompt, WARM_UP if warm else args.new_tokens)
+                if not warm:
+                    done.append(made)
+    rows = [_row(way, done, ways, runs, costs[way.bundle]) for way, done in zip(ways, runs, strict=True)]
+    console.print(_table(args, rows))
+    if args.json:
+        names = ("precision", "num_prompts", "tuning_prompts", "prompt_tokens", "new_tokens", "temperature")
+        report: dict[str, Any] = {
+            "machine": machine(args.threads),
+            "options": {name: getattr(args, name) for name in names},
+            "step_ms": {name: [cost * 1e3 for cost in found] for name, found in costs.items()},
+            "rows": [asdict(row) for row in rows],
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _bundles(args: argparse.Namespace) -> dict[str, Path]:
+    """One bundle with a draft, one with heads on the target, one with heads on the draft."""
+    target, draft = inflated_pair(args.models, args.work)
+    heads = inflated_heads(args.models, "demo-medusa", target, args.work)
+    common: dict[str, Any] = {"precision": args.precision, "max_seq_len": 512}
+    trees = tuple(TokenTree.from_choices(choices) for choices in SPINES.values())
+    chains = tuple(TokenTree.chain(k + 1) for k in CHAINS if k + 1 not in map(len, trees))
+    of_heads = {"num_speculative_tokens": SIZES[0], "speculative_choices": SIZES[1:], **common}
+    stem = args.work / f"methods.{target.name}.{args.precision}"
+    found = {
+        "draft": built(Path(f"{stem}.draft"), target, draft=str(draft), trees=(*chains, *trees), **common),
+        "medusa": built(Path(f"{stem}.{heads.name}"), target, medusa=str(heads), **of_heads),
+    }
+    if (args.models / args.draft_heads).is_dir():
+        on_draft = inflated_heads(args.models, args.draft_heads, draft, args.work)
+        options = {"draft": str(draft), "draft_medusa": str(on_draft), **of_heads}
+        found["medusa_draft"] = built(Path(f"{stem}.{on_draft.name}"), target, **options)
+    return found
+
+
+def _tune(folder: Path, costs: list[float], params: SamplingParams, texts: list[str], args: Any) -> TokenTree:
+    """The tree that suits this machine best, put into the bundle."""
+    (method,) = read_manifest(folder).methods
+    with Engine.load(folder, threads=args.threads, check_hashes=False) as engine:
+        prompts = [engine.encode(text)[: args.prompt_tokens] for text in texts]
+        observed = observe(engine, method_name(method), prompts, params, lambda *_: None)
+    best = candidates(method, observed, costs)[0].tree
+    set_default_tree(folder, method_name(method), best)
+    return best
+
+
+def _ways(
+    folders: dict[str, Path],
+    tuned: dict[tuple[str, bool], TokenTree],
+    greedy: SamplingParams,
+    sampled: SamplingParams,
+) -> Iterator[Way]:
+    typical = sampled.replace(acceptance="typical")
+    for params in (greedy, sampled):
+        yield Way("draft", None, TokenTree.chain(1), params)
+    for name, folder in folders.items():
+        (method,) = read_manifest(folder).methods
+        for params in (greedy, sampled, typical) if name == "medusa" else (greedy,):
+            best = tuned[name, params.greedy]
+            for tree in sorted(method.token_trees(), key=len):
+                yield Way(name, method_name(method), tree, params, tree == best)
+
+
+def _decode(engine: Engine, way: Way, prompt: list[int], tokens: int) -> Completion:
+    params = way.params.replace(max_tokens=tokens)
+    if way.method is None:
+        return engine.generate(prompt, params, speculation=False)
+    return engine.generate(prompt, params, method=way.method, num_speculative_tokens=len(way.tree) - 1)
+
+
+def _speed(done: list[Completion]) -> float:
+    return sum(run.stats.output_tokens for run in done) / sum(run.stats.decode_seconds for run in done)
+
+
+def _row(way: Way, done: list[Completion], ways: list[Way], runs: list[list[Completion]], costs: list[float]) -> Row:
+    (plain,) = (
+        others
+        for other, others in zip(ways, runs, strict=True)
+        if other.method is None and other.params.greedy == way.params.greedy
+    )
+    steps = sum(run.stats.steps for run in done)
+    kind = "plain" if way.method is None else way.method
+    if way.method == "draft_model":
+        kind += ", chain" if way.tree.is_chain else ", tree"
+    return Row(
+        kind,
+        way.sampling,
+        len(way.tree),
+        way.tree.depth,
+        way.tuned,
+        1 + sum(run.stats.accepted for run in done) / steps,
+        costs[len(way.tree) - 1] * 1e3,
+        _speed(done),
+        _speed(done) / _speed(plain),
+        sum(a.token_ids == b.token_ids for a, b in zip(done, plain, strict=True)),
+    )
+
+
+def _table(args: argparse.Namespace, rows: list[Row]) -> Table:
+    title = f"{args.precision}, {args.num_prompts} prompts of {args.prompt_tokens} tokens, {args.new_tokens} generated"
+    table = Table(title=title, title_justify="left")
+    table.add_column("method")
+    table.add_column("sampling")
+    for name in ("nodes", "depth", "tokens a step", "c(T) ms", "tokens/s", "against plain", "same text"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.method,
+            row.sampling,
+            f"{row.nodes}{' (tuned)' if row.tuned else ''}",
+            str(row.depth),
+            f"{row.tokens_per_step:.2f}",
+            f"{row.step_ms:.2f}",
+            f"{row.tokens_per_second:.1f}",
+            f"{row.speed_up:.2f}x",
+            f"{row.same_text}/{args.num_prompts}" if row.sampling == "greedy" else "",
+        )
+    return table

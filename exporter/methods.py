@@ -1,0 +1,120 @@
+"""Which trees a bundle is built for: what the user named, or what suits the proposer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specexport.contract.errors import BuildError, SpecExportError
+from specexport.contract.tree import TokenTree
+from specexport.exporter.medusa import HeadsOutline
+from specexport.graphs.medusa import MAX_TOP_K
+from specexport.graphs.propose import MAX_CANDIDATES
+
+if TYPE_CHECKING:
+    from specexport.exporter.build import BuildOptions
+
+DEFAULT_DRAFT_TOKENS = 4
+"""Chosen for CPUs, where every node of a step costs; ``specexport tune tree`` measures what a device can take."""
+
+PUBLISHED_ACCURACY = (0.56, 0.32, 0.20, 0.15)
+"""Share of tokens that were a head's best guess, heads 1 to 4 of Vicuna-7B (arXiv 2401.10774)."""
+_NEXT_RANK = 0.3
+"""Without a measurement, a guess is taken to be right this often compared with the guess before it."""
+
+Trees = tuple[TokenTree, ...]
+Plan = dict[str, Trees]
+"""By the name of a method: its trees, the default first."""
+
+
+def candidates(vocab: int) -> int:
+    """M, the ranks of a Medusa head's candidates."""
+    return min(MAX_TOP_K, vocab)
+
+
+def plan(options: BuildOptions, heads: HeadsOutline | None, draft_heads: HeadsOutline | None, vocab: int) -> Plan:
+    """The trees of every method a bundle is to have, the default method first.
+
+    Args:
+        options: of the build.
+        heads: of the target.
+        draft_heads: of the draft.
+        vocab: tokens that can be proposed.
+
+    Raises:
+        BuildError: a tree is one its proposer cannot fill; says why.
+    """
+    found: Plan = {}
+    named = tuple(tree if isinstance(tree, TokenTree) else _load(tree) for tree in options.trees)
+    # With both, trees are the target's heads': a draft's chain needs none.
+    of_draft = () if heads is not None else named
+    if options.draft is not None and draft_heads is None:
+        sizes = options.sizes or (() if of_draft else (DEFAULT_DRAFT_TOKENS,))
+        found["draft_model"] = _trees(of_draft, tuple(TokenTree.chain(size + 1) for size in sizes))
+        for tree in of_draft:
+            if not tree.has_spine:
+                raise BuildError(
+                    "a draft model drafts a chain, so only the most probable token of each depth can have children; "
+                    f"the tree of {len(tree) - 1} draft tokens has others that do"
+                )
+            _require_ranks(tree, min(MAX_CANDIDATES, vocab))
+    elif draft_heads is not None:
+        found["medusa_draft"] = _of_heads(options, of_draft, draft_heads, 1, vocab)
+    if heads is not None:
+        found["medusa"] = _of_heads(options, named, heads, 0, vocab)
+    return found
+
+
+def _of_heads(options: BuildOptions, named: Trees, heads: HeadsOutline, own: int, vocab: int) -> Trees:
+    """Trees for heads, after ``own`` depths that the model's own head proposes for."""
+    depth = heads.count + own
+    for tree in named:
+        if tree.depth > depth:
+            raise BuildError(
+                f"the tree of {len(tree) - 1} draft tokens is {tree.depth} deep, and {heads.path} holds {heads.count} "
+                f"heads, which propose {depth} tokens ahead; choose a shallower tree"
+            )
+        _require_ranks(tree, candidates(vocab))
+    if not named and not options.sizes and heads.tree is not None:
+        return (heads.tree,)
+    sizes = options.sizes or (() if named else (DEFAULT_DRAFT_TOKENS,))
+    accuracy = ((),) * own + (heads.accuracy or ((),) * heads.count)
+
+    def weight(path: tuple[int, ...]) -> float:
+        product = 1.0
+        for at, rank in enumerate(path):
+            known = accuracy[at]
+            published = 0.8 if at < own else PUBLISHED_ACCURACY[min(at - own, len(PUBLISHED_ACCURACY) - 1)]
+            product *= known[rank] if rank < len(known) else published * _NEXT_RANK**rank
+        return product
+
+    ranks = candidates(vocab)
+    return _trees(named, tuple(TokenTree.best(weight, size + 1, ranks, depth) for size in sizes))
+
+
+def _trees(named: Trees, sized: Trees) -> Trees:
+    """Named trees first; no two of one size."""
+    found: dict[int, TokenTree] = {}
+    for tree in (*named, *sized):
+        if len(tree) == 1:
+            raise BuildError("a token tree has no draft token; expected at least one")
+        other = found.setdefault(len(tree), tree)
+        if other != tree:
+            raise BuildError(
+                f"two trees have {len(tree) - 1} draft tokens; requests choose a tree by that number, so no two may"
+            )
+    return tuple(found.values())
+
+
+def _require_ranks(tree: TokenTree, known: int) -> None:
+    if max(tree.ranks) >= known:
+        raise BuildError(
+            f"the tree of {len(tree) - 1} draft tokens has a node of rank {max(tree.ranks)}; ranks below {known} are "
+            "proposed"
+        )
+
+
+def _load(source: object) -> TokenTree:
+    try:
+        return TokenTree.load(str(source))
+    except SpecExportError as error:
+        raise BuildError(str(error)) from error

@@ -1,0 +1,70 @@
+"""Medusa heads: from one hidden state, the tokens after the next one (Cai et al., arXiv 2401.10774)."""
+
+from __future__ import annotations
+
+import torch
+
+MAX_TOP_K = 10
+"""Ranks a head's candidates have; published trees go no further."""
+
+
+class ResBlock(torch.nn.Module):
+    """``x + SiLU(W x + b)``; W and b start at zero, so that a new block changes nothing."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(hidden, hidden)
+        torch.nn.init.zeros_(self.linear.weight)
+        torch.nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., H]`` to ``[..., H]``."""
+        out: torch.Tensor = x + torch.nn.functional.silu(self.linear(x))
+        return out
+
+
+class MedusaHeads(torch.nn.ModuleList):
+    """Heads of residual blocks, each ending in a projection to the vocabulary of its own or through the model's.
+
+    Head i reads the hidden state after the final norm, from which the model predicts token t+1, and predicts token
+    t+2+i. Parameters have the names of ``FasterDecoding/Medusa``: ``{i}.{j}.linear.weight``, ``{i}.{j}.linear.bias``
+    and ``{i}.{layers}.weight``, the projection ``[V,H]``. Tied heads factor it into the model's own head ``[V,H]`` and
+    ``{i}.{layers}.weight [H,H]``, which is V/H times smaller. (The blocks alone cannot turn a state that says t+1 into
+    one that says t+2 for the same head: SiLU hardly takes anything away.)
+
+    Args:
+        heads: how many.
+        layers: residual blocks a head.
+        hidden: H, the model's hidden size.
+        vocab: V, the width of the model's logits.
+        tied: heads end in the model's own language-model head.
+    """
+
+    def __init__(self, heads: int, layers: int, hidden: int, vocab: int, *, tied: bool) -> None:
+        super().__init__()
+        self.layers = layers
+        self.hidden = hidden
+        self.vocab = vocab
+        self.tied = tied
+        for _ in range(heads):
+            blocks: list[torch.nn.Module] = [ResBlock(hidden) for _ in range(layers)]
+            last = torch.nn.Linear(hidden, hidden if tied else vocab, bias=False)
+            if tied:
+                torch.nn.init.eye_(last.weight)
+            blocks.append(last)
+            self.append(torch.nn.Sequential(*blocks))
+
+    def states(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """What each tied head gives the model's, ``[..., H]`` each, or its logits ``[..., V]`` where it is not tied."""
+        return [head(hidden) for head in self]
+
+    def logits(self, hidden: torch.Tensor, lm_head: torch.nn.Module) -> torch.Tensor:
+        """Every head's logits, ``[N, ..., V]``, from hidden states ``[..., H]``.
+
+        Args:
+            hidden: after the model's final norm.
+            lm_head: the model's own head, where these are tied to it.
+        """
+        states = torch.stack(self.states(hidden))
+        logits: torch.Tensor = lm_head(states) if self.tied else states
+        return logits

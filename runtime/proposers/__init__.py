@@ -1,0 +1,34 @@
+"""Ways to propose draft tokens. One protocol, so that the engine's loop does not know which one it runs."""
+
+from __future__ import annotations
+
+from specexport.contract.manifest import DraftModel, Medusa, Method
+from specexport.runtime.backend import candidates_buffers, open_graph, propose_buffers
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.proposers.base import Proposal, Proposer, SlotView
+from specexport.runtime.proposers.draft_model import DraftModelProposer
+from specexport.runtime.proposers.medusa import MedusaProposer
+from specexport.runtime.proposers.medusa_draft import MedusaDraftProposer
+
+__all__ = ["Proposal", "Proposer", "SlotView", "open_proposer"]
+
+
+def open_proposer(bundle: Bundle, method: Method, batch: int, threads: int | None) -> Proposer:
+    """Loads what a method needs.
+
+    Args:
+        bundle: the bundle.
+        method: one of its methods.
+        batch: slots.
+        threads: for CPU backends; None for every core this process may use.
+
+    Raises:
+        BackendError: the backend is not installed or refuses a graph.
+    """
+    if isinstance(method, Medusa):
+        return MedusaProposer()
+    if isinstance(method, DraftModel):
+        graph = open_graph(bundle, method.draft, batch, propose_buffers(method), threads)
+        return DraftModelProposer(graph, bundle.manifest)
+    graph = open_graph(bundle, method.draft, batch, candidates_buffers(method), threads)
+    return MedusaDraftProposer(graph, bundle.manifest, method)

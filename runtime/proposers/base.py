@@ -1,0 +1,79 @@
+"""What every proposer is given and gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport.contract.tree import TokenTree
+from specexport.runtime.backend import Array
+from specexport.runtime.params import SamplingParams
+from specexport.runtime.sampling import Distributions
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass
+class SlotView:
+    """What a proposer sees of one slot.
+
+    Attributes:
+        slot: index into the batch.
+        tokens: prompt and output so far; the last one, the step's root, is not in the target's cache yet.
+        params: how it samples.
+        random: its own noise.
+        tree: the tree it wants filled.
+    """
+
+    slot: int
+    tokens: list[int]
+    params: SamplingParams
+    random: np.random.Generator
+    tree: TokenTree
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft tokens for one slot.
+
+    Attributes:
+        tokens: int64 ``[K]``, those of the tree's nodes 1..K.
+        tree: their shape; node 0 is the last committed token.
+        q: the distributions they were drawn from; None where they were chosen without drawing (q = 1).
+        candidates: int64 ``[depths,M]``, the tokens known at each depth of the tree, most probable first.
+    """
+
+    tokens: Ints
+    tree: TokenTree
+    q: Distributions | None
+    candidates: Ints
+
+
+class Proposer(Protocol):
+    """Proposes draft tokens for several slots at once. Its state is per slot."""
+
+    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
+        """Proposals by slot; a slot it has nothing for is left out and decodes plainly this step."""
+
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
+        """Called after the target ran for a slot.
+
+        Args:
+            slot: index into the batch.
+            outputs: what the target's graph made, for all slots; copy what is kept.
+            row: the row of it that belongs to the last token in the target's cache.
+        """
+
+    def release(self, slot: int) -> None:
+        """Forgets a slot: its request ended."""
+
+
+def fill(tree: TokenTree, candidates: Ints) -> Ints:
+    """The tokens ``[K]`` of a tree's nodes: of each, the candidate ``[depths,M]`` at its depth with its rank."""
+    depths, ranks = tree.depths[1:], np.asarray(tree.ranks[1:])
+    tokens: Ints = candidates[depths - 1, ranks]
+    return tokens

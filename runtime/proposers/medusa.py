@@ -1,0 +1,38 @@
+"""Medusa heads on the target: what it said of the tokens to come in its last step is the next proposal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from specexport.contract import tensors
+from specexport.runtime.backend import Array
+from specexport.runtime.proposers.base import Ints, Proposal, SlotView, fill
+
+
+class MedusaProposer:
+    """Fills a tree with the candidates the target's heads made at the last token in its cache.
+
+    Head i saw the text up to that token, t, and predicts t+2+i: the root of the next step is t+1, so its candidates
+    belong to depth 1+i. They cost no call of their own.
+    """
+
+    def __init__(self) -> None:
+        self._candidates: dict[int, Ints] = {}
+
+    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
+        """See :class:`Proposer`; before the target's first step there is nothing to propose."""
+        made = {}
+        for sequence in sequences:
+            candidates = self._candidates.get(sequence.slot)
+            if candidates is not None:
+                tokens = fill(sequence.tree, candidates)
+                made[sequence.slot] = Proposal(tokens, sequence.tree, None, candidates)
+        return made
+
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
+        """See :class:`Proposer`."""
+        self._candidates[slot] = outputs[tensors.CANDIDATES][slot, :, row].copy()
+
+    def release(self, slot: int) -> None:
+        """See :class:`Proposer`."""
+        self._candidates.pop(slot, None)

@@ -1,0 +1,205 @@
+"""Which token tree decodes fastest on this device: what is accepted against what a step costs, both measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from specexport.contract import tensors
+from specexport.contract.errors import RequestError
+from specexport.contract.manifest import DraftModel, Method, Model, PointGraph
+from specexport.contract.shapes import ShapePoint
+from specexport.contract.tree import TokenTree
+from specexport.runtime.backend import open_graph, step_buffers
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.engine import Engine
+from specexport.runtime.params import SamplingParams
+from specexport.runtime.proposers.base import Ints
+from specexport.runtime.record import recorded
+from specexport.runtime.stats import Stats
+
+RankPath = tuple[int, ...]
+Progress = Callable[[str, int, int], None]
+
+_WIDTHS = (*range(1, 13), 14, 16, 20, 24, 32, 48, 64)
+"""Widths at which a step is timed; those between are interpolated."""
+_ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What decoding with a method showed.
+
+    Attributes:
+        paths: how often each path of ranks, from the root, was what the target went on with.
+        steps: how many steps were looked at.
+        stats: of all requests together.
+        depth: of the tree that was verified.
+    """
+
+    paths: Counter[RankPath]
+    steps: int
+    stats: Stats
+    depth: int
+
+    def weight(self, path: RankPath) -> float:
+        """The chance that a path is accepted."""
+        return self.paths[path] / max(1, self.steps)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tree that was considered.
+
+    Attributes:
+        tree: the tree.
+        tokens: a step is expected to commit, the bonus token included.
+        seconds: a step is expected to take.
+        speed_up: over plain decoding.
+    """
+
+    tree: TokenTree
+    tokens: float
+    seconds: float
+    speed_up: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """What is to be expected of it."""
+        return self.tokens / self.seconds
+
+
+def observe(
+    engine: Engine, name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, progress: Progress
+) -> Observed:
+    """Decodes prompts with a method and sees which of its candidates come true.
+
+    Every candidate counts, whether it was in the tree or not. For a draft model those at a depth follow from its own
+    chain above, so that the first other token ends a path.
+
+    Args:
+        engine: the bundle's.
+        name: of the method.
+        prompts: tokens.
+        params: how to sample; drafts that are drawn at random can only be judged in greedy decoding.
+        progress: called for every prompt.
+
+    Raises:
+        RequestError: the draft is drawn at random, or no step had a proposal.
+    """
+    method = engine.manifest.method(name)
+    chained = isinstance(method, DraftModel)
+    if chained and not params.greedy:
+        raise RequestError("a draft model's tree can only be tuned for greedy decoding: temperature 0")
+    deepest = max(engine.speculations[name].trees, key=lambda tree: tree.depth)
+    paths: Counter[RankPath] = Counter()
+    total, steps = Stats(), 0
+    with recorded(engine, name) as recorder:
+        for index, prompt in enumerate(prompts):
+            recorder.made.clear()
+            done = engine.generate(prompt, params, method=name, num_speculative_tokens=len(deepest) - 1)
+            whole = [*prompt, *done.token_ids]
+            for length, proposal in recorder.made:
+                ahead = whole[length : length + len(proposal.candidates)]
+                if len(ahead) == len(proposal.candidates):  # the end of a text is no rejection
+                    steps += 1
+                    path = _path(proposal.candidates, ahead, chained)
+                    paths.update(path[:end] for end in range(1, len(path) + 1))
+            total = _added(total, done.stats)
+            progress("decoding", index + 1, len(prompts))
+    if not steps:
+        raise RequestError("no step had a proposal to learn from; give more or longer prompts, or more tokens")
+    return Observed(paths, steps, total, deepest.depth)
+
+
+def _path(candidates: Ints, ahead: Sequence[int], chained: bool) -> RankPath:
+    """The ranks of the tokens that came among those proposed at each depth, up to the first that was not."""
+    path: list[int] = []
+    for row, token in zip(candidates, ahead, strict=True):
+        found = np.flatnonzero(row == token)
+        if not len(found) or (chained and path and path[-1] != 0):
+            break
+        path.append(int(found[0]))
+    return tuple(path)
+
+
+def _added(a: Stats, b: Stats) -> Stats:
+    names = ("steps", "steps_with_draft", "output_tokens", "propose", "verify", "accept", "host")
+    return dataclasses.replace(a, **{name: getattr(a, name) + getattr(b, name) for name in names})
+
+
+def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, progress: Progress) -> list[float]:
+    """Seconds of a step of the target for T = 1 to ``widest`` tokens: c(1), c(2), ...
+
+    Args:
+        bundle: the bundle.
+        rows: valid rows in the cache.
+        widest: largest T.
+        threads: for CPU backends.
+        progress: called for every round.
+    """
+    widths = [width for width in _WIDTHS if width < widest] + [widest]
+    model = bundle.manifest.target
+    graph = open_graph(bundle, _with_widths(model, widths), 1, step_buffers(bundle.manifest), threads)
+    graph.reserve(rows + widest)
+    times: dict[int, list[float]] = {width: [] for width in widths}
+    for turn in range(_ROUNDS + 1):
+        for width in widths:
+            given = graph.inputs(width, width)
+            given[tensors.POSITION_IDS][:] = np.minimum(rows + np.arange(width), model.max_positions - 1)
+            given[tensors.PAST_LENGTH][:] = rows
+            start = time.perf_counter()
+            graph.run(width, width)
+            if turn:  # the first round pays for buffers
+                times[width].append(time.perf_counter() - start)
+        progress("timing steps", turn + 1, _ROUNDS + 1)
+    medians = [statistics.median(times[width]) for width in widths]
+    # A wider step is never cheaper; where it looks so, that is noise.
+    medians = list(itertools.accumulate(medians, max))
+    return [float(cost) for cost in np.interp(np.arange(1, widest + 1), widths, medians)]
+
+
+def _with_widths(model: Model, widths: Sequence[int]) -> Model:
+    """A model that may run steps of other widths too, which a symbolic master can."""
+    sizes = sorted({graph.point.cache for graph in model.graph.points})
+    there = {graph.point for graph in model.graph.points}
+    wanted = {ShapePoint(1, width, size, width) for width in widths for size in sizes} - there
+    points = (*model.graph.points, *(PointGraph(point=point, file="") for point in sorted(wanted)))
+    return msgspec.structs.replace(model, graph=msgspec.structs.replace(model.graph, points=points))
+
+
+def candidates(method: Method, observed: Observed, costs: Sequence[float]) -> list[Candidate]:
+    """For every number of nodes the tree that commits most tokens a second; the best of all comes first.
+
+    Args:
+        method: the method.
+        observed: with it, on this device.
+        costs: c(1), c(2), ...: as many as the largest tree may have nodes.
+    """
+    stats = observed.stats
+    other = (stats.accept + stats.host) / stats.steps
+    propose = stats.propose / max(1, stats.steps_with_draft)
+    plain = 1 / (costs[0] + other)
+    depths = max((len(path) for path in observed.paths), default=0)
+    found: dict[int, Candidate] = {}
+    for depth in range(1, depths + 1):
+        # A draft model makes one pass a depth; heads propose for all depths at once.
+        proposing = propose * depth / observed.depth if isinstance(method, DraftModel) else propose
+        for nodes in range(2, len(costs) + 1):
+            tree = TokenTree.best(observed.weight, nodes, method.candidates, depth)
+            if len(tree) < nodes:
+                break
+            tokens = 1 + sum(observed.weight(path) for path in tree.choices)
+            seconds = costs[nodes - 1] + proposing + other
+            made = Candidate(tree, tokens, seconds, tokens / seconds / plain)
+            if nodes not in found or made.tokens_per_second > found[nodes].tokens_per_second:
+                found[nodes] = made
+    return sorted(found.values(), key=lambda one: -one.tokens_per_second)

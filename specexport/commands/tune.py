@@ -1,0 +1,180 @@
+"""Measure a bundle on this device and set what suits it: ``tune tree`` chooses the token tree."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from specexport.commands.build import Bars, build_progress, exporter
+from specexport.commands.draw import terminal_tree
+from specexport.contract.errors import RequestError
+from specexport.contract.manifest import method_name
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.bundle import Bundle
+
+if TYPE_CHECKING:
+    from specexport.runtime.tune import Candidate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what ``specexport tune`` can tune."""
+    what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    tree = what.add_parser(
+        "tree",
+        help="the token tree of a method",
+        description="Decode text with a method, see which of its candidates come true, time steps of every width, and "
+        "make the tree that commits most tokens a second the method's default.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    tree.add_argument("bundle", type=Path, metavar="BUNDLE")
+    tree.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="text like that to come, but not what was trained on: text files, or .jsonl with a text a line",
+    )
+    tree.add_argument("--method", metavar="NAME", help="which of the bundle's (default: its first)")
+    tree.add_argument("--max-nodes", type=int, default=32, metavar="N", help="most tokens a step verifies")
+    tree.add_argument("--prompts", type=int, default=32, metavar="N", help="how many prompts to decode")
+    tree.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of a prompt")
+    tree.add_argument("-n", "--max-tokens", type=int, default=96, help="tokens to generate for each")
+    tree.add_argument("--temperature", type=float, default=0.0, help="tune for sampling at this temperature")
+    tree.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    tree.add_argument("--dry-run", action="store_true", help="print what was found and change nothing")
+    tree.add_argument("--json", action="store_true", help="print what was found as JSON")
+    tree.set_defaults(main=main)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs ``specexport tune tree``."""
+    from specexport.runtime import tune
+
+    for flag, least in (("max_nodes", 2), ("prompts", 1), ("prompt_tokens", 2), ("max_tokens", 2)):
+        if getattr(arguments, flag) < least:
+            raise RequestError(f"--{flag.replace('_', '-')} is {getattr(arguments, flag)}; expected {least} or more")
+    if not arguments.dry_run:
+        exporter()
+    bundle = Bundle.open(arguments.bundle)
+    manifest = bundle.manifest
+    if not manifest.methods:
+        raise RequestError(f"{arguments.bundle}: built without a way to speculate; there is no tree to tune")
+    method = manifest.methods[0] if arguments.method is None else manifest.method(arguments.method)
+    if method is None:
+        there = ", ".join(map(method_name, manifest.methods))
+        raise RequestError(f"--method is {arguments.method!r}; the bundle has {there}")
+    name = method_name(method)
+    room = max(graph.point.cache for graph in manifest.target.graph.points) - manifest.max_seq_len + 1
+    params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens, seed=0, ignore_eos=True)
+    with build_progress(Console(stderr=True)) as progress:
+        bars = Bars(progress)
+        with Engine.load(arguments.bundle, threads=arguments.threads, check_hashes=False) as engine:
+            prompts = read_prompts(engine, arguments.data, arguments.prompts, arguments.prompt_tokens)
+            observed = tune.observe(engine, name, prompts, params, bars)
+        rows = min(arguments.prompt_tokens + arguments.max_tokens // 2, manifest.max_seq_len - 1)
+        costs = tune.step_costs(bundle, rows, min(arguments.max_nodes, room), arguments.threads, bars)
+    found = tune.candidates(method, observed, costs)
+    if not found:
+        raise RequestError("no candidate ever came true on this text, so that no tree helps; nothing was changed")
+    best = found[0]
+    if arguments.json:
+        print(json.dumps(_as_dict(name, found, costs), indent=2))
+    else:
+        console = Console()
+        console.print(_table(name, found, costs))
+        console.print(terminal_tree(best.tree))
+    if arguments.dry_run:
+        return 0
+    from specexport.exporter.retree import set_default_tree
+
+    set_default_tree(arguments.bundle, name, best.tree)
+    if not arguments.json:
+        warning = "" if best.speed_up > 1 else "; plain decoding is faster on this device"
+        Console().print(f"{arguments.bundle}: {name} verifies {len(best.tree)} nodes a step by default now{warning}")
+    return 0
+
+
+def read_prompts(engine: Engine, files: Sequence[Path], count: int, tokens: int) -> list[list[int]]:
+    """Prompts of at most so many tokens: each line of a ``.jsonl``, and windows of the text of other files.
+
+    Raises:
+        RequestError: a file is missing, is no text, or has a line without a text; names it.
+    """
+    limit = min(tokens, engine.manifest.max_seq_len // 2)
+    prompts: list[list[int]] = []
+    for path in files:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"{path}: {error}; expected a text file or .jsonl") from error
+        if path.suffix == ".jsonl":
+            prompts += [engine.encode(line)[:limit] for line in _lines(path, text)]
+        else:
+            ids = engine.encode(text) if text else []
+            prompts += [ids[start : start + limit] for start in range(0, max(1, len(ids) - limit), 2 * limit)]
+    prompts = [prompt for prompt in prompts if len(prompt) > 1]
+    if not prompts:
+        raise RequestError(f"{', '.join(map(str, files))}: no text of two tokens or more")
+    # Spread over all that was given.
+    step = max(1, len(prompts) // count)
+    return prompts[::step][:count]
+
+
+def _lines(path: Path, text: str) -> list[str]:
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append(msgspec.json.decode(line.encode(), type=_Line).text)
+        except msgspec.MsgspecError as error:
+            raise RequestError(f"{path}: line {number}: {error}; expected an object with a text") from error
+    return found
+
+
+class _Line(msgspec.Struct):
+    text: str
+
+
+def _as_dict(name: str, found: list[Candidate], costs: Sequence[float]) -> dict[str, object]:
+    return {
+        "method": name,
+        "step_ms": [round(cost * 1e3, 4) for cost in costs],
+        "trees": [
+            {
+                "choices": one.tree.choices,
+                "tokens_per_step": one.tokens,
+                "step_ms": one.seconds * 1e3,
+                "tokens_per_second": one.tokens_per_second,
+                "speed_up": one.speed_up,
+            }
+            for one in found
+        ],
+    }
+
+
+def _table(name: str, found: list[Candidate], costs: Sequence[float]) -> Table:
+    table = Table(title=f"{name}: the best tree of each size", title_justify="left", show_edge=False)
+    for column in ("nodes", "depth", "tokens a step", "c(T) ms", "step ms", "tokens/s", "against plain"):
+        table.add_column(column, justify="right")
+    for one in sorted(found, key=lambda one: len(one.tree)):
+        table.add_row(
+            str(len(one.tree)),
+            str(one.tree.depth),
+            f"{one.tokens:.2f}",
+            f"{costs[len(one.tree) - 1] * 1e3:.2f}",
+            f"{one.seconds * 1e3:.2f}",
+            f"{one.tokens_per_second:.1f}",
+            f"{one.speed_up:.2f}x",
+            style="bold" if one is found[0] else None,
+        )
+    return table

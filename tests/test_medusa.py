@@ -1,0 +1,364 @@
+"""Medusa heads: what is read, what is refused, and that graphs propose what the original heads do."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specexport.contract import manifest as mf
+from specexport.contract.errors import BuildError, RequestError
+from specexport.contract.tree import TokenTree
+from specexport.exporter.build import BuildOptions, build
+from specexport.exporter.medusa import load_medusa, read_outline, save_medusa
+from specexport.exporter.verify import verify
+from specexport.graphs.medusa import MedusaHeads
+from specexport.runtime import Engine, SamplingParams
+from tests.checkpoints import VOCAB, make_checkpoint, make_heads
+
+pytestmark = pytest.mark.exporter
+
+H, V, HEADS = 64, VOCAB, 3
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+def random_heads(layers: int, *, tied: bool, seed: int = 0) -> MedusaHeads:
+    made = MedusaHeads(HEADS, layers, H, V, tied=tied)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return made
+
+
+def logits(heads: MedusaHeads, lm_head: torch.Tensor) -> torch.Tensor:
+    last = torch.nn.Linear(H, V, bias=False)
+    with torch.no_grad():
+        last.weight.copy_(lm_head)
+        return heads.logits(torch.linspace(-1, 1, 5 * H).reshape(5, H), last)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_is_written_is_read(tmp_path: Path, layers: int, tied: bool) -> None:
+    heads, lm_head = random_heads(layers, tied=tied), torch.randn(V, H)
+    tree = [[0], [1], [0, 0]]
+    save_medusa(tmp_path, heads, lm_head, base="x", accuracy=[[0.5, 0.1]] * HEADS, choices=tree, dtype=torch.float32)
+    outline = read_outline(tmp_path)
+    assert (outline.count, outline.layers, outline.tied) == (HEADS, layers, tied)
+    assert outline.tree == TokenTree.from_choices(tree)
+    assert outline.accuracy == ((0.5, 0.1),) * HEADS
+    expected = logits(heads, lm_head)
+    own, theirs = (load_medusa(folder, hidden=H, vocab=V) for folder in (tmp_path, tmp_path / "fasterdecoding"))
+    torch.testing.assert_close(logits(own, lm_head), expected)
+    assert not theirs.tied
+    torch.testing.assert_close(logits(theirs, lm_head), expected, atol=1e-4, rtol=1e-4)
+
+
+def fasterdecoding(folder: Path, **config: Any) -> dict[str, torch.Tensor]:
+    """A checkpoint as ``FasterDecoding/Medusa`` leaves it, and its tensors."""
+    folder.mkdir(exist_ok=True)
+    state = {name: tensor.clone() for name, tensor in random_heads(1, tied=False).state_dict().items()}
+    settings = {"medusa_num_heads": HEADS, "medusa_num_layers": 1, "base_model_name_or_path": "a/b", **config}
+    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return state
+
+
+def test_fewer_heads_than_the_file_holds(tmp_path: Path) -> None:
+    """Published configurations ask for fewer heads than were trained."""
+    torch.save(fasterdecoding(tmp_path, medusa_num_heads=2), tmp_path / "medusa_lm_head.pt")
+    assert len(load_medusa(tmp_path, hidden=H, vocab=V)) == 2
+
+
+def test_a_full_model_with_heads(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "llama")
+    state = load_file(model / "model.safetensors")
+    heads = fasterdecoding(tmp_path / "heads")
+    save_file(
+        state | {f"medusa_head.{name}": tensor for name, tensor in heads.items()},
+        model / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"medusa_num_heads": HEADS, "medusa_num_layers": 1}))
+    loaded = load_medusa(model, hidden=H, vocab=V)
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, heads[name])
+    build(BuildOptions(target=str(model), medusa=str(model), output=tmp_path / "bundle", max_seq_len=128))
+    assert verify(tmp_path / "bundle", prompts=("some of the words",), max_tokens=8).verdict == "passed"
+
+
+class Evil:
+    """Unpickling it would run code."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return exec, ("raise SystemExit('code was run')",)
+
+
+def without(name: str) -> Any:
+    return lambda state: state.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda s: s.update({"0.0.linear.weight": torch.zeros(H, H + 1)}), r"'0.0.linear.weight' is \[64, 65\], expec"),
+        (
+            lambda s: s.update({"1.1.weight": torch.zeros(V + 4, H)}),
+            r"'1.1.weight' is \[324, 64\], expected \[3\d\d, 64\]",
+        ),
+        (without("2.1.weight"), "no tensor '2.1.weight'"),
+        (without("0.0.linear.bias"), "no tensor '0.0.linear.bias'"),
+        (lambda s: s.update({"lm_head.weight": torch.zeros(2, 2)}), "'lm_head.weight' is no part of Medusa heads"),
+        (lambda s: s["1.0.linear.bias"].fill_(torch.nan), "'1.0.linear.bias' holds numbers that are not finite"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path, change: Any, reason: str, kind: str) -> None:
+    state = fasterdecoding(tmp_path)
+    change(state)
+    file = tmp_path / f"medusa_lm_head.{kind}"
+    torch.save(state, file) if kind == "pt" else save_file(state, file)
+    with pytest.raises(BuildError, match=reason) as caught:
+        load_medusa(tmp_path, hidden=H, vocab=V)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (pickle.dumps({"0.0.linear.weight": Evil()}), "refused: only plain tensors"),
+        (b"not a pickle", "refused: only plain tensors"),
+        (b"", "refused: only plain tensors"),
+    ],
+)
+def test_a_pickle_with_code_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    fasterdecoding(tmp_path)
+    (tmp_path / "medusa_lm_head.pt").write_bytes(content)
+    with pytest.raises(BuildError, match=reason):
+        load_medusa(tmp_path, hidden=H, vocab=V)
+
+
+def test_a_torch_file_with_code_is_refused(tmp_path: Path) -> None:
+    fasterdecoding(tmp_path)
+    torch.save({"0.0.linear.weight": Evil()}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(BuildError, match="could run code"):
+        load_medusa(tmp_path, hidden=H, vocab=V)
+    torch.save([torch.zeros(2)], tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(BuildError, match="holds list; expected a dictionary of tensors"):
+        load_medusa(tmp_path, hidden=H, vocab=V)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"medusa_num_heads": 4}, "medusa_num_heads is 4, but .* holds 3 heads"),
+        ({"medusa_num_heads": 0}, "0 heads of 1 layers"),
+        ({"medusa_num_layers": 2}, "no tensor '0.1.linear.weight'"),
+        ({"medusa_num_heads": "three"}, "not a configuration of Medusa heads: .*medusa_num_heads"),
+        ({"medusa_choices": [[0, 0]]}, r"medusa_choices: the choice \[0, 0\] is there"),
+        ({"medusa_choices": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "medusa_choices go 4 deep, with 3 heads"),
+        ({"head_accuracy": [[0.5]]}, "head_accuracy: expected shares"),
+        ({"tie_lm_head": True}, r"'0.1.weight' is \[3\d\d, 64\], expected \[64, 64\]"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+    save_file(fasterdecoding(tmp_path, **config), tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(BuildError, match=reason):
+        load_medusa(tmp_path, hidden=H, vocab=V)
+
+
+def test_folders_without_heads_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="no such folder"):
+        load_medusa(tmp_path / "gone", hidden=H, vocab=V)
+    with pytest.raises(BuildError, match="no Medusa heads"):
+        load_medusa(make_checkpoint(tmp_path / "model", "llama"), hidden=H, vocab=V)
+    (tmp_path / "cut").mkdir()
+    fasterdecoding(tmp_path / "cut")
+    (tmp_path / "cut" / "medusa_lm_head.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(BuildError, match="not a safetensors file"):
+        load_medusa(tmp_path / "cut", hidden=H, vocab=V)
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    target = make_checkpoint(root / "target", "qwen3", calm=True)
+    return {
+        "target": str(target),
+        "heads": str(make_heads(root / "heads", target, HEADS, tied=False)),
+        "tied": str(make_heads(root / "tied", target, HEADS, tied=True)),
+    }
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("heads", ["heads", "tied"])
+def test_the_graph_proposes_what_the_heads_do(
+    tmp_path: Path, checkpoints: dict[str, str], heads: str, precision: Any
+) -> None:
+    out = tmp_path / "bundle"
+    options = BuildOptions(
+        target=checkpoints["target"], medusa=checkpoints[heads], output=out, max_seq_len=256, precision=precision
+    )
+    build(options)
+    report = verify(out, prompts=("the words of a text", "other words"), max_tokens=16)
+    assert report.verdict == "passed", report
+    (check,) = (check for check in report.checks if check.name == "medusa")
+    assert check.numbers["positions"] >= 24
+
+
+def test_heads_are_stored_in_fewer_bits_than_an_exact_target(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+    for precision in ("int8", "fp32"):
+        out = tmp_path / precision
+        build(
+            BuildOptions(
+                target=checkpoints["target"],
+                medusa=checkpoints["tied"],
+                output=out,
+                max_seq_len=128,
+                draft_precision=precision,  # type: ignore[arg-type]
+            )
+        )
+        model = onnx.load(out / "target" / "step.onnx", load_external_data=False)
+        integers = [one for one in model.graph.initializer if one.data_type == onnx.TensorProto.INT8]
+        # Each head's block and projection, and the copy of the model's own head; never the model.
+        assert len(integers) == (0 if precision == "fp32" else 1 + HEADS + 1)
+        medusa = mf.read_manifest(out).method("medusa")
+        assert isinstance(medusa, mf.Medusa)
+        assert medusa.weights == precision
+    plain = [
+        Engine.load(tmp_path / precision).generate([7, 8, 9], GREEDY, speculation=False).token_ids
+        for precision in ("int8", "fp32")
+    ]
+    assert plain[0] == plain[1]
+
+
+def test_sizes_make_the_trees_that_suit_the_heads(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+    heads = random_heads(1, tied=True)
+    accuracy = [[0.6, 0.2, 0.1], [0.5, 0.3, 0.05], [0.1, 0.1, 0.1]]
+    save_medusa(tmp_path / "heads", heads, torch.zeros(V, H), base="x", accuracy=accuracy)
+    build(
+        BuildOptions(
+            target=checkpoints["target"],
+            medusa=str(tmp_path / "heads"),
+            output=tmp_path / "bundle",
+            num_speculative_tokens=4,
+            speculative_choices=(1, 7),
+            max_seq_len=128,
+        )
+    )
+    (method,) = mf.read_manifest(tmp_path / "bundle").methods
+    # 0: .6, 00: .3, 1: .2, 01: .18, 10: .1, 2: .1, 11: .06 or 000: .03
+    assert [sorted(choices) for choices in method.trees] == [
+        [(0,), (0, 0), (0, 1), (1,)],
+        [(0,)],
+        [(0,), (0, 0), (0, 1), (1,), (1, 0), (1, 1), (2,)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"trees": ("mc_sim_7b_63",)}, "4 deep, and .* holds 3 heads, which propose 3 tokens ahead"),
+        ({"trees": (TokenTree.from_choices([[10]]),)}, "rank 10; ranks below 10 are proposed"),
+        ({"trees": (TokenTree.chain(2), TokenTree.from_choices([[1]]))}, "two trees have 1 draft tokens"),
+        ({"trees": (TokenTree.chain(1),)}, "has no draft token"),
+        ({"trees": ("nowhere.json",)}, "nowhere.json: no such file, and no preset"),
+        ({"draft_medusa": "x"}, "draft_medusa was given without draft"),
+        ({"posterior_alpha": 2.0}, "posterior_alpha is 2.0"),
+    ],
+)
+def test_what_heads_cannot_do_is_refused(
+    tmp_path: Path, checkpoints: dict[str, str], options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(BuildError, match=reason):
+        build(
+            BuildOptions(target=checkpoints["target"], medusa=checkpoints["heads"], output=tmp_path / "out", **options)
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_drafts_tree_has_a_spine(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+    tree = TokenTree.from_choices([[0], [1], [1, 0]])
+    with pytest.raises(BuildError, match="only the most probable token of each depth can have children"):
+        build(
+            BuildOptions(
+                target=checkpoints["target"], draft=checkpoints["target"], trees=(tree,), output=tmp_path / "out"
+            )
+        )
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, str]) -> Path:
+    """A bundle with a draft and heads, and a tree of 64 nodes: as wide as a prefill chunk."""
+    out = tmp_path_factory.mktemp("both") / "bundle"
+    wide = TokenTree.best(lambda path: 0.5 ** sum(rank + 1 for rank in path), 64, 8, HEADS)
+    return build(
+        BuildOptions(
+            target=checkpoints["target"],
+            draft=checkpoints["target"],
+            medusa=checkpoints["heads"],
+            trees=(TokenTree.from_choices([[0], [1], [0, 0]]), wide),
+            output=out,
+            max_seq_len=160,
+            posterior_threshold=0.0,
+            posterior_alpha=0.0,
+        )
+    )
+
+
+def test_requests_choose_a_method_and_a_tree(both: Path) -> None:
+    with Engine.load(both) as engine:
+        assert list(engine.speculations) == ["draft_model", "medusa"]
+        plain = engine.generate([9, 8, 7], GREEDY, speculation=False)
+        for method, size in (
+            ("draft_model", None),
+            ("draft_model", 4),
+            ("medusa", None),
+            ("medusa", 3),
+            ("medusa", 63),
+        ):
+            done = engine.generate([9, 8, 7], GREEDY, method=method, num_speculative_tokens=size)
+            assert done.token_ids == plain.token_ids
+            assert done.stats.drafted == (size or {"draft_model": 4, "medusa": 3}[method]) * done.stats.steps_with_draft
+        with pytest.raises(RequestError, match="method is 'ngram'; the bundle was built for draft_model, medusa"):
+            engine.generate([9], GREEDY, method="ngram")
+        with pytest.raises(RequestError, match="num_speculative_tokens is 4; the bundle was built for 3, 63"):
+            engine.generate([9], GREEDY, method="medusa", num_speculative_tokens=4)
+
+
+def test_wide_trees_reach_the_end_of_the_context(both: Path) -> None:
+    with Engine.load(both) as engine:
+        for length in (1, 2, 100, 159):
+            prompt = [3 + i % 200 for i in range(length)]
+            wanted = engine.generate(prompt, GREEDY.replace(max_tokens=400), speculation=False)
+            found = engine.generate(prompt, GREEDY.replace(max_tokens=400), method="medusa", num_speculative_tokens=63)
+            assert found.token_ids == wanted.token_ids
+            assert len(prompt) + len(found.token_ids) == 160
+
+
+def test_the_bundles_thresholds_are_what_a_request_gets(both: Path) -> None:
+    """At zero, everything that is possible at all is accepted."""
+    with Engine.load(both) as engine:
+        typical = SamplingParams(temperature=1.0, acceptance="typical", max_tokens=40, seed=3, ignore_eos=True)
+        free = engine.generate([5, 6], typical, method="draft_model")
+        assert free.stats.acceptance_rate == 1.0
+        strict = engine.generate([5, 6], typical.replace(posterior_threshold=1.0, posterior_alpha=1.0), method="medusa")
+        assert strict.stats.acceptance_rate < 1.0
+        assert np.isfinite(strict.stats.acceptance_length)

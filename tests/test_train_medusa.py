@@ -1,0 +1,243 @@
+"""Medusa heads are trained, alone and with the model: they learn, go on where they stopped, and are read back."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specexport.cli import main
+from specexport.contract.errors import SpecExportError, TrainError
+from specexport.exporter.checkpoint import load_checkpoint
+from specexport.exporter.medusa import COMPATIBLE, load_medusa, read_outline
+from specexport.training.data import Windows
+from specexport.training.heads import HeadOptions, head_accuracy, new_heads, run_model, train_heads
+from specexport.training.medusa import MedusaOptions, train_medusa
+from specexport.training.setup import Place, Watch
+from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint, make_model
+
+pytestmark = pytest.mark.exporter
+
+CPU = Place(torch.device("cpu"), bf16=False)
+SILENT = Watch(lambda line: None)
+WORDS = "the of and to in is that it was for on are as with his they at be this from have or by one had not but what"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("target"), "llama")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "words.txt"
+    file.write_text(f"{WORDS} " * 40, encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def options(target: Path, text: Path, tmp_path: Path) -> Callable[..., MedusaOptions]:
+    def make(name: str = "out", **changed: Any) -> MedusaOptions:
+        given = {
+            "target": str(target), "data": [text], "output": tmp_path / name, "heads": 2, "seq_len": 32,
+            "batch_size": 4, "steps": 6, "save_every": 2, "precision": "fp32",
+        }  # fmt: skip
+        return MedusaOptions(**(given | changed))  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_read_what_the_language_model_head_does(family: str) -> None:
+    model: Any = make_model(family)
+    ids = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    rows = torch.rand(2, 12, generator=torch.Generator().manual_seed(1)) < 0.5
+    with torch.no_grad():
+        hidden, logits = run_model(model, ids, rows)
+        whole = model(input_ids=ids, use_cache=False).logits
+        alone, _ = run_model(model, ids)
+    assert hidden.shape == (2, 12, model.get_output_embeddings().weight.shape[1])
+    torch.testing.assert_close(logits, whole[rows], rtol=1e-4, atol=1e-4)
+    assert torch.equal(hidden, alone)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
+def test_heads_learn_a_language_over_a_model_that_stays_as_it_was(tmp_path: Path, tied: bool) -> None:
+    model: Any = make_model("llama")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    # A language in which a token says all that follow.
+    ids = ((torch.arange(64)[:, None] * 7 + torch.arange(24)) % 50 + 100).int()
+    windows = Windows(ids, torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids))
+    heads = new_heads(4, 1, model, tied=tied)
+    options = HeadOptions(steps=150, batch_size=8, lr=1e-2)
+    trained = train_heads(heads, model, windows, options, place=CPU, checkpoint=tmp_path / "heads.pt", watch=SILENT)
+    accuracy = head_accuracy(heads, model, windows, CPU)
+    assert all(row[0] > 0.9 for row in accuracy), accuracy
+    assert all(len(row) == 10 and sum(row) <= 1 + 1e-6 for row in accuracy)
+    assert len(trained.history[-1]["top-1"]) == 4
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("how", "stopped_at"),
+    [
+        ({"self_distill": 24, "cache_hidden": True, "accumulate": 2}, "heads: step 6"),
+        ({"stage": 2, "tie_lm_head": True, "heads_first": 0.5, "lm_loss": "kl"}, "joint: step 3"),
+    ],
+    ids=["heads", "together"],
+)
+def test_a_run_that_goes_on_is_equal_to_a_whole_one(
+    options: Callable[..., MedusaOptions], how: dict[str, Any], stopped_at: str
+) -> None:
+    train_medusa(options("whole", **how), SILENT)
+
+    def stop(line: str) -> None:
+        # A checkpoint is written after its line.
+        if line.startswith(stopped_at):
+            raise KeyboardInterrupt
+
+    parted = options("parted", **how)
+    with pytest.raises(KeyboardInterrupt):
+        train_medusa(parted, Watch(stop))
+    assert not parted.output.exists()
+    lines: list[str] = []
+    train_medusa(parted, Watch(lines.append))
+    name, _, step = stopped_at.partition(": step ")
+    assert f"{name}: going on from step {2 * ((int(step) - 1) // 2)}" in lines
+    weights = sorted(path.name for path in parted.output.glob("*.safetensors"))
+    for name in weights:
+        whole, found = (load_file(folder / name) for folder in (parted.output.parent / "whole", parted.output))
+        assert list(whole) == list(found)
+        assert all(torch.equal(whole[key], found[key]) for key in whole)
+    assert weights
+    assert not (parted.output.parent / "parted.work").exists()
+
+
+def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(
+    options: Callable[..., MedusaOptions], tmp_path: Path
+) -> None:
+    work = tmp_path / "kept"
+    train_medusa(options("first", work=work), SILENT)
+    with pytest.raises(TrainError, match=r"kept: .* with lr None, and this one has 0\.002.*--work"):
+        train_medusa(options("second", work=work, lr=2e-3), SILENT)
+    checkpoint = work / "heads.pt"
+    whole = torch.load(checkpoint, weights_only=True)
+    whole["parameters"]["0.0.linear.bias"] = torch.zeros(3)
+    for content, expected in (
+        (pickle.dumps(print, protocol=2), r"heads\.pt: not a file this training wrote .*delete it"),
+        (checkpoint.read_bytes()[:1000], r"heads\.pt: not a file this training wrote"),
+        (whole, r"heads\.pt: '0\.0\.linear\.bias' is \[3\], expected \[64\]"),
+        ({**whole, "step": 999}, r"heads\.pt: 6 parameters after 999 steps; expected 6 and at most 6"),
+        ({**whole, "optimizers": "x"}, r"heads\.pt: optimizers is str, expected list"),
+    ):
+        if isinstance(content, bytes):
+            checkpoint.write_bytes(content)
+        else:
+            torch.save(content, checkpoint)
+        with pytest.raises(TrainError, match=expected):
+            train_medusa(options("second", work=work), SILENT)
+    assert not (tmp_path / "second").exists()
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    (stranger / "thesis.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(TrainError, match="stranger: exists, and is not of a training"):
+        train_medusa(options("second", work=stranger), SILENT)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
+def test_cached_states_train_the_same_heads_which_read_back_the_same_in_both_forms(
+    options: Callable[..., MedusaOptions], tied: bool
+) -> None:
+    streamed, cached = options("streamed", tie_lm_head=tied), options("cached", tie_lm_head=tied, cache_hidden=True)
+    record = train_medusa(streamed, SILENT)
+    train_medusa(cached, SILENT)
+    name = "medusa_lm_head.safetensors"
+    assert (streamed.output / name).read_bytes() == (cached.output / name).read_bytes()
+
+    base = load_checkpoint(streamed.target)
+    native = load_medusa(streamed.output, hidden=64, vocab=VOCAB)
+    theirs = load_medusa(streamed.output / COMPATIBLE, hidden=64, vocab=VOCAB)
+    assert (native.tied, theirs.tied) == (tied, False)
+    hidden, head = torch.randn(5, 64), base.model.get_output_embeddings()
+    torch.testing.assert_close(native.logits(hidden, head), theirs.logits(hidden, head), rtol=1e-2, atol=2e-2)
+    outline = read_outline(streamed.output)
+    assert outline.accuracy is not None
+    torch.testing.assert_close(torch.tensor(outline.accuracy), torch.tensor(record["head_accuracy"]), atol=1e-5, rtol=0)
+    assert json.loads((streamed.output / "training.json").read_text()) == record
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
+@pytest.mark.parametrize("tune", ["lora", "full"])
+def test_a_model_trained_with_its_heads_is_read_as_model_and_as_heads(
+    options: Callable[..., MedusaOptions], tune: str, tied: bool
+) -> None:
+    how = {"stage": 2, "tune": tune, "tie_lm_head": tied, "self_distill": 16, "base_lr": 1e-3, "steps": 8}
+    asked = options(**how)
+    record = train_medusa(asked, SILENT)
+    before, after = load_checkpoint(asked.target), load_checkpoint(str(asked.output))
+    moved = [
+        name
+        for (name, old), new in zip(before.model.named_parameters(), after.model.parameters(), strict=True)
+        if not torch.equal(old, new)
+    ]
+    assert moved
+    # The model is held to what it said before.
+    divergences = [entry["lm kl"][0] for entry in record["joint"]["history"]]
+    assert all(0 <= value < 0.05 for value in divergences), divergences
+    heads = load_medusa(asked.output, hidden=64, vocab=VOCAB)
+    assert len(heads) == 2
+    assert heads.tied is tied
+    assert (asked.output / COMPATIBLE).exists() is tied
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"heads": 0}, "--heads: 0; expected at least 1 and at most 16"),
+        ({"lr": 0.0}, "--lr: 0; expected more than 0 and at most 1"),
+        ({"seq_len": 4096}, r"--seq-len: 4096; expected .* at most 512 \(the model's max_position_embeddings\)"),
+        ({"prompt_len": 30}, r"--prompt-len: 30; expected .* at most 24"),
+        ({"held_out": "0.9"}, "--held-out: 0.9; expected more than 0 and at most 0.5"),
+        ({"held_out": "none.txt"}, "none.txt: no such file"),
+        ({"lora_rank": 4}, "--lora-rank was given without --stage 2"),
+        ({"target": "/nowhere"}, "/nowhere: no such folder"),
+        ({"data": []}, "--data: no files"),
+    ],
+)
+def test_options_out_of_range_are_refused_by_name(
+    options: Callable[..., MedusaOptions], changed: dict[str, Any], expected: str
+) -> None:
+    asked = options(**changed)
+    with pytest.raises(SpecExportError, match=expected):
+        train_medusa(asked, SILENT)
+    assert not asked.output.exists()
+
+
+def test_the_command_prints_accuracies_or_the_record(
+    target: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "medusa", "--target", str(target), "--data", str(text), "--steps", "2", "--seq-len", "32"]
+    assert main([*words, "--tie-lm-head", "-o", str(tmp_path / "a"), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["options"]["tie_lm_head"] is True
+    assert len(record["head_accuracy"]) == 4
+    assert [entry["step"] for entry in record["heads"]["history"]] == [2]
+    assert main([*words, "-o", str(tmp_path / "a")]) == 1
+    assert "exists already; choose another folder or pass --overwrite" in capsys.readouterr().err
+    assert main([*words, "-o", str(tmp_path / "a"), "--overwrite"]) == 0
+    assert "4 heads" in capsys.readouterr().out
+
+
+def test_heads_of_another_shape_are_refused_by_name(options: Callable[..., MedusaOptions]) -> None:
+    asked = options()
+    train_medusa(asked, SILENT)
+    file = asked.output / "medusa_lm_head.safetensors"
+    save_file(load_file(file) | {"1.0.linear.bias": torch.zeros(7)}, file)
+    with pytest.raises(SpecExportError, match=r"medusa_lm_head\.safetensors: tensor '1\.0\.linear\.bias' is \[7\]"):
+        load_medusa(asked.output, hidden=64, vocab=VOCAB)

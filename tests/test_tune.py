@@ -1,0 +1,188 @@
+"""Choosing a tree from what is accepted and what steps cost, and writing it into a bundle."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specexport.cli import main
+from specexport.contract.errors import BuildError, RequestError
+from specexport.contract.manifest import read_manifest
+from specexport.contract.tree import TokenTree
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.record import recorded
+from specexport.runtime.stats import Stats
+from specexport.runtime.tune import Observed, candidates, observe, step_costs
+
+Bundles = Callable[[str], Path]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+PROMPTS = [[3 + (7 * i + k) % 300 for i in range(12)] for k in range(6)]
+
+
+def quiet(*_: object) -> None:
+    """Shows no progress."""
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple), min_size=1, max_size=30), st.integers(2, 6)
+)
+def test_the_best_tree_is_the_best_of_all(paths: list[tuple[int, ...]], nodes: int) -> None:
+    counts = Counter(path[:end] for path in paths for end in range(1, len(path) + 1))
+    tree = TokenTree.best(lambda path: counts[path], nodes, 3, 3)
+    assert len(tree) == min(nodes, 1 + len(counts))
+    every = [path for length in (1, 2, 3) for path in itertools.product(range(3), repeat=length)]
+    most = 0
+    for chosen in itertools.combinations([path for path in every if counts[path]], len(tree) - 1):
+        if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
+            most = max(most, sum(counts[path] for path in chosen))
+    assert sum(counts[path] for path in tree.choices) == most
+
+
+def test_a_wider_tree_must_pay_for_itself(bundle: Bundles) -> None:
+    (method,) = read_manifest(bundle("qwen3-medusa")).methods
+    paths = Counter({(0,): 80, (1,): 15, (0, 0): 50, (0, 1): 10, (0, 0, 0): 30})
+    seen = Observed(paths, 100, Stats(steps=100, steps_with_draft=100), 3)
+    free = candidates(method, seen, [1.0] * 6)
+    assert len(free[0].tree) == 6
+    assert free[0].tokens == pytest.approx(1 + 1.85)
+    assert free[0].speed_up == pytest.approx(2.85)
+    steep = candidates(method, seen, [1.0, 1.3, 2.0, 3.0, 4.0, 5.0])
+    assert steep[0].tree.choices == ((0,),)
+    assert {len(one.tree) for one in steep} == {2, 3, 4, 5, 6}
+
+
+def test_passes_of_a_draft_cost_too(bundle: Bundles) -> None:
+    (method,) = read_manifest(bundle("gpt2-tree")).methods
+    paths = Counter({(0,): 90, (0, 0): 80, (0, 0, 0): 70, (1,): 5, (0, 1): 5})
+    cheap, dear = (
+        candidates(method, Observed(paths, 100, Stats(steps=100, steps_with_draft=100, propose=cost), 3), [1.0] * 4)
+        for cost in (1.0, 300.0)
+    )
+    assert cheap[0].tree == TokenTree.chain(4)
+    assert dear[0].tree.depth == 1
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree"])
+def test_what_is_observed_is_what_is_accepted(bundle: Bundles, name: str) -> None:
+    """Paths within the tree that was verified were accepted as often as they came true."""
+    with Engine.load(bundle(name), threads=1) as engine:
+        method = next(iter(engine.speculations))
+        deepest = max(engine.speculations[method].trees, key=lambda tree: tree.depth)
+        seen = observe(engine, method, PROMPTS, GREEDY, quiet)
+        accepted = 0
+        steps = 0
+        for prompt in PROMPTS:
+            with recorded(engine, method) as recorder:
+                done = engine.generate(prompt, GREEDY, method=method, num_speculative_tokens=len(deepest) - 1)
+            whole = [*prompt, *done.token_ids]
+            for at, proposal in recorder.made:
+                if len(whole) - at >= len(proposal.candidates):
+                    steps += 1
+                    accepted += sum(
+                        all(whole[at + depth] == proposal.candidates[depth][rank] for depth, rank in enumerate(path))
+                        for path in deepest.choices
+                    )
+        assert seen.steps == steps
+        assert sum(seen.paths[path] for path in deepest.choices) == accepted > 0
+
+
+def test_drawn_drafts_are_not_tuned(bundle: Bundles) -> None:
+    with Engine.load(bundle("gpt2-tree"), threads=1) as engine, pytest.raises(RequestError, match="temperature 0"):
+        observe(engine, "draft_model", PROMPTS, GREEDY.replace(temperature=1.0), quiet)
+
+
+def test_costs_of_every_width(bundle: Bundles) -> None:
+    costs = step_costs(Bundle.open(bundle("qwen3-medusa")), 100, 18, 1, quiet)
+    assert len(costs) == 18
+    assert costs == sorted(costs)
+    assert np.all(np.array(costs) > 0)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps({"text": f"the {word} of all words and more"}) + "\n" for word in "abcdef"))
+    return file
+
+
+@pytest.mark.exporter
+@pytest.mark.parametrize("name", ["qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree"])
+def test_tuning_writes_the_tree_into_the_bundle(
+    bundle: Bundles, name: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from specexport.exporter.verify import verify
+
+    folder = copytree(bundle(name), tmp_path / "bundle")
+    before = read_manifest(folder)
+    words = ["tune", "tree", str(folder), "--data", str(data), "--max-nodes", "9", "-n", "24", "--threads", "1"]
+    assert main([*words, "--json", "--dry-run"]) == 0
+    assert read_manifest(folder) == before
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["step_ms"]) == 9
+    rates = [tree["tokens_per_second"] for tree in found["trees"]]
+    assert rates == sorted(rates, reverse=True)
+    assert main(words) == 0
+    assert "by default now" in capsys.readouterr().out
+    after = read_manifest(folder)
+    sizes = {len(tree) for tree in before.methods[0].token_trees()}
+    assert {len(tree) for tree in after.methods[0].token_trees()} >= sizes
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bundle", "data.jsonl"]
+    report = verify(folder, prompts=("the words of all",), max_tokens=12)
+    assert report.verdict == "passed", report
+
+
+@pytest.mark.exporter
+def test_a_tree_the_bundle_has_no_room_for(bundle: Bundles, tmp_path: Path) -> None:
+    from specexport.exporter.retree import set_default_tree
+
+    folder = copytree(bundle("qwen3-medusa"), tmp_path / "bundle")
+    wide = TokenTree.best(lambda path: 0.5 ** sum(rank + 1 for rank in path), 128, 10, 3)
+    before = (folder / "specexport.json").read_bytes()
+    with pytest.raises(BuildError, match="a step of 128 tokens does not fit behind a context of 512"):
+        set_default_tree(folder, "medusa", wide)
+    with pytest.raises(BuildError, match="has no method 'draft_model'"):
+        set_default_tree(folder, "draft_model", TokenTree.chain(2))
+    assert (folder / "specexport.json").read_bytes() == before
+
+
+@pytest.mark.exporter
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--data", "gone.txt"], "gone.txt: "),
+        (["--max-nodes", "1"], "--max-nodes is 1; expected 2 or more"),
+        (["--method", "ngram"], "--method is 'ngram'; the bundle has medusa"),
+    ],
+)
+def test_wrong_arguments_are_explained(
+    bundle: Bundles, data: Path, words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given_data = [] if words[0] == "--data" else ["--data", str(data)]
+    assert main(["tune", "tree", str(bundle("qwen3-medusa")), *given_data, *words]) == 1
+    assert reason in capsys.readouterr().err
+
+
+def test_a_line_without_a_text_is_named(bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "fine"}\n\n{"txt": "not"}\n')
+    assert main(["tune", "tree", str(bundle("qwen3-medusa")), "--data", str(file), "--dry-run"]) == 1
+    assert "data.jsonl: line 3: " in capsys.readouterr().err

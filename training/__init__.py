@@ -1,0 +1,1 @@
+"""Training what a target speculates with: Medusa heads and draft models."""

@@ -1,0 +1,369 @@
+"""Training text: files to windows of tokens, with a mask of the tokens to learn.
+
+Text files are one document each. JSON Lines and JSON files hold objects with ``text``, with ``conversations``
+(ShareGPT) or with ``messages`` (role and content); chats are rendered with the tokenizer's template, and of them only
+what the assistant says is learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from tokenizers import Tokenizer
+
+from specexport.contract.errors import TrainError
+
+_JSON_LINES, _JSON = (".jsonl", ".ndjson"), (".json",)
+_MAX_FILE = 16 << 30
+_MAX_WHOLE = 1 << 30
+"""Bytes of a file that is read at once: JSON and text, which are not read by lines."""
+_MAX_LINE = 64 << 20
+_ENCODED_AT_ONCE = 4 << 20
+"""Characters given to the tokenizer together, which splits them among threads."""
+
+_ROLES = {
+    "human": "user", "user": "user",
+    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
+    "system": "system",
+}  # fmt: skip
+
+
+def seeded(seed: int, number: int) -> torch.Generator:
+    """A generator for one draw among many: numbers differ within a run, seeds between runs."""
+    return torch.Generator().manual_seed(seed * 1_000_003 + number)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of L tokens.
+
+    Attributes:
+        ids: int64 ``[N,L]`` as batches, int32 as data.
+        learn: bool ``[N,L]``, whether a token is to be learnt.
+        document: int32 ``[N,L]``, which document a token is of.
+    """
+
+    ids: torch.Tensor
+    learn: torch.Tensor
+    document: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, rows: torch.Tensor) -> Windows:
+        """The windows of these numbers, ``[B]``, as a batch."""
+        return Windows(self.ids[rows].long(), self.learn[rows], self.document[rows])
+
+    def to(self, device: torch.device) -> Windows:
+        """The same on another device."""
+        return Windows(self.ids.to(device), self.learn.to(device), self.document.to(device))
+
+    def learnt_from(self, ahead: int) -> torch.Tensor:
+        """Where the token ``ahead`` positions on is to be learnt and of the same document, bool ``[N,L]``."""
+        found = torch.zeros_like(self.learn)
+        if ahead < self.learn.shape[1]:
+            same = self.document[:, ahead:] == self.document[:, :-ahead]
+            found[:, :-ahead] = self.learn[:, ahead:] & same
+        return found
+
+    def order(self, step: int, size: int, seed: int) -> torch.Tensor:
+        """Numbers of the windows of batch ``step``, int64 ``[size]``.
+
+        Each epoch is a permutation that follows from the seed and the epoch's number, and batches follow each other
+        through epochs without a gap: a batch depends on nothing that came before it.
+        """
+        taken: list[torch.Tensor] = []
+        position, missing = step * size, size
+        while missing:
+            epoch, start = divmod(position, len(self))
+            permutation = torch.randperm(len(self), generator=seeded(seed, 100_000 + epoch))
+            taken.append(permutation[start : start + missing])
+            position += len(taken[-1])
+            missing -= len(taken[-1])
+        return torch.cat(taken)
+
+    def in_order(self, size: int) -> Iterator[torch.Tensor]:
+        """Numbers of all windows, at most ``size`` at a time."""
+        for start in range(0, len(self), size):
+            yield torch.arange(start, min(start + size, len(self)))
+
+    def hold_out(self, share: float) -> tuple[Windows, Windows]:
+        """The first windows to learn from, and the last ones, at least one, to measure with.
+
+        Raises:
+            TrainError: there are fewer than two.
+        """
+        if len(self) < 2:
+            raise TrainError(
+                f"the data fill {len(self)} window of {self.ids.shape[1]} tokens; expected at least 2, one of them to "
+                "hold out. Give more --data, a shorter --seq-len, or a file of its own as --held-out"
+            )
+        cut = min(len(self) - 1, max(1, round(len(self) * (1 - share))))
+        first = torch.arange(len(self)) < cut
+        return self.part(first), self.part(~first)
+
+    def part(self, rows: torch.Tensor) -> Windows:
+        """The windows that bool ``[N]`` names, as data."""
+        return Windows(self.ids[rows], self.learn[rows], self.document[rows])
+
+    def prompts(self, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
+        """Cuts ``count`` prompts, each of which ends right before a token to learn: int64 ``[count,length]``.
+
+        Raises:
+            TrainError: no window has a token to learn after its first ``length`` ones.
+        """
+        possible = self.learn[:, length:]
+        usable = possible.any(dim=1).nonzero()[:, 0]
+        if not len(usable):
+            raise TrainError(
+                f"no window of {self.ids.shape[1]} tokens has a token to learn after its first {length}; expected one "
+                "to cut a prompt before. Pass a smaller --prompt-len or a longer --seq-len"
+            )
+        chosen = usable[torch.randint(len(usable), (count,), generator=generator)]
+        ends = torch.multinomial(possible[chosen].float(), 1, generator=generator)
+        return self.ids[chosen[:, None], ends + torch.arange(length)].long()
+
+
+def sampled_windows(ids: torch.Tensor, prompt: int, ends: Sequence[int]) -> Windows:
+    """Texts of a model as windows: what follows the prompt is learnt, up to the first token that ends a text.
+
+    Args:
+        ids: int64 ``[N,L]``.
+        prompt: length of the prompts.
+        ends: tokens that end a text.
+    """
+    over = torch.isin(ids[:, prompt:], torch.tensor(list(ends), dtype=ids.dtype)).long().cumsum(dim=1)
+    learn = torch.zeros(ids.shape, dtype=torch.bool)
+    # The end itself is learnt: the model says it.
+    learn[:, prompt] = True
+    learn[:, prompt + 1 :] = over[:, :-1] == 0
+    return Windows(ids.to(torch.int32), learn, torch.zeros(ids.shape, dtype=torch.int32))
+
+
+def read_windows(files: Sequence[Path], tokenizer: Any, *, seq_len: int, seed: int) -> Windows:
+    """Reads files, shuffles their documents and packs these into windows, one after the other.
+
+    The last window is filled up with tokens that are not learnt; windows with nothing to learn are left out.
+
+    Args:
+        files: text, ``.jsonl`` or ``.json``; see the module.
+        tokenizer: a fast transformers tokenizer.
+        seq_len: L.
+        seed: of the order.
+
+    Raises:
+        TrainError: a file is missing, too large or malformed, or nothing in them is to be learnt; names the file and,
+            where there is one, the line.
+    """
+    encode = _Encoder(tokenizer)
+    documents: list[_Encoded] = []
+    waiting: list[str] = []
+    characters = 0
+    for path in files:
+        for where, document in _read(path):
+            if isinstance(document, str):
+                waiting.append(document)
+                characters += len(document)
+                if characters > _ENCODED_AT_ONCE:
+                    documents.extend(encode.texts(waiting))
+                    waiting, characters = [], 0
+            else:
+                documents.extend(encode.chat(document, where))
+    documents.extend(encode.texts(waiting))
+    order = torch.randperm(len(documents), generator=seeded(seed, 0)).tolist()
+    lengths = torch.tensor([len(documents[n].ids) for n in order], dtype=torch.int64)
+    count = -(-int(lengths.sum()) // seq_len)
+    missing = count * seq_len - int(lengths.sum())
+    ids = torch.cat([*(documents[n].ids for n in order), torch.full((missing,), encode.filler, dtype=torch.int32)])
+    learn = torch.cat([*(documents[n].learn for n in order), torch.zeros(missing, dtype=torch.bool)])
+    number = torch.repeat_interleave(torch.arange(len(order), dtype=torch.int32), lengths)
+    number = torch.cat([number, torch.full((missing,), len(order), dtype=torch.int32)])
+    windows = Windows(*(flat.view(count, seq_len) for flat in (ids, learn, number)))
+    useful = windows.learnt_from(1).any(dim=1)
+    if not bool(useful.any()):
+        raise TrainError(f"{_named(files)}: nothing to learn; expected text, or chats in which the assistant speaks")
+    return windows.part(useful)
+
+
+def _named(files: Sequence[Path]) -> str:
+    return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+class _Said(msgspec.Struct):
+    """A turn as ShareGPT has it."""
+
+    speaker: str = msgspec.field(name="from")
+    value: str
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str
+
+
+class _Row(msgspec.Struct):
+    text: str | None = None
+    conversations: list[_Said] | None = None
+    messages: list[_Message] | None = None
+
+
+_Chat = list[dict[str, str]]
+
+
+def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
+    """Documents of a file, each with what to call it in an error."""
+    if not path.is_file():
+        raise TrainError(f"{path}: no such file; expected text, .jsonl or .json (--data)")
+    size = path.stat().st_size
+    lines = path.suffix.lower() in _JSON_LINES
+    if size > (limit := _MAX_FILE if lines else _MAX_WHOLE):
+        raise TrainError(f"{path}: {size} bytes; expected at most {limit}. Split it, or make it JSON Lines")
+    if lines:
+        yield from _read_lines(path)
+    elif path.suffix.lower() in _JSON:
+        try:
+            whole: list[msgspec.Raw] = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw])
+        except msgspec.DecodeError as error:
+            raise TrainError(
+                f"{path}: expected a list of objects with text, conversations or messages: {error}"
+            ) from error
+        for number, raw in enumerate(whole):
+            yield from _row(bytes(raw), f"{path}[{number}]")
+    else:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise TrainError(f"{path}: not a text in UTF-8 ({error.reason} at byte {error.start})") from error
+        if text:
+            yield str(path), text
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, str | _Chat]]:
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_MAX_LINE + 1):
+            number += 1
+            if len(line) > _MAX_LINE:
+                raise TrainError(f"{path}:{number}: a line of more than {_MAX_LINE} bytes; expected one object a line")
+            if line.strip():
+                yield from _row(line, f"{path}:{number}")
+
+
+def _row(raw: bytes, where: str) -> Iterator[tuple[str, str | _Chat]]:
+    try:
+        row = msgspec.json.decode(raw, type=_Row)
+    except msgspec.DecodeError as error:
+        raise TrainError(f"{where}: {error}") from error
+    given = [name for name in ("text", "conversations", "messages") if getattr(row, name) is not None]
+    if len(given) != 1:
+        raise TrainError(f"{where}: has {' and '.join(given) or 'neither'}; expected text, conversations or messages")
+    if row.text is not None:
+        if row.text:
+            yield where, row.text
+        return
+    turns = [(said.speaker, said.value) for said in row.conversations or ()]
+    turns += [(message.role, message.content) for message in row.messages or ()]
+    chat: _Chat = []
+    for number, (speaker, content) in enumerate(turns):
+        role = _ROLES.get(speaker.lower())
+        if role is None:
+            raise TrainError(f"{where}: turn {number} is by {speaker!r}; expected one of {', '.join(_ROLES)}")
+        # ShareGPT's cut conversations may begin with an answer, which nothing asked for and templates refuse.
+        if role != "assistant" or any(turn["role"] == "user" for turn in chat):
+            chat.append({"role": role, "content": content})
+    if any(turn["role"] == "assistant" for turn in chat):
+        yield where, chat
+
+
+# ------------------------------------------------------------------------------------------------------------ encoding
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    ids: torch.Tensor
+    learn: torch.Tensor
+
+
+class _Encoder:
+    """Documents to tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # A copy, as settings of truncation and padding in a tokenizer.json would cut documents short.
+        self._fast = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self._end: int | None = tokenizer.eos_token_id
+        self.filler: int = self._end or 0
+        template = tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        self._template: str | None = template
+        # A template may mark what the assistant says itself.
+        self._marked = isinstance(template, str) and "endgeneration" in template
+
+    def texts(self, texts: Sequence[str]) -> Iterator[_Encoded]:
+        for encoding in self._fast.encode_batch(list(texts)):
+            ids = encoding.ids
+            if self._end is not None and ids[-1:] != [self._end]:
+                ids = [*ids, self._end]
+            yield _Encoded(torch.tensor(ids, dtype=torch.int32), torch.ones(len(ids), dtype=torch.bool))
+
+    def chat(self, chat: _Chat, where: str) -> Iterator[_Encoded]:
+        """One document, or one an answer where the template renders old answers in another way than new ones."""
+        if self._template is None:
+            raise TrainError(
+                f"{where}: a chat, and the tokenizer has no chat template; expected text, or a model made for chats"
+            )
+        if self._marked:
+            whole = self._applied(chat, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            yield _Encoded(
+                torch.tensor(whole["input_ids"], dtype=torch.int32),
+                torch.tensor(whole["assistant_masks"], dtype=torch.bool),
+            )
+            return
+        answers = [n for n, turn in enumerate(chat) if turn["role"] == "assistant"]
+        until = {n: self._applied(chat[: n + 1], where, tokenize=False) for n in answers}
+        asked = {n: self._applied(chat[:n], where, tokenize=False, add_generation_prompt=True) for n in answers}
+        for n in answers:
+            if not until[n].startswith(asked[n]):
+                raise TrainError(
+                    f"{where}: turn {n}: the chat template renders an answer in another way than the prompt for one "
+                    f"ends ({_parting(asked[n], until[n])}), so what the assistant says cannot be told apart. Mark it "
+                    "in the template with {% generation %} … {% endgeneration %}, or render the chats to text yourself"
+                )
+        last = until[answers[-1]]
+        if all(last.startswith(until[n]) for n in answers):
+            yield self._spans(last, [(len(asked[n]), len(until[n])) for n in answers])
+        else:
+            for n in answers:
+                yield self._spans(until[n], [(len(asked[n]), len(until[n]))])
+
+    def _applied(self, chat: _Chat, where: str, **how: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(chat, **how)
+        except Exception as error:  # a template raises whatever it likes
+            raise TrainError(f"{where}: the tokenizer's chat template refused this chat: {error}") from error
+
+    def _spans(self, text: str, spans: Sequence[tuple[int, int]]) -> _Encoded:
+        # The template wrote the special tokens.
+        encoding = self._fast.encode(text, add_special_tokens=False)
+        starts = torch.tensor([start for start, _ in encoding.offsets])
+        learn = torch.zeros(len(starts), dtype=torch.bool)
+        for first, end in spans:
+            learn |= (starts >= first) & (starts < end)
+        return _Encoded(torch.tensor(encoding.ids, dtype=torch.int32), learn)
+
+
+def _parting(asked: str, answered: str) -> str:
+    """Where two texts part, in words."""
+    at = next((n for n, (a, b) in enumerate(zip(asked, answered, strict=False)) if a != b), len(answered))
+    return f"{asked[at : at + 20]!r} against {answered[at : at + 20]!r}"

@@ -1,0 +1,217 @@
+"""Distillation: a draft learns the target's distribution (DistillSpec, Zhou et al., arXiv 2310.08461).
+
+Also what that needs, as heads do: texts sampled from a model. And how many of a draft's tokens a target accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from specexport.contract.errors import TrainError
+from specexport.training.data import seeded
+from specexport.training.loop import load_tensors
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
+
+
+def divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str) -> torch.Tensor:
+    """Mean divergence of the next-token distributions, from logits ``[positions,V]`` of either model.
+
+    The four kinds are those of DistillSpec (arXiv 2310.08461, section 3): with the teacher's p and the student's q,
+    forward_kl is KL(p||q), reverse_kl is KL(q||p), jsd is the mean of the two divergences from (p + q) / 2, and tvd is
+    half the sum of |p - q|, which is the chance that speculative sampling rejects a token.
+    """
+    log_q, log_p = F.log_softmax(student.float(), dim=-1), F.log_softmax(teacher.float(), dim=-1)
+    if kind == "forward_kl":
+        return F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+    if kind == "reverse_kl":
+        return F.kl_div(log_p, log_q, log_target=True, reduction="batchmean")
+    if kind == "jsd":
+        log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0))
+        sides = [F.kl_div(log_m, side, log_target=True, reduction="batchmean") for side in (log_p, log_q)]
+        return 0.5 * (sides[0] + sides[1])
+    if kind == "tvd":
+        return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(dim=-1).mean()
+    raise ValueError(f"unknown divergence {kind!r}")
+
+
+def distillation_loss(
+    draft: Any,
+    teacher: Any,
+    ids: torch.Tensor,
+    keep: int,
+    kind: str,
+    *,
+    learnt: torch.Tensor | None = None,
+    bf16: bool = True,
+) -> torch.Tensor:
+    """Divergence over the last ``keep`` predicted positions of texts.
+
+    Args:
+        draft: learns.
+        teacher: does not.
+        ids: int64 ``[B,L+1]``.
+        keep: positions at the end.
+        kind: see :func:`divergence`.
+        learnt: bool ``[B,keep]``, those of the positions that count; by default all do.
+        bf16: the draft multiplies in bfloat16.
+    """
+    with torch.no_grad():
+        wanted = teacher(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=keep).logits
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
+        logits = draft(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=keep).logits
+    if logits.shape[-1] != wanted.shape[-1]:
+        # Models of one tokenizer may be padded differently; no token has the numbers beyond.
+        common = min(logits.shape[-1], wanted.shape[-1])
+        logits, wanted = logits[..., :common], wanted[..., :common]
+    if learnt is not None:
+        return divergence(logits[learnt], wanted[learnt], kind)
+    return divergence(logits.flatten(0, 1), wanted.flatten(0, 1), kind)
+
+
+@torch.no_grad()
+def inherit_embedding(draft: Any, target: Any) -> None:
+    """Starts the draft's embedding, ``[V,H]``, as the target's in its leading singular directions.
+
+    Of all embeddings of that width it keeps the target's dot products between tokens best (Eckart and Young, 1936).
+    """
+    left, scale, _ = torch.linalg.svd(target.get_input_embeddings().weight.float(), full_matrices=False)
+    width = draft.config.hidden_size
+    draft.get_input_embeddings().weight.copy_(left[:, :width] * scale[:width])
+
+
+@torch.no_grad()
+def continue_text(
+    model: Any, prompts: torch.Tensor, new_tokens: int, temperatures: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """Continues prompts, int64 ``[B,P]``, each at its own temperature ``[B]``: ``[B,P+new_tokens]``.
+
+    A token is the argmax of logits + temperature * Gumbel noise, which draws from softmax(logits / temperature), and
+    is greedy at temperature 0. The text goes on after an end-of-text token, as it does in packed training text.
+    """
+    ids, inputs, cache = prompts, prompts, None
+    for _ in range(new_tokens):
+        output = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+        logits = output.logits[:, -1].float()
+        noise = -torch.empty_like(logits, device=generator.device).exponential_(generator=generator).log()
+        inputs = (logits + temperatures[:, None] * noise.to(logits.device)).argmax(dim=-1, keepdim=True)
+        ids = torch.cat([ids, inputs], dim=1)
+    return ids
+
+
+def mixed_temperatures(rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Temperatures of training texts, ``[rows]``: every other text is greedy, the rest are between 0.5 and 1."""
+    temperatures = 0.5 + 0.5 * torch.rand(rows, generator=generator)
+    temperatures[::2] = 0.0
+    return temperatures
+
+
+def sample_texts(
+    model: Any,
+    cut: Callable[[int, torch.Generator], torch.Tensor],
+    count: int,
+    new_tokens: int,
+    *,
+    seed: int,
+    work: Path,
+    rows: int = 256,
+    console: Console | None = None,
+) -> torch.Tensor:
+    """Lets a model continue ``count`` prompts: int64 ``[count,P+new_tokens]``.
+
+    Args:
+        model: a causal LM.
+        cut: gives so many prompts, int64 ``[n,P]``.
+        count: of texts.
+        new_tokens: length of the continuations.
+        seed: of prompts and temperatures; see :func:`mixed_temperatures`.
+        work: folder in which finished batches are kept, for a second run to go on from.
+        rows: texts a batch.
+        console: where the bar is drawn.
+    """
+    device = next(model.parameters()).device
+    batches = []
+    work.mkdir(parents=True, exist_ok=True)
+    columns = (TextColumn("sampling"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("sampling", total=count)
+        for start in range(0, count, rows):
+            path = work / f"sampled-{start}.pt"
+            if not path.exists():
+                generator = seeded(seed, 500_000 + start)
+                wanted = min(rows, count - start)
+                temperatures = mixed_temperatures(wanted, generator).to(device)
+                prompts = cut(wanted, generator).to(device)
+                text = continue_text(model, prompts, new_tokens, temperatures, generator).cpu()
+                partial = path.with_suffix(".tmp")
+                torch.save({"ids": text}, partial)
+                partial.replace(path)
+            batches.append(_sampled(path))
+            progress.update(task, completed=start + len(batches[-1]))
+    return torch.cat(batches)
+
+
+def _sampled(path: Path) -> torch.Tensor:
+    ids = load_tensors(path).get("ids")
+    if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.ndim != 2:
+        raise TrainError(f"{path}: holds no tokens [texts,length]; delete it to sample it again")
+    return ids
+
+
+@torch.no_grad()
+def accepted_positions(
+    target: Any, draft: Any, trajectories: torch.Tensor, prompt: int, temperature: float, seed: int
+) -> torch.Tensor:
+    """Whether each token after ``prompt`` of the target's own trajectories is a draft token: bool ``[N,new]``.
+
+    Speculative sampling (Leviathan et al., arXiv 2211.17192) emits a token x by acceptance with probability
+    min(p(x), q(x)) and emits it at all with p(x). Given the target's trajectory, x was thus accepted with probability
+    min(1, q(x) / p(x)). In greedy decoding it was accepted if it is the draft's argmax.
+
+    Args:
+        target: a causal LM.
+        draft: another.
+        trajectories: int64 ``[N,prompt+new]``.
+        prompt: length of the prompts.
+        temperature: of both; 0 is greedy.
+        seed: of the draws.
+    """
+    new = trajectories.shape[1] - prompt
+    tokens = trajectories[:, prompt:, None]
+    p, q = (
+        m(input_ids=trajectories[:, :-1], use_cache=False, logits_to_keep=new).logits.float() for m in (target, draft)
+    )
+    if temperature == 0.0:
+        greedy: torch.Tensor = q.argmax(dim=-1) == tokens[..., 0]
+        return greedy
+    ratio = (
+        (q / temperature).log_softmax(-1).gather(-1, tokens) - (p / temperature).log_softmax(-1).gather(-1, tokens)
+    ).exp()
+    draws = torch.rand(tokens.shape[:2], generator=torch.Generator().manual_seed(seed))
+    accepted: torch.Tensor = draws.to(ratio.device) < ratio[..., 0]
+    return accepted
+
+
+def acceptance_length(accepted: torch.Tensor, draft_tokens: int) -> float:
+    """Mean tokens a step, the target's own token included, in blocks of ``draft_tokens`` over bool ``[N,new]``.
+
+    A block that the end of the row would cut short is not counted.
+    """
+    tokens = steps = 0
+    for row in accepted.tolist():
+        position = 0
+        while position + draft_tokens < len(row):
+            block = [*row[position : position + draft_tokens], False]
+            emitted = block.index(False) + 1
+            position += emitted
+            tokens += emitted
+            steps += 1
+    return tokens / steps

@@ -1,0 +1,235 @@
+"""The training loop: schedules, optimizers, checkpoints to go on from, a progress bar."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from specexport.contract.errors import TrainError
+
+Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""A scalar to minimise, and figures to show by name, each a vector, such as one number a head."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The factor on the learning rates: a linear warm-up, then a cosine to zero, or a constant and a linear decay.
+
+    The constant middle makes the first steps of a long and of a short run the same (Hägele et al., arXiv 2405.18392).
+
+    Attributes:
+        steps: of the optimizers.
+        warmup: steps of warm-up.
+        decay: share of the steps at the end over which a constant rate decays to zero; None is the cosine.
+    """
+
+    steps: int
+    warmup: int
+    decay: float | None = None
+
+    def __call__(self, step: int) -> float:
+        """The factor at ``step``, counted from 0."""
+        rising = (step + 1) / max(1, self.warmup)
+        if self.decay is not None:
+            return min(1.0, rising, (self.steps - step) / max(1.0, self.decay * self.steps))
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return min(rising, 0.5 * (1 + math.cos(math.pi * max(0.0, done))))
+
+
+def adamw(groups: Sequence[tuple[Sequence[torch.nn.Parameter], float]]) -> torch.optim.Optimizer:
+    """AdamW without weight decay, over groups of parameters with a learning rate each."""
+    return torch.optim.AdamW(
+        [{"params": list(parameters), "lr": rate} for parameters, rate in groups], betas=(0.9, 0.95), weight_decay=0.0
+    )
+
+
+def muon_and_adamw(model: Any, matrix_rate: float, other_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, and AdamW for the embeddings, the output projection and the norms."""
+    outer = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    matrices: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for parameter in model.parameters():
+        (matrices if parameter.ndim == 2 and id(parameter) not in outer else others).append(parameter)
+    muon = torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    return [muon, adamw([(others, other_rate)])]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training did.
+
+    Attributes:
+        seconds: spent in all runs.
+        history: at each checkpoint the step, the running loss and figures, and what ``evaluate`` said.
+    """
+
+    seconds: float
+    history: list[dict[str, Any]]
+
+
+def train(
+    name: str,
+    parameters: Mapping[str, torch.nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedule: Schedule,
+    loss_at: Callable[[int], Loss],
+    *,
+    checkpoint: Path,
+    log: Callable[[str], None],
+    evaluate: Callable[[], str] | None = None,
+    every: int | None = None,
+    accumulate: int = 1,
+    console: Console | None = None,
+) -> Trained:
+    """Trains until the schedule ends, from where ``checkpoint`` left off if there is one.
+
+    ``loss_at(batch)`` must depend on nothing but the parameters and the batch's number. A run that goes on from a
+    checkpoint is then equal to a whole one: bit for bit on a CPU, with the same number of threads.
+
+    Args:
+        name: to show.
+        parameters: what is trained, by name; gradients are clipped to a norm of 1 over all of it.
+        optimizers: over the same parameters.
+        schedule: factor on the learning rates the optimizers have now.
+        loss_at: the loss of a batch, of which a step takes ``accumulate``.
+        checkpoint: file, written beside its place and renamed.
+        log: given a line at each checkpoint.
+        evaluate: called for a line's last words.
+        every: steps from a checkpoint to the next.
+        accumulate: batches a step.
+        console: where the bar is drawn.
+
+    Raises:
+        TrainError: the checkpoint is malformed or of another training, or the loss is not finite any more.
+    """
+    rates = [[group.setdefault("base_lr", group["lr"]) for group in o.param_groups] for o in optimizers]
+    step, seconds, running, history = 0, 0.0, dict[str, list[float]](), list[dict[str, Any]]()
+    if checkpoint.exists():
+        state = _restore(checkpoint, parameters, optimizers, schedule)
+        step, seconds, running, history = state["step"], state["seconds"], state["running"], state["history"]
+        log(f"{name}: going on from step {step}")
+    every = every or max(10, min(50, schedule.steps // 10))
+    trained = list(parameters.values())
+    columns = (TextColumn("{task.description}"), BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(name, total=schedule.steps, completed=step)
+        began = time.monotonic()
+        while step < schedule.steps:
+            for optimizer, of_groups in zip(optimizers, rates, strict=True):
+                for group, rate in zip(optimizer.param_groups, of_groups, strict=True):
+                    group["lr"] = rate * schedule(step)
+            seen: dict[str, list[float]] = {}
+            for part in range(accumulate):
+                loss, figures = loss_at(step * accumulate + part)
+                (loss / accumulate).backward()  # type: ignore[no-untyped-call]
+                for figure, value in {"loss": loss, **figures}.items():
+                    added = [x / accumulate for x in value.detach().flatten().tolist()]
+                    seen[figure] = [a + b for a, b in zip(seen[figure], added, strict=True)] if part else added
+            if not math.isfinite(seen["loss"][0]):
+                raise TrainError(
+                    f"{name}: the loss is {seen['loss'][0]} at step {step + 1}; try a smaller learning rate (--lr), or "
+                    "--precision fp32"
+                )
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            step += 1
+            running = {
+                figure: [0.95 * old + 0.05 * new for old, new in zip(running.get(figure, values), values, strict=True)]
+                for figure, values in seen.items()
+            }
+            progress.update(task, completed=step, description=f"{name} {_words(running, narrow=True)}")
+            if step % every == 0 or step == schedule.steps:
+                said = evaluate() if evaluate is not None else ""
+                spent = seconds + time.monotonic() - began
+                log(f"{name}: step {step} {_words(running)} {said + ' ' if said else ''}after {spent:.0f} s")
+                history.append({"step": step, **running} | ({"evaluation": said} if said else {}))
+                seconds, began = spent, time.monotonic()
+                _save(
+                    checkpoint,
+                    {
+                        "step": step,
+                        "seconds": spent,
+                        "running": running,
+                        "history": history,
+                        "parameters": {key: value.detach() for key, value in parameters.items()},
+                        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                    },
+                )
+    return Trained(seconds, history)
+
+
+def _words(running: Mapping[str, Sequence[float]], *, narrow: bool = False) -> str:
+    """Figures in a line, or, to leave a terminal room for the bar, with each vector in a line of its own."""
+    return " ".join(
+        f"{figure} {values[0]:.3f}"
+        if len(values) == 1
+        else ("\n" if narrow else "") + f"{figure} " + " ".join(f"{x:.2f}" for x in values)
+        for figure, values in running.items()
+    )
+
+
+def _save(path: Path, state: dict[str, Any]) -> None:
+    partial = path.with_suffix(".tmp")
+    torch.save(state, partial)
+    partial.replace(path)
+
+
+def _restore(
+    path: Path,
+    parameters: Mapping[str, torch.nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedule: Schedule,
+) -> dict[str, Any]:
+    """Puts a checkpoint's numbers where they belong; returns the rest of it."""
+    state = load_tensors(path)
+    expected = {"step": int, "seconds": float, "running": dict, "history": list, "parameters": dict, "optimizers": list}
+    for key, kind in expected.items():
+        if not isinstance(state.get(key), kind):
+            raise TrainError(f"{path}: {key} is {type(state.get(key)).__name__}, expected {kind.__name__}; {_ANEW}")
+    found = state["parameters"]
+    if not 0 <= state["step"] <= schedule.steps or list(found) != list(parameters):
+        raise TrainError(
+            f"{path}: {len(found)} parameters after {state['step']} steps; expected {len(parameters)} and at most "
+            f"{schedule.steps}. It is of another training; {_ANEW}"
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if not isinstance(found[name], torch.Tensor) or found[name].shape != parameter.shape:
+                shape = list(getattr(found[name], "shape", ()))
+                raise TrainError(f"{path}: {name!r} is {shape}, expected {list(parameter.shape)}; {_ANEW}")
+            parameter.copy_(found[name])
+    try:
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+    except (ValueError, KeyError, TypeError) as error:
+        raise TrainError(f"{path}: its optimizers are of another training ({error}); {_ANEW}") from error
+    return state
+
+
+_ANEW = "delete it to train from the start"
+
+
+def load_tensors(path: Path) -> dict[str, Any]:
+    """Reads a file of ours with tensors and numbers; nothing in it is run.
+
+    Raises:
+        TrainError: it cannot be read.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle and zip errors of many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise TrainError(f"{path}: not a file this training wrote ({reason}); {_ANEW}") from error
+    if not isinstance(state, dict):
+        raise TrainError(f"{path}: holds {type(state).__name__}, expected a dictionary; {_ANEW}")
+    return state

@@ -1,0 +1,337 @@
+"""``specexport train medusa``: from a model and data to a folder with Medusa heads."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from specexport.contract.errors import TrainError
+from specexport.exporter.checkpoint import load_checkpoint
+from specexport.exporter.medusa import COMPATIBLE, CONFIG, load_medusa, save_compatible, save_medusa
+from specexport.exporter.trace import quiet
+from specexport.graphs.medusa import MedusaHeads
+from specexport.training.data import Windows, sampled_windows
+from specexport.training.distill import sample_texts
+from specexport.training.heads import (
+    HeadOptions,
+    JointOptions,
+    cache_hidden,
+    head_accuracy,
+    new_heads,
+    run_model,
+    train_heads,
+    train_jointly,
+)
+from specexport.training.loop import Trained
+from specexport.training.setup import (
+    Model,
+    Place,
+    RunOptions,
+    Watch,
+    choose_place,
+    described,
+    fingerprint,
+    load_model,
+    new_record,
+    save_model,
+    told,
+    windows_fingerprint,
+    within,
+    work_folder,
+    write_record,
+    written_beside,
+)
+
+_SAMPLED_HELD_OUT = 64
+"""Texts sampled to measure with, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaOptions(RunOptions):
+    """What ``specexport train medusa`` is asked for; each field is the flag of its name.
+
+    Attributes:
+        heads: how many.
+        layers: residual blocks a head.
+        tie_lm_head: heads end in the model's own projection.
+        stage: 1, heads alone, or 2, the model with them.
+        decay: head i counts ``decay ** i``.
+        self_distill: texts to sample from the model and learn instead of the data, which give their prompts.
+        cache_hidden: compute the model's hidden states once and keep them on disk.
+        tune: stage 2: ``lora`` or ``full``.
+        lora_rank: stage 2: of the adapters.
+        base_lr: stage 2: the model's learning rate; None is a quarter of lr with LoRA, and a fiftieth with full tuning.
+        heads_weight: stage 2: λ.
+        heads_first: stage 2: share of the steps in which the heads are trained alone.
+        lm_loss: stage 2: ``ce`` or ``kl``; None is kl with self_distill and else ce.
+    """
+
+    heads: int = 4
+    layers: int = 1
+    tie_lm_head: bool = False
+    stage: int = 1
+    decay: float = 0.8
+    self_distill: int = 0
+    cache_hidden: bool = False
+    tune: str = "lora"
+    lora_rank: int = 16
+    base_lr: float | None = None
+    heads_weight: float = 0.2
+    heads_first: float = 0.4
+    lm_loss: str | None = None
+
+    @property
+    def heads_rate(self) -> float:
+        """The heads' learning rate."""
+        return self.lr or 1e-3
+
+    def check(self) -> None:
+        super().check()
+        within("heads", self.heads, 1, 16)
+        within("layers", self.layers, 0, 16)
+        within("decay", self.decay, 0, 1, above=True)
+        within("self_distill", self.self_distill, 0)
+        within("lora_rank", self.lora_rank, 1)
+        within("base_lr", self.base_lr, 0, 1, above=True)
+        within("heads_weight", self.heads_weight, 0, above=True)
+        within("heads_first", self.heads_first, 0, 0.95)
+        if self.stage == 1:
+            for flag in ("tune", "lora_rank", "base_lr", "heads_weight", "heads_first", "lm_loss"):
+                if getattr(self, flag) != getattr(MedusaOptions, flag):
+                    raise TrainError(f"--{flag.replace('_', '-')} was given without --stage 2, the only one to use it")
+
+
+def train_medusa(options: MedusaOptions, watch: Watch) -> dict[str, Any]:
+    """Trains heads, or a model with heads, and writes the output.
+
+    A run that was interrupted goes on from its last checkpoint when it is started again with the same options.
+
+    Returns:
+        The record that the output holds as ``training.json``.
+
+    Raises:
+        SpecExportError: an option, the data or a checkpoint is wrong; says which.
+    """
+    options.check()
+    place = choose_place(options.device, options.precision)
+    base = load_model(options.target, place, frozen=options.stage == 1)
+    window, prompt = options.lengths(base.max_positions)
+    within("heads", options.heads, 1, window - 2, "two less than --seq-len")
+    windows, held_out = options.read(base.tokenizer, window)
+    settings = options.settings() | {
+        "target": fingerprint(base.path),
+        "data": windows_fingerprint(windows),
+        "held_out": windows_fingerprint(held_out),
+        "bf16": place.bf16,
+    }
+    with work_folder(options.work, options.output, settings) as work:
+        if options.self_distill:
+            windows, held_out = _sampled(options, base, windows, held_out, prompt, place, work, watch)
+        watch.log(described(windows, held_out))
+        torch.manual_seed(options.seed)
+        heads = new_heads(options.heads, options.layers, base.model, tied=options.tie_lm_head)
+        total = options.total_steps(len(windows))
+        stages = _Stages(options, base, heads, windows, place, work, watch)
+        record = new_record("train medusa", options, place, windows, held_out)
+        if options.stage == 1:
+            record["heads"] = told(stages.heads(total))
+        else:
+            record["lm_loss_before"] = _lm_loss(base.model, held_out, place)
+            first = round(options.heads_first * total)
+            if first:
+                record["heads"] = told(stages.heads(first))
+            record["joint"] = told(stages.joint(max(1, total - first)))
+            record["lm_loss"] = _lm_loss(base.model, held_out, place)
+        record["head_accuracy"] = head_accuracy(heads, base.model, held_out, place)
+        with written_beside(options.output) as folder:
+            if options.stage == 1:
+                weight = base.model.get_output_embeddings().weight.cpu()
+                save_medusa(folder, heads.cpu(), weight, base=options.target, accuracy=record["head_accuracy"])
+            else:
+                _save_together(folder, base, heads.cpu(), record["head_accuracy"], str(options.output))
+            write_record(folder, record)
+    return record
+
+
+def _sampled(
+    options: MedusaOptions,
+    base: Model,
+    windows: Windows,
+    held_out: Windows,
+    prompt: int,
+    place: Place,
+    work: Path,
+    watch: Watch,
+) -> tuple[Windows, Windows]:
+    """The model's own continuations of prompts cut from the data: what heads meet when they are used."""
+    # The weights to train are in float32; sampling reads them a token at a time and is twice as fast in bfloat16.
+    model = base.model if options.stage == 1 else load_model(options.target, place, frozen=True).model
+
+    def sample(name: str, data: Windows, count: int) -> Windows:
+        ids = sample_texts(
+            model,
+            lambda rows, generator: data.prompts(rows, prompt, generator),
+            count,
+            windows.ids.shape[1] - prompt,
+            seed=options.seed,
+            work=work / f"sampled-{name}",
+            rows=options.sample_batch,
+            console=watch.console,
+        )
+        return sampled_windows(ids, prompt, base.ends)
+
+    count = options.self_distill
+    return sample("train", windows, count), sample("held-out", held_out, min(_SAMPLED_HELD_OUT, -(-count // 8)))
+
+
+class _Stages:
+    """The two stages over the same heads and data."""
+
+    def __init__(
+        self,
+        options: MedusaOptions,
+        base: Model,
+        heads: MedusaHeads,
+        windows: Windows,
+        place: Place,
+        work: Path,
+        watch: Watch,
+    ) -> None:
+        self._options = options
+        self._base = base
+        self._heads = heads
+        self._windows = windows
+        self._place = place
+        self._work = work
+        self._watch = watch
+
+    def _head_options(self, steps: int) -> HeadOptions:
+        asked = self._options
+        return HeadOptions(
+            steps=steps,
+            batch_size=asked.batch_size,
+            accumulate=asked.accumulate,
+            lr=asked.heads_rate,
+            warmup=asked.warmup,
+            decay=asked.decay,
+            seed=asked.seed,
+            save_every=asked.save_every,
+        )
+
+    def heads(self, steps: int) -> Trained:
+        """Medusa-1."""
+        cached = None
+        if self._options.cache_hidden:
+            cached = cache_hidden(
+                self._base.model,
+                self._windows,
+                self._work / "hidden.bin",
+                place=self._place,
+                batch_size=self._options.batch_size,
+                watch=self._watch,
+            )
+        return train_heads(
+            self._heads,
+            self._base.model,
+            self._windows,
+            self._head_options(steps),
+            place=self._place,
+            checkpoint=self._work / "heads.pt",
+            watch=self._watch,
+            cached=cached,
+        )
+
+    def joint(self, steps: int) -> Trained:
+        """Medusa-2; the base model has what was learnt, with adapters merged."""
+        asked = self._options
+        lm_loss = asked.lm_loss or ("kl" if asked.self_distill else "ce")
+        rate = asked.base_lr or asked.heads_rate / (4 if asked.tune == "lora" else 50)
+        original: Callable[[], contextlib.AbstractContextManager[Any]]
+        adapted = None
+        if asked.tune == "lora":
+            adapted = _with_adapters(self._base.model, asked.lora_rank, asked.seed)
+            original = partial(_without_adapters, adapted, self._base.model)
+        else:
+            as_it_was = copy.deepcopy(self._base.model).requires_grad_(False) if lm_loss == "kl" else None
+            original = partial(contextlib.nullcontext, as_it_was)
+        trained = train_jointly(
+            self._heads,
+            self._base.model,
+            self._windows,
+            # Another seed, or the batches of the first stage would come again in the same order.
+            replace(self._head_options(steps), seed=asked.seed + 1),
+            JointOptions(rate, asked.heads_weight, lm_loss),
+            original=original,
+            place=self._place,
+            checkpoint=self._work / "joint.pt",
+            watch=self._watch,
+        )
+        if adapted is not None:
+            adapted.merge_and_unload()
+        return trained
+
+
+def _with_adapters(model: Any, rank: int, seed: int) -> Any:
+    """Puts LoRA adapters (Hu et al., arXiv 2106.09685) on every linear layer but the language-model head."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise TrainError(
+            f"--tune lora needs the [train] extra ({error}); install it with: pip install 'specexport[train]', or pass "
+            "--tune full"
+        ) from error
+    torch.manual_seed(seed)
+    with quiet():
+        adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    return adapted.eval()
+
+
+@contextlib.contextmanager
+def _without_adapters(adapted: Any, model: Any) -> Any:
+    with adapted.disable_adapter():
+        yield model
+
+
+@torch.no_grad()
+def _lm_loss(model: Any, windows: Windows, place: Place) -> float:
+    """Mean cross-entropy of the next token, in nats, where it is to be learnt."""
+    total, count = 0.0, 0
+    for rows in windows.in_order(4):
+        batch = windows.rows(rows).to(place.device)
+        learnt = batch.learnt_from(1)
+        if not bool(learnt.any()):
+            continue
+        with place.autocast():
+            _, logits = run_model(model, batch.ids, learnt)
+        total += F.cross_entropy(logits.float(), batch.ids.roll(-1, dims=1)[learnt], reduction="sum").item()
+        count += int(learnt.sum())
+    return total / max(1, count)
+
+
+def _save_together(folder: Path, base: Model, heads: MedusaHeads, accuracy: list[list[float]], name: str) -> None:
+    """A model folder whose weights hold the heads as well; read back, so that what is written can be used."""
+    model = base.model.cpu().to(base.stored)
+    state = {f"medusa_head.{key}": value.detach().to(base.stored) for key, value in heads.state_dict().items()}
+    save_model(folder, model, base.tokenizer, state)
+    path = folder / CONFIG
+    config = json.loads(path.read_text(encoding="utf-8")) | {
+        "medusa_num_heads": len(heads),
+        "medusa_num_layers": heads.layers,
+        "tie_lm_head": heads.tied,
+        "head_accuracy": [[round(x, 5) for x in row] for row in accuracy],
+    }
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    lm_head = model.get_output_embeddings().weight
+    if heads.tied:
+        save_compatible(folder / COMPATIBLE, heads, lm_head, base=name)
+    load_medusa(folder, hidden=heads.hidden, vocab=heads.vocab)
+    load_checkpoint(str(folder))
