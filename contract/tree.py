@@ -14,18 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport.contract.errors import SpecExportError
+from specexport.contract.presets import PRESETS
 
 MAX_NODES = 128
 _MAX_FILE = 1 << 20
-
-PRESETS: dict[str, str] = {
-    "mc_sim_7b_63": """
-        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 30 31 40 50 60 70 80 90
-        000 001 002 003 004 005 006 007 008 009 010 011 012 020 021 030 040 050 060 070 100 101 200 0000 0001
-    """,
-}
-"""Published trees by name: a word a node, its digits the ranks on the path from the root. ``mc_sim_7b_63`` is the one
-Medusa's authors searched for Vicuna-7B (FasterDecoding/Medusa, 63 nodes and the root)."""
 
 
 @dataclass(frozen=True)

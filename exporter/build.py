@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import gc
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +26,7 @@ from specexport.exporter.checkpoint import (
     load_tokenizer,
     require_same_tokenizer,
 )
+from specexport.exporter.folders import written_beside
 from specexport.exporter.medusa import HeadsOutline, load_medusa, read_outline
 from specexport.exporter.weights import PRECISIONS, Precision, WeightsFile, WeightsReport
 from specexport.graphs.medusa import MedusaHeads
@@ -138,41 +135,9 @@ def build(options: BuildOptions, progress: Progress | None = None) -> Path:
         raise BuildError(f"{output}: exists already; choose another folder or pass --overwrite to replace it")
     if output.exists() and not (output / mf.MANIFEST_NAME).is_file():
         raise BuildError(f"{output}: exists and is not a bundle (no {mf.MANIFEST_NAME}); not replacing it")
-    with _written_beside(output) as folder:
+    with written_beside(output) as folder:
         _fill(folder, options, report)
     return output
-
-
-@contextlib.contextmanager
-def _written_beside(output: Path) -> Iterator[Path]:
-    """A temporary folder beside ``output`` that takes its name if the block succeeds."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    for stale in output.parent.glob(f".{output.name}.building-*"):
-        if not _alive(stale.name.rpartition("-")[2]):
-            shutil.rmtree(stale, ignore_errors=True)
-    folder = output.parent / f".{output.name}.building-{os.getpid()}"
-    folder.mkdir()
-    try:
-        yield folder
-        if output.exists():
-            retired = Path(tempfile.mkdtemp(prefix=f".{output.name}.old-", dir=output.parent))
-            output.rename(retired / output.name)
-            folder.rename(output)
-            shutil.rmtree(retired, ignore_errors=True)
-        else:
-            folder.rename(output)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _alive(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ValueError, ProcessLookupError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:

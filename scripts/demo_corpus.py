@@ -66,21 +66,21 @@ license: apache-2.0
 tags: [speculative-decoding, medusa, python]
 ---
 
-# demo-medusa
+# {name}
 
-Medusa heads of `demo-target`: from its last hidden state they guess the tokens after the next one. They end in the
-target's own output projection, and so are small. `specexport train medusa` makes such heads for other models.
+Medusa heads of `{of}`: from its last hidden state they guess the tokens after the next one. They end in the model's own
+output projection, and so are small. `specexport train medusa` makes such heads for other models.
 
 | | |
 |---|---|
 | architecture | {heads} heads of {layers} residual blocks, {parameters:,} parameters, float16 |
-| data | {sampled} texts that the target wrote, from prompts in the standard library of CPython {python} (PSF-2.0) |
+| data | {sampled} texts that `demo-target` wrote, from prompts in the standard library of CPython {python} (PSF-2.0) |
 | training | {training} |
 | seed | {seed} |
 | command | `{command}` |
 | licence | weights: Apache-2.0; the sources they were trained on: PSF-2.0 |
 
-Share of tokens among each head's first candidates, where the target continues the {prompts} held-out prompts of
+Share of tokens among each head's first candidates, where `demo-target` continues the {prompts} held-out prompts of
 {prompt_tokens} tokens with {new_tokens} tokens of its own, half of the texts greedily:
 
 {table}

@@ -36,6 +36,7 @@ from demo_corpus import (
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from specexport.exporter.folders import written_beside
 from specexport.exporter.medusa import save_medusa
 from specexport.training.data import sampled_windows, seeded
 from specexport.training.distill import (
@@ -51,7 +52,7 @@ from specexport.training.distill import (
 from specexport.training.draft import new_llama
 from specexport.training.heads import HeadOptions, head_accuracy, new_heads, train_heads
 from specexport.training.loop import Loss, Schedule, Trained, muon_and_adamw, train
-from specexport.training.setup import Place, Watch, written_beside
+from specexport.training.setup import Place, Watch
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 1024
@@ -110,7 +111,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--divergence", choices=DIVERGENCES, default="forward_kl")
     parser.add_argument("--medusa-layers", type=int, default=6, help="residual blocks a head (default: %(default)s)")
     parser.add_argument("--medusa-steps", type=int, default=3500, help="of 16 texts (default: %(default)s)")
-    parser.add_argument("--medusa-only", action="store_true", help="train only heads, for the target in `--out`")
+    parser.add_argument("--medusa-only", action="store_true", help="train only heads, for the models in `--out`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("examples"), help="gets models/ and prompts/")
@@ -229,26 +230,28 @@ class Demo:
 
         return self.train("draft", draft, 6e-3, Schedule(self.args.draft_steps, warmup=50, decay=0.5), loss_at, score)
 
-    def train_heads(self, target: LlamaForCausalLM, teacher: LlamaForCausalLM, sampled: Tensor) -> None:
-        """Heads learn the target's own texts, and are exported."""
+    def train_heads(self, of: str, model: LlamaForCausalLM, target: LlamaForCausalLM, sampled: Tensor) -> None:
+        """Heads of the target or of the draft, either in bfloat16, learn the target's texts and are exported."""
         args = self.args
+        name = "demo-medusa" if of == "demo-target" else f"{of}-medusa"
         place = Place(torch.device("cpu"), bf16=True)
         ends = (self.tokenizer.eos_token_id,)
         torch.manual_seed(args.seed)
-        heads = new_heads(HEADS, args.medusa_layers, teacher, tied=True)
+        heads = new_heads(HEADS, args.medusa_layers, model, tied=True)
         trained = train_heads(
             heads,
-            teacher,
+            model,
             sampled_windows(sampled, SAMPLED_SHAPE[0], ends),
             HeadOptions(steps=args.medusa_steps, batch_size=16, lr=HEADS_RATE, warmup=0.03, seed=args.seed),
             place=place,
-            checkpoint=args.work / f"heads-{args.medusa_layers}-{args.medusa_steps}.pt",
+            checkpoint=args.work
+            / f"{'' if of == 'demo-target' else 'draft-'}heads-{args.medusa_layers}-{args.medusa_steps}.pt",
             watch=Watch(self.log),
         )
         generator = seeded(args.seed, 800_000)
         temperatures = mixed_temperatures(len(self.prompts), generator)
         held_out = continue_text(target, self.prompts, NEW_TOKENS, temperatures, generator)
-        accuracy = head_accuracy(heads, teacher, sampled_windows(held_out, PROMPT_TOKENS, ends), place)
+        accuracy = head_accuracy(heads, model, sampled_windows(held_out, PROMPT_TOKENS, ends), place)
         ranks = (1, 2, 3, 5, 10)
         table = [f"| head | {' | '.join(f'top-{rank}' for rank in ranks)} |", "|---" * (len(ranks) + 1) + "|"]
         table += [
@@ -257,6 +260,8 @@ class Demo:
         ]
         self.log("\n".join(table))
         card = HEADS_CARD.format(
+            name=name,
+            of=of,
             heads=HEADS,
             layers=args.medusa_layers,
             parameters=sum(parameter.numel() for parameter in heads.parameters()),
@@ -271,10 +276,10 @@ class Demo:
             new_tokens=NEW_TOKENS,
             table="\n".join(table),
         )
-        weight = target.get_output_embeddings().weight
-        with written_beside(self.models / "demo-medusa") as folder:
-            # The compatible files repeat the target's projection for every head: nine megabytes to say nothing new.
-            save_medusa(folder, heads, weight, base="demo-target", accuracy=accuracy, compatible=False)
+        weight = model.get_output_embeddings().weight
+        with written_beside(self.models / name) as folder:
+            # The compatible files repeat the model's projection for every head: nine megabytes to say nothing new.
+            save_medusa(folder, heads, weight, base=of, accuracy=accuracy, compatible=False)
             (folder / "README.md").write_text(card, encoding="utf-8")
 
     def command(self) -> str:
@@ -342,7 +347,10 @@ def main() -> None:
     if args.medusa_only:
         target = LlamaForCausalLM.from_pretrained(demo.models / "demo-target", dtype=torch.float32).eval()
         teacher = copy.deepcopy(target).to(torch.bfloat16)
-        demo.train_heads(target, teacher, demo.sample(teacher))
+        draft = LlamaForCausalLM.from_pretrained(demo.models / "demo-draft", dtype=torch.bfloat16).eval()
+        sampled = demo.sample(teacher)
+        demo.train_heads("demo-target", teacher, target, sampled)
+        demo.train_heads("demo-draft", draft, target, sampled)
         return
     torch.manual_seed(args.seed)
     target, draft = build_target(), build_draft()
@@ -354,7 +362,8 @@ def main() -> None:
     draft_seconds = demo.train_draft(draft, target, teacher, sampled).seconds
     draft.eval()
     demo.export_pair(target, draft, target_seconds, draft_seconds)
-    demo.train_heads(target, teacher, sampled)
+    demo.train_heads("demo-target", teacher, target, sampled)
+    demo.train_heads("demo-draft", copy.deepcopy(draft).to(torch.bfloat16), target, sampled)
 
 
 if __name__ == "__main__":

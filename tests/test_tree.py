@@ -61,7 +61,15 @@ def test_the_published_tree_has_the_shape_its_authors_give() -> None:
     tree = TokenTree.load("mc_sim_7b_63")
     assert len(tree) == 64
     assert np.bincount(tree.depths).tolist() == [1, 10, 28, 23, 2]
-    assert list(PRESETS) == ["mc_sim_7b_63"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_published_trees_are_whole(name: str) -> None:
+    """A rank is only there with those below it, as in every tree that was searched by probability."""
+    tree = TokenTree.load(name)
+    assert len(tree) == 64
+    for children in tree.children:
+        assert [tree.ranks[child] for child in children] == list(range(len(children)))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specexport.contract.errors import TrainError
 from specexport.exporter.checkpoint import load_tokenizer, require_same_tokenizer
+from specexport.exporter.folders import written_beside
 from specexport.training.data import Windows, sampled_windows, seeded
 from specexport.training.distill import (
     DIVERGENCES,
@@ -40,7 +41,6 @@ from specexport.training.setup import (
     within,
     work_folder,
     write_record,
-    written_beside,
 )
 
 SAMPLES = ("target", "draft", "data")

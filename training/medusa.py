@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from specexport.contract.errors import TrainError
 from specexport.exporter.checkpoint import load_checkpoint
+from specexport.exporter.folders import written_beside
 from specexport.exporter.medusa import COMPATIBLE, CONFIG, load_medusa, save_compatible, save_medusa
 from specexport.exporter.trace import quiet
 from specexport.graphs.medusa import MedusaHeads
@@ -48,7 +49,6 @@ from specexport.training.setup import (
     within,
     work_folder,
     write_record,
-    written_beside,
 )
 
 _SAMPLED_HELD_OUT = 64

@@ -374,21 +374,3 @@ def save_model(folder: Path, model: Any, tokenizer: Any, more: Mapping[str, torc
     with quiet():
         model.save_pretrained(folder, state_dict=model.state_dict() | dict(more or {}))
         tokenizer.save_pretrained(folder)
-
-
-@contextlib.contextmanager
-def written_beside(output: Path) -> Iterator[Path]:
-    """A temporary folder beside ``output`` that takes its place if the block succeeds."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    folder, retired = (output.parent / f".{output.name}.{word}" for word in ("writing", "old"))
-    for stale in (folder, retired):
-        shutil.rmtree(stale, ignore_errors=True)
-    folder.mkdir()
-    try:
-        yield folder
-        if output.exists():
-            output.rename(retired)
-        folder.rename(output)
-        shutil.rmtree(retired, ignore_errors=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
