@@ -284,7 +284,9 @@ def _row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.
 def _dequantized(
     graph: ir.Graph, before: ir.Node, stored: ir.Value, scales: ir.Value, block: int, name: str
 ) -> ir.Value:
-    node = ir.node("DequantizeLinear", [stored, scales], attributes={"axis": 0, "block_size": block}, name=name)
+    # TensorRT wants nodes to have other names than weights.
+    attributes = {"axis": 0, "block_size": block}
+    node = ir.node("DequantizeLinear", [stored, scales], attributes=attributes, name=f"{name}.dequantize")
     node.outputs[0].name = f"{name}.fp32"
     graph.insert_before(before, node)
     return node.outputs[0]
