@@ -1,8 +1,8 @@
 """Every way to propose on the benchmark-size pair: method by tree size.
 
 All run one after another on each prompt, so that a machine whose speed drifts treats them alike. Trees of heads are
-those that suit the accuracies measured in training, and one tuned on this machine with prompts that are not decoded
-here. Speeds are tokens over seconds, both summed over prompts, against plain decoding of the bundle without heads.
+those that suit what training measured, and one tuned on this machine, for greedy decoding, with prompts that are not
+decoded here. Speeds are tokens over seconds, both summed over prompts, against plain decoding of the bundle without heads.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from specexport.runtime.tune import candidates, observe, step_costs
 
 SIZES = (2, 3, 4, 5, 6, 8, 12, 16)
 CHAINS = (1, 2, 3, 4, 6, 8)
-SPINES = {
-    "4+2": [[0], [1], [0, 0], [0, 1], [0, 0, 0], [0, 0, 0, 0]],
-    "4+4": [[0], [1], [0, 0], [0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 1]],
-    "6+4": [[0] * n for n in range(1, 7)] + [[1], [0, 1], [0, 0, 1], [0, 0, 0, 1]],
-}
-"""Trees of a draft model: its chain and the second best token beside the first ones."""
+SPINES = tuple(
+    TokenTree.from_choices([*([0] * n for n in range(1, depth + 1)), *([0] * n + [1] for n in range(beside))])
+    for depth, beside in ((4, 1), (4, 3), (6, 3))
+)
+"""Trees of a draft model: its chain and the second best token beside the first ones; of other sizes than chains."""
 WARM_UP = 12
 
 
@@ -116,9 +115,8 @@ def main(args: argparse.Namespace) -> int:
         for name, folder in folders.items()
     }
     tuned = {
-        (name, params.greedy): _tune(folder, costs[name], params, texts[-args.tuning_prompts :], args)
+        name: _tune(folder, costs[name], greedy, texts[-args.tuning_prompts :], args)
         for name, folder in folders.items()
-        for params in ((greedy, sampled) if name == "medusa" else (greedy,))
     }
     ways = list(_ways(folders, tuned, greedy, sampled))
     runs: list[list[Completion]] = [[] for _ in ways]
@@ -150,12 +148,11 @@ def _bundles(args: argparse.Namespace) -> dict[str, Path]:
     target, draft = inflated_pair(args.models, args.work)
     heads = inflated_heads(args.models, "demo-medusa", target, args.work)
     common: dict[str, Any] = {"precision": args.precision, "max_seq_len": 512}
-    trees = tuple(TokenTree.from_choices(choices) for choices in SPINES.values())
-    chains = tuple(TokenTree.chain(k + 1) for k in CHAINS if k + 1 not in map(len, trees))
+    chains = tuple(TokenTree.chain(k + 1) for k in CHAINS)
     of_heads = {"num_speculative_tokens": SIZES[0], "speculative_choices": SIZES[1:], **common}
     stem = args.work / f"methods.{target.name}.{args.precision}"
     found = {
-        "draft": built(Path(f"{stem}.draft"), target, draft=str(draft), trees=(*chains, *trees), **common),
+        "draft": built(Path(f"{stem}.draft"), target, draft=str(draft), trees=(*chains, *SPINES), **common),
         "medusa": built(Path(f"{stem}.{heads.name}"), target, medusa=str(heads), **of_heads),
     }
     if (args.models / args.draft_heads).is_dir():
@@ -178,7 +175,7 @@ def _tune(folder: Path, costs: list[float], params: SamplingParams, texts: list[
 
 def _ways(
     folders: dict[str, Path],
-    tuned: dict[tuple[str, bool], TokenTree],
+    tuned: dict[str, TokenTree],
     greedy: SamplingParams,
     sampled: SamplingParams,
 ) -> Iterator[Way]:
@@ -188,9 +185,8 @@ def _ways(
     for name, folder in folders.items():
         (method,) = read_manifest(folder).methods
         for params in (greedy, sampled, typical) if name == "medusa" else (greedy,):
-            best = tuned[name, params.greedy]
             for tree in sorted(method.token_trees(), key=len):
-                yield Way(name, method_name(method), tree, params, tree == best)
+                yield Way(name, method_name(method), tree, params, tree == tuned[name])
 
 
 def _decode(engine: Engine, way: Way, prompt: list[int], tokens: int) -> Completion:

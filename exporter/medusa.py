@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from specexport.contract.errors import BuildError
 from specexport.contract.tree import TokenTree
-from specexport.graphs.medusa import MedusaHeads
+from specexport.graphs.medusa import MAX_TOP_K, MedusaHeads
 
 CONFIG = "config.json"
 WEIGHTS = "medusa_lm_head"
@@ -35,6 +35,10 @@ _MAX_CONFIG = 1 << 20
 _MAX_HEADS, _MAX_LAYERS = 16, 16
 
 
+_Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOP_K)]
+
+
 class _Config(msgspec.Struct):
     """What is read of ``config.json``; other keys, such as a full model's, are left alone."""
 
@@ -43,7 +47,23 @@ class _Config(msgspec.Struct):
     base_model_name_or_path: str | None = None
     tie_lm_head: bool = False
     medusa_choices: list[list[int]] | None = None
-    head_accuracy: list[list[float]] | None = None
+    head_accuracy: list[list[_Share]] | None = None
+    path_accuracy: list[tuple[list[_Rank], _Share]] | None = None
+
+
+@dataclass(frozen=True)
+class HeadAccuracy:
+    """How often heads are right over text they were not trained on.
+
+    Attributes:
+        ranks: share of tokens that are each head's rank-r candidate, ``[heads][ranks]``.
+        paths: the most frequent paths of ranks, each with the share of positions after which its first heads were right
+            with those ranks, all of them: what token trees are chosen by. Heads are right together and wrong together,
+            so that products of ``ranks`` would misjudge them.
+    """
+
+    ranks: Sequence[Sequence[float]]
+    paths: Mapping[tuple[int, ...], float]
 
 
 @dataclass(frozen=True)
@@ -56,7 +76,7 @@ class HeadsOutline:
         layers: residual blocks of each.
         tied: whether they end in the model's own head.
         tree: the tree the checkpoint asks for, if it names one.
-        accuracy: share of tokens that were each head's rank-r candidate, ``[heads][ranks]``, if training measured it.
+        accuracy: how often they are right, if training measured it.
     """
 
     path: Path
@@ -64,7 +84,7 @@ class HeadsOutline:
     layers: int
     tied: bool
     tree: TokenTree | None
-    accuracy: tuple[tuple[float, ...], ...] | None
+    accuracy: HeadAccuracy | None
 
 
 def read_outline(folder: Path) -> HeadsOutline:
@@ -95,12 +115,9 @@ def _outline(folder: Path, weights: _Tensors, path: Path) -> HeadsOutline:
         )
     if heads > in_file:
         raise BuildError(f"{folder / CONFIG}: medusa_num_heads is {heads}, but {path} holds {in_file} heads")
-    accuracy = tuple(map(tuple, config.head_accuracy)) if config.head_accuracy else None
-    if accuracy is not None and (
-        len(accuracy) != heads or any(not 0 <= share <= 1 for row in accuracy for share in row)
-    ):
-        raise BuildError(f"{folder / CONFIG}: head_accuracy: expected shares from 0 to 1 for each of {heads} heads")
-    return HeadsOutline(folder, heads, layers, config.tie_lm_head, _tree(folder, config, heads), accuracy)
+    return HeadsOutline(
+        folder, heads, layers, config.tie_lm_head, _tree(folder, config, heads), _accuracy(folder, config, heads)
+    )
 
 
 def load_medusa(folder: Path, *, hidden: int, vocab: int) -> MedusaHeads:
@@ -170,6 +187,26 @@ def _tree(folder: Path, config: _Config, heads: int) -> TokenTree | None:
     if int(tree.depths.max()) > heads:
         raise BuildError(f"{folder / CONFIG}: medusa_choices go {int(tree.depths.max())} deep, with {heads} heads")
     return tree
+
+
+def _accuracy(folder: Path, config: _Config, heads: int) -> HeadAccuracy | None:
+    if config.head_accuracy is None or config.path_accuracy is None:
+        return None
+    paths = {tuple(path): share for path, share in config.path_accuracy}
+    if len(config.head_accuracy) != heads or any(not 1 <= len(path) <= heads for path in paths):
+        raise BuildError(
+            f"{folder / CONFIG}: head_accuracy and path_accuracy: expected shares of {heads} heads, and of paths that "
+            "are at most as long"
+        )
+    return HeadAccuracy(config.head_accuracy, paths)
+
+
+def accuracy_config(accuracy: HeadAccuracy) -> dict[str, Any]:
+    """What ``config.json`` says of it."""
+    return {
+        "head_accuracy": [[round(float(share), 5) for share in row] for row in accuracy.ranks],
+        "path_accuracy": [[list(path), round(float(share), 5)] for path, share in accuracy.paths.items()],
+    }
 
 
 def _stripped(name: str) -> str:
@@ -265,7 +302,7 @@ def save_medusa(
     lm_head: torch.Tensor,
     *,
     base: str,
-    accuracy: Sequence[Sequence[float]] | None = None,
+    accuracy: HeadAccuracy | None = None,
     choices: Sequence[Sequence[int]] | None = None,
     dtype: torch.dtype = torch.float16,
     compatible: bool = True,
@@ -277,14 +314,14 @@ def save_medusa(
         heads: the heads.
         lm_head: weight of the model's own head, ``[V,H]``, which tied heads are multiplied with in compatible files.
         base: name or folder of the model they were trained for.
-        accuracy: see :class:`HeadsOutline`.
+        accuracy: of the heads, if it was measured.
         choices: the tree to use by default.
         dtype: of the stored tensors.
         compatible: write the subfolder, which for tied heads is many times larger than the rest.
     """
     own: dict[str, Any] = {"tie_lm_head": heads.tied}
     if accuracy is not None:
-        own["head_accuracy"] = [[round(float(x), 5) for x in row] for row in accuracy]
+        own |= accuracy_config(accuracy)
     if choices is not None:
         own["medusa_choices"] = [list(path) for path in choices]
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from specexport.contract.errors import BuildError, SpecExportError
@@ -18,6 +19,8 @@ DEFAULT_DRAFT_TOKENS = 4
 
 PUBLISHED_ACCURACY = (0.56, 0.32, 0.20, 0.15)
 """Share of tokens that were a head's best guess, heads 1 to 4 of Vicuna-7B (arXiv 2401.10774)."""
+_OWN_ACCURACY = 0.8
+"""Stands in for how often a draft's own head is right."""
 _NEXT_RANK = 0.3
 """Without a measurement, a guess is taken to be right this often compared with the guess before it."""
 
@@ -77,15 +80,18 @@ def _of_heads(options: BuildOptions, named: Trees, heads: HeadsOutline, own: int
     if not named and not options.sizes and heads.tree is not None:
         return (heads.tree,)
     sizes = options.sizes or (() if named else (DEFAULT_DRAFT_TOKENS,))
-    accuracy = ((),) * own + (heads.accuracy or ((),) * heads.count)
 
     def weight(path: tuple[int, ...]) -> float:
-        product = 1.0
-        for at, rank in enumerate(path):
-            known = accuracy[at]
-            published = 0.8 if at < own else PUBLISHED_ACCURACY[min(at - own, len(PUBLISHED_ACCURACY) - 1)]
-            product *= known[rank] if rank < len(known) else published * _NEXT_RANK**rank
-        return product
+        """The chance that a path comes true: as measured, else a product of what was published."""
+        first = math.prod((_OWN_ACCURACY * _NEXT_RANK**rank for rank in path[:own]), start=1.0)
+        ahead = path[own:]
+        if not ahead:
+            return first
+        if heads.accuracy is not None:
+            return first * heads.accuracy.paths.get(ahead, 0.0)
+        last = len(PUBLISHED_ACCURACY) - 1
+        chances = (PUBLISHED_ACCURACY[min(at, last)] * _NEXT_RANK**rank for at, rank in enumerate(ahead))
+        return math.prod(chances, start=first)
 
     ranks = candidates(vocab)
     return _trees(named, tuple(TokenTree.best(weight, size + 1, ranks, depth) for size in sizes))

@@ -244,8 +244,7 @@ class Demo:
             sampled_windows(sampled, SAMPLED_SHAPE[0], ends),
             HeadOptions(steps=args.medusa_steps, batch_size=16, lr=HEADS_RATE, warmup=0.03, seed=args.seed),
             place=place,
-            checkpoint=args.work
-            / f"{'' if of == 'demo-target' else 'draft-'}heads-{args.medusa_layers}-{args.medusa_steps}.pt",
+            checkpoint=args.work / f"{name}-{args.medusa_layers}-{args.medusa_steps}.pt",
             watch=Watch(self.log),
         )
         generator = seeded(args.seed, 800_000)
@@ -256,7 +255,7 @@ class Demo:
         table = [f"| head | {' | '.join(f'top-{rank}' for rank in ranks)} |", "|---" * (len(ranks) + 1) + "|"]
         table += [
             f"| {n} | " + " | ".join(f"{sum(row[:rank]):.3f}" for rank in ranks) + " |"
-            for n, row in enumerate(accuracy)
+            for n, row in enumerate(accuracy.ranks)
         ]
         self.log("\n".join(table))
         card = HEADS_CARD.format(

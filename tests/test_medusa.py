@@ -13,11 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specexport.cli import main
 from specexport.contract import manifest as mf
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import BuildOptions, build
-from specexport.exporter.medusa import load_medusa, read_outline, save_medusa
+from specexport.exporter.medusa import HeadAccuracy, load_medusa, read_outline, save_medusa
 from specexport.exporter.verify import verify
 from specexport.graphs.medusa import MedusaHeads
 from specexport.runtime import Engine, SamplingParams
@@ -26,6 +27,10 @@ from tests.checkpoints import VOCAB, make_checkpoint, make_heads
 pytestmark = pytest.mark.exporter
 
 H, V, HEADS = 64, VOCAB, 3
+ACCURACY = HeadAccuracy(
+    [[0.6, 0.2, 0.1], [0.5, 0.3, 0.05], [0.1, 0.1, 0.1]],
+    {(0,): 0.6, (0, 0): 0.5, (1,): 0.2, (0, 1): 0.05, (1, 1): 0.1, (2,): 0.1, (0, 0, 0): 0.02},
+)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
@@ -53,11 +58,11 @@ def logits(heads: MedusaHeads, lm_head: torch.Tensor) -> torch.Tensor:
 def test_what_is_written_is_read(tmp_path: Path, layers: int, tied: bool) -> None:
     heads, lm_head = random_heads(layers, tied=tied), torch.randn(V, H)
     tree = [[0], [1], [0, 0]]
-    save_medusa(tmp_path, heads, lm_head, base="x", accuracy=[[0.5, 0.1]] * HEADS, choices=tree, dtype=torch.float32)
+    save_medusa(tmp_path, heads, lm_head, base="x", accuracy=ACCURACY, choices=tree, dtype=torch.float32)
     outline = read_outline(tmp_path)
     assert (outline.count, outline.layers, outline.tied) == (HEADS, layers, tied)
     assert outline.tree == TokenTree.from_choices(tree)
-    assert outline.accuracy == ((0.5, 0.1),) * HEADS
+    assert outline.accuracy == ACCURACY
     expected = logits(heads, lm_head)
     own, theirs = (load_medusa(folder, hidden=H, vocab=V) for folder in (tmp_path, tmp_path / "fasterdecoding"))
     torch.testing.assert_close(logits(own, lm_head), expected)
@@ -168,7 +173,8 @@ def test_a_torch_file_with_code_is_refused(tmp_path: Path) -> None:
         ({"medusa_num_heads": "three"}, "not a configuration of Medusa heads: .*medusa_num_heads"),
         ({"medusa_choices": [[0, 0]]}, r"medusa_choices: the choice \[0, 0\] is there"),
         ({"medusa_choices": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "medusa_choices go 4 deep, with 3 heads"),
-        ({"head_accuracy": [[0.5]]}, "head_accuracy: expected shares"),
+        ({"head_accuracy": [[0.5]], "path_accuracy": []}, "expected shares of 3 heads"),
+        ({"head_accuracy": [], "path_accuracy": [[[0], 1.5]]}, "path_accuracy"),
         ({"tie_lm_head": True}, r"'0.1.weight' is \[3\d\d, 64\], expected \[64, 64\]"),
     ],
 )
@@ -248,8 +254,7 @@ def test_heads_are_stored_in_fewer_bits_than_an_exact_target(tmp_path: Path, che
 
 def test_sizes_make_the_trees_that_suit_the_heads(tmp_path: Path, checkpoints: dict[str, str]) -> None:
     heads = random_heads(1, tied=True)
-    accuracy = [[0.6, 0.2, 0.1], [0.5, 0.3, 0.05], [0.1, 0.1, 0.1]]
-    save_medusa(tmp_path / "heads", heads, torch.zeros(V, H), base="x", accuracy=accuracy)
+    save_medusa(tmp_path / "heads", heads, torch.zeros(V, H), base="x", accuracy=ACCURACY)
     build(
         BuildOptions(
             target=checkpoints["target"],
@@ -261,11 +266,10 @@ def test_sizes_make_the_trees_that_suit_the_heads(tmp_path: Path, checkpoints: d
         )
     )
     (method,) = mf.read_manifest(tmp_path / "bundle").methods
-    # 0: .6, 00: .3, 1: .2, 01: .18, 10: .1, 2: .1, 11: .06 or 000: .03
     assert [sorted(choices) for choices in method.trees] == [
-        [(0,), (0, 0), (0, 1), (1,)],
+        [(0,), (0, 0), (1,), (2,)],
         [(0,)],
-        [(0,), (0, 0), (0, 1), (1,), (1, 0), (1, 1), (2,)],
+        [(0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 1), (2,)],
     ]
 
 
@@ -362,3 +366,47 @@ def test_the_bundles_thresholds_are_what_a_request_gets(both: Path) -> None:
         strict = engine.generate([5, 6], typical.replace(posterior_threshold=1.0, posterior_alpha=1.0), method="medusa")
         assert strict.stats.acceptance_rate < 1.0
         assert np.isfinite(strict.stats.acceptance_length)
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_build_run_and_inspect(tmp_path: Path, checkpoints: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    tree, out = tmp_path / "tree.json", tmp_path / "bundle"
+    tree.write_text("[[0], [1], [0, 0], [0, 0, 0]]")
+    words = [
+        "--target",
+        checkpoints["target"],
+        "--medusa",
+        checkpoints["heads"],
+        "-o",
+        str(out),
+        "--max-seq-len",
+        "128",
+    ]
+    assert main(["build", *words, "--tree", str(tree), "--num-speculative-tokens", "2,6"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "medusa, 3 heads" in shown
+    assert "4 draft tokens a step in a tree of depth 3, verified 5 at a time" in shown
+    assert "requests may choose 2, 6" in shown
+    assert main(["inspect", str(out), "--tree", "--method", "medusa"]) == 0
+    assert "5 nodes with the root, depth 3, 2 paths" in capsys.readouterr().out
+    run = ["run", str(out), "--prompt", "the words", "-n", "20", "--json", "--ignore-eos"]
+    found = []
+    for more in (["--no-speculation"], ["--method", "medusa"], ["--num-speculative-tokens", "6"]):
+        assert main([*run, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert found[0] == found[1] == found[2]
+    for wrong, reason in (
+        (
+            ["run", str(out), "--prompt", "x", "--method", "draft_model"],
+            "method is 'draft_model'; the bundle was built",
+        ),
+        (
+            ["inspect", str(out), "--tree", "--method", "draft_model"],
+            "--method is 'draft_model'; the bundle has medusa",
+        ),
+        (["inspect", str(out), "--method", "medusa"], "--method was given without --tree"),
+    ):
+        assert main(wrong) == 1
+        assert reason in capsys.readouterr().err

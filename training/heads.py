@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from specexport.contract.errors import TrainError
+from specexport.contract.tree import MAX_NODES
+from specexport.exporter.medusa import HeadAccuracy
 from specexport.graphs.medusa import MAX_TOP_K, MedusaHeads
 from specexport.training.data import Windows
 from specexport.training.distill import divergence
@@ -159,20 +162,28 @@ def _ranks(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def head_accuracy(
     heads: MedusaHeads, model: Any, windows: Windows, place: Place, *, batch_size: int = 8
-) -> list[list[float]]:
-    """Share of tokens that are each head's rank-r candidate, ``[heads][MAX_TOP_K]``, over windows not trained on."""
+) -> HeadAccuracy:
+    """Measures heads over windows they were not trained on."""
     counts = torch.zeros(len(heads), MAX_TOP_K + 1, dtype=torch.int64)
+    paths: Counter[tuple[int, ...]] = Counter()
+    positions = 0
     lm_head = model.get_output_embeddings()
     for rows in windows.in_order(batch_size):
         batch = windows.rows(rows).to(place.device)
+        at = [batch.learnt_from(2 + head) for head in range(len(heads))]
+        found = torch.full((len(heads), *batch.ids.shape), MAX_TOP_K, dtype=torch.int32, device=place.device)
         with place.autocast():
             hidden, _ = run_model(model, batch.ids)
             for head in range(len(heads)):
                 _, ranks = _head_loss(heads, head, hidden, batch, lm_head)
-                counts[head] += ranks.clamp(max=MAX_TOP_K).bincount(minlength=MAX_TOP_K + 1).cpu()
-    total = counts.sum(dim=1, keepdim=True).clamp(min=1)
-    shares: list[list[float]] = (counts[:, :MAX_TOP_K] / total).tolist()
-    return shares
+                found[head][at[head]] = ranks.clamp(max=MAX_TOP_K)
+                counts[head] += found[head][at[head]].bincount(minlength=MAX_TOP_K + 1).cpu()
+        for path in found[:, torch.stack(at).all(0)].T.tolist():
+            positions += 1
+            right = path.index(MAX_TOP_K) if MAX_TOP_K in path else len(path)
+            paths.update(tuple(path[:end]) for end in range(1, right + 1))
+    shares: list[list[float]] = (counts[:, :MAX_TOP_K] / counts.sum(dim=1, keepdim=True).clamp(min=1)).tolist()
+    return HeadAccuracy(shares, {path: count / positions for path, count in paths.most_common(MAX_NODES)})
 
 
 def new_heads(count: int, layers: int, model: Any, *, tied: bool) -> MedusaHeads:

@@ -17,7 +17,15 @@ import torch.nn.functional as F
 from specexport.contract.errors import TrainError
 from specexport.exporter.checkpoint import load_checkpoint
 from specexport.exporter.folders import written_beside
-from specexport.exporter.medusa import COMPATIBLE, CONFIG, load_medusa, save_compatible, save_medusa
+from specexport.exporter.medusa import (
+    COMPATIBLE,
+    CONFIG,
+    HeadAccuracy,
+    accuracy_config,
+    load_medusa,
+    save_compatible,
+    save_medusa,
+)
 from specexport.exporter.trace import quiet
 from specexport.graphs.medusa import MedusaHeads
 from specexport.training.data import Windows, sampled_windows
@@ -151,13 +159,14 @@ def train_medusa(options: MedusaOptions, watch: Watch) -> dict[str, Any]:
                 record["heads"] = told(stages.heads(first))
             record["joint"] = told(stages.joint(max(1, total - first)))
             record["lm_loss"] = _lm_loss(base.model, held_out, place)
-        record["head_accuracy"] = head_accuracy(heads, base.model, held_out, place)
+        accuracy = head_accuracy(heads, base.model, held_out, place)
+        record["head_accuracy"] = accuracy.ranks
         with written_beside(options.output) as folder:
             if options.stage == 1:
                 weight = base.model.get_output_embeddings().weight.cpu()
-                save_medusa(folder, heads.cpu(), weight, base=options.target, accuracy=record["head_accuracy"])
+                save_medusa(folder, heads.cpu(), weight, base=options.target, accuracy=accuracy)
             else:
-                _save_together(folder, base, heads.cpu(), record["head_accuracy"], str(options.output))
+                _save_together(folder, base, heads.cpu(), accuracy, str(options.output))
             write_record(folder, record)
     return record
 
@@ -317,7 +326,7 @@ def _lm_loss(model: Any, windows: Windows, place: Place) -> float:
     return total / max(1, count)
 
 
-def _save_together(folder: Path, base: Model, heads: MedusaHeads, accuracy: list[list[float]], name: str) -> None:
+def _save_together(folder: Path, base: Model, heads: MedusaHeads, accuracy: HeadAccuracy, name: str) -> None:
     """A model folder whose weights hold the heads as well; read back, so that what is written can be used."""
     model = base.model.cpu().to(base.stored)
     state = {f"medusa_head.{key}": value.detach().to(base.stored) for key, value in heads.state_dict().items()}
@@ -327,7 +336,7 @@ def _save_together(folder: Path, base: Model, heads: MedusaHeads, accuracy: list
         "medusa_num_heads": len(heads),
         "medusa_num_layers": heads.layers,
         "tie_lm_head": heads.tied,
-        "head_accuracy": [[round(x, 5) for x in row] for row in accuracy],
+        **accuracy_config(accuracy),
     }
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     lm_head = model.get_output_embeddings().weight
