@@ -2,7 +2,8 @@
 
 All run one after another on each prompt, so that a machine whose speed drifts treats them alike. Trees of heads are
 those that suit what training measured, and one tuned on this machine, for greedy decoding, with prompts that are not
-decoded here. Speeds are tokens over seconds, both summed over prompts, against plain decoding of the bundle without heads.
+decoded here. Speeds are tokens over seconds, both summed over prompts, against plain decoding of the bundle without
+heads.
 """
 
 from __future__ import annotations
