@@ -184,9 +184,10 @@ class OutputStore:
 
 @dataclass
 class _Match:
-    """Where the end of a text is in an automaton of other texts."""
+    """Where the end of a text is in an automaton of other texts, as long as that has its present size."""
 
     automaton: SuffixAutomaton
+    size: int
     state: int = 0
     length: int = 0
 
@@ -244,9 +245,9 @@ class SuffixProposer:
         new = sequence.tokens[len(text.automaton) :]
         for token in new:
             text.automaton.append(token)
-        stored = self._store.automata if self._store is not None else ()
-        if [match.automaton for match in text.matches] != list(stored):
-            text.matches = [_Match(automaton) for automaton in stored]
+        stored = [(made, len(made)) for made in self._store.automata] if self._store is not None else []
+        if [(match.automaton, match.size) for match in text.matches] != stored:
+            text.matches = [_Match(made, size) for made, size in stored]
             new = sequence.tokens
         for match in text.matches:
             match.advance(new)
