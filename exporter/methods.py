@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 DEFAULT_DRAFT_TOKENS = 4
 """Chosen for CPUs, where every node of a step costs; ``specexport tune tree`` measures what a device can take."""
 LOOKUP_DRAFT_TOKENS = (8, 4, 2)
-"""Of n-gram lookup and of suffix decoding, which take a shorter chain where they have found less. Longer ones gain a
-tenth where text is copied in fp32 and lose as much in int8."""
+"""Of n-gram lookup and of suffix decoding, which take a shorter chain where they have found less."""
 MAX_SPEC_FACTOR, MIN_TOKEN_PROB = 1.5, 0.1
-"""Of suffix decoding. With the chains above, a match of two tokens is the shortest that counts: on text without repeats
-single tokens match by chance and cost four percent."""
+"""Of suffix decoding. With the chains above a match of one token, often chance, proposes nothing."""
 
 PUBLISHED_ACCURACY = (0.56, 0.32, 0.20, 0.15)
 """Share of tokens that were a head's best guess, heads 1 to 4 of Vicuna-7B (arXiv 2401.10774)."""
