@@ -1,18 +1,24 @@
-"""``python -m benchmarks decode | methods | peers | turns``, on models that ``benchmarks.inflate`` makes."""
+"""``python -m benchmarks decode | lookup | methods | peers | turns``, on models that ``benchmarks.inflate`` makes."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from benchmarks import decode, methods, peers, turns
+from benchmarks import decode, lookup, methods, peers, turns
 
 
 def main() -> int:
     """Runs a benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in (("decode", decode), ("methods", methods), ("peers", peers), ("turns", turns)):
+    for name, module in (
+        ("decode", decode),
+        ("lookup", lookup),
+        ("methods", methods),
+        ("peers", peers),
+        ("turns", turns),
+    ):
         command = commands.add_parser(
             name,
             description=module.__doc__,

@@ -29,6 +29,9 @@ Size = Annotated[int, Meta(ge=1, le=2**24)]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 StoredAs = Literal["fp32", "fp16", "int8", "int4"]
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+MAX_LOOKUP = 32
+LookupSize = Annotated[int, Meta(ge=1, le=MAX_LOOKUP)]
+"""Tokens of an n-gram; bounded, as every token of a text is entered once for each size."""
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -136,18 +139,26 @@ class _Method(_Strict, frozen=True):
     Attributes:
         trees: the trees a step may verify, the default first; no two have as many nodes, so that a request can choose
             one by its number of draft tokens. A chain of K draft tokens is the tree ``[[0], [0, 0], ...]``.
-        candidates: M, the tokens known at each depth, which ranks count; for a draft model also the support of q.
     """
 
     trees: Annotated[tuple[Choices, ...], Meta(min_length=1)]
-    candidates: Size
 
     def token_trees(self) -> tuple[TokenTree, ...]:
         """The trees, the default first."""
         return tuple(TokenTree.from_choices(choices) for choices in self.trees)
 
 
-class DraftModel(_Method, frozen=True, tag_field="name", tag="draft_model"):
+class _Ranked(_Method, frozen=True):
+    """A way to propose by a model that knows several tokens at each depth.
+
+    Attributes:
+        candidates: M, the tokens known at each depth, which ranks count; for a draft model also the support of q.
+    """
+
+    candidates: Size
+
+
+class DraftModel(_Ranked, frozen=True, tag_field="name", tag="draft_model"):
     """Speculation by a smaller model (Leviathan 2023, Chen 2023).
 
     It drafts a chain; a tree may add less probable tokens beside each token of that chain.
@@ -159,7 +170,7 @@ class DraftModel(_Method, frozen=True, tag_field="name", tag="draft_model"):
     draft: Model
 
 
-class Medusa(_Method, frozen=True, tag_field="name", tag="medusa"):
+class Medusa(_Ranked, frozen=True, tag_field="name", tag="medusa"):
     """Speculation by heads on the target's last hidden state (Medusa, arXiv 2401.10774), in the target's step graph.
 
     Attributes:
@@ -175,7 +186,7 @@ class Medusa(_Method, frozen=True, tag_field="name", tag="medusa"):
     weights: StoredAs
 
 
-class MedusaDraft(_Method, frozen=True, tag_field="name", tag="medusa_draft"):
+class MedusaDraft(_Ranked, frozen=True, tag_field="name", tag="medusa_draft"):
     """Speculation by a smaller model with Medusa heads, which proposes a whole tree in one pass.
 
     Attributes:
@@ -189,7 +200,37 @@ class MedusaDraft(_Method, frozen=True, tag_field="name", tag="medusa_draft"):
     draft: Model
 
 
-Method = DraftModel | Medusa | MedusaDraft
+class Ngram(_Method, frozen=True, tag_field="name", tag="ngram"):
+    """Speculation by n-gram prompt lookup: what followed the text's last tokens when they came before. Chains only.
+
+    A request's tree is the longest chain; steps verify shorter ones of the trees where less is found.
+
+    Attributes:
+        prompt_lookup_max: most tokens that are matched; tried first.
+        prompt_lookup_min: fewest.
+    """
+
+    prompt_lookup_max: LookupSize
+    prompt_lookup_min: LookupSize
+
+
+class Suffix(_Method, frozen=True, tag_field="name", tag="suffix"):
+    """Speculation by a suffix automaton (SuffixDecoding, arXiv 2411.04975). Chains only, as for :class:`Ngram`.
+
+    Attributes:
+        max_spec_factor: most draft tokens for a matched token.
+        min_token_prob: a chain ends before its estimated probability falls below this.
+    """
+
+    max_spec_factor: Annotated[float, Meta(gt=0.0, le=128.0)]
+    min_token_prob: Probability
+
+
+Ranked = DraftModel | Medusa | MedusaDraft
+"""Methods in which a model proposes; their trees may branch."""
+Lookup = Ngram | Suffix
+"""Methods that look in text, and need neither a model nor files."""
+Method = DraftModel | Medusa | MedusaDraft | Ngram | Suffix
 
 
 def method_name(method: Method) -> str:
@@ -260,7 +301,7 @@ class Manifest(_Strict, frozen=True):
     @property
     def models(self) -> dict[str, Model]:
         """Every model by its role: ``target``, and ``draft`` where there is one."""
-        drafts = [method.draft for method in self.methods if not isinstance(method, Medusa)]
+        drafts = [method.draft for method in self.methods if isinstance(method, DraftModel | MedusaDraft)]
         return {"target": self.target} | ({"draft": drafts[0]} if drafts else {})
 
     def method(self, name: str) -> Method | None:
@@ -334,7 +375,7 @@ def _check_references(path: Path, manifest: Manifest) -> None:
 def _check_shapes(path: Path, manifest: Manifest) -> None:
     """Every shape the engine runs at is there, and none asks for an absurd amount of memory."""
     names = [method_name(method) for method in manifest.methods]
-    drafts = [method for method in manifest.methods if not isinstance(method, Medusa)]
+    drafts = [method for method in manifest.methods if isinstance(method, DraftModel | MedusaDraft)]
     if len(set(names)) != len(names) or len(drafts) > 1:
         raise BundleError(f"{path}: methods: {', '.join(names)}; expected each once, and one with a draft at most")
     verified = {1}
@@ -358,7 +399,11 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
 
 def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:
     """Nodes of a method's trees, which are checked to be trees that it can fill."""
-    deepest = {Medusa: 0, MedusaDraft: 1}
+    if isinstance(method, Ngram) and method.prompt_lookup_min > method.prompt_lookup_max:
+        raise BundleError(
+            f"{path}: ngram: prompt_lookup_min is {method.prompt_lookup_min}, more than prompt_lookup_max, "
+            f"{method.prompt_lookup_max}; build the bundle again"
+        )
     sizes: set[int] = set()
     for choices in method.trees:
         try:
@@ -368,12 +413,16 @@ def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:
         if len(tree) in sizes or len(tree) == 1:
             raise BundleError(f"{path}: {name}: trees: two have {len(tree) - 1} draft tokens, or one has none")
         sizes.add(len(tree))
+        if isinstance(method, Lookup):
+            if tree.choices != TokenTree.chain(len(tree)).choices:
+                raise BundleError(f"{path}: {name}: trees: the one of {len(tree) - 1} draft tokens is not a chain")
+            continue
         if max(tree.ranks) >= method.candidates:
             raise BundleError(f"{path}: {name}: trees: rank {max(tree.ranks)}, with {method.candidates} candidates")
-        if not isinstance(method, DraftModel) and tree.depth > method.heads + deepest[type(method)]:
-            raise BundleError(f"{path}: {name}: trees: depth {tree.depth}, with {method.heads} heads")
         if isinstance(method, DraftModel) and not tree.has_spine:
             raise BundleError(f"{path}: {name}: trees: only the most probable token of each depth can have children")
+        if not isinstance(method, DraftModel) and tree.depth > method.heads + isinstance(method, MedusaDraft):
+            raise BundleError(f"{path}: {name}: trees: depth {tree.depth}, with {method.heads} heads")
     return sizes
 
 

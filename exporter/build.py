@@ -53,11 +53,15 @@ class BuildOptions:
         draft: folder or hub id of a smaller model with the same tokenizer, or None for plain decoding.
         medusa: folder of Medusa heads for the target.
         draft_medusa: folder of Medusa heads for the draft, which then proposes a tree in one pass.
-        num_speculative_tokens: draft tokens a step: of a draft's chain, or of the tree of that size that suits the
-            heads; None for 4, and for none at all where trees are given.
+        ngram: also propose by n-gram prompt lookup.
+        prompt_lookup_max: most tokens it matches.
+        prompt_lookup_min: fewest.
+        suffix: also propose by a suffix automaton.
+        num_speculative_tokens: draft tokens a step of every method: of a chain, or of the tree of that size that suits
+            the heads; None for 4, for none at all where trees are given, and for 8, 4 and 2 where text is looked up.
         speculative_choices: further sizes that requests may choose.
         trees: what to verify, the default first: presets, JSON files or trees. With ``draft`` and ``medusa`` they are
-            the heads'.
+            the heads'; text that is looked up is proposed in chains.
         max_seq_len: longest sequence in tokens; None for the models' limit, at most 2048.
         precision: how the target's matrices are stored.
         draft_precision: how the draft's and the target's heads' are; None for int8, or int4 where ``precision`` is.
@@ -73,6 +77,10 @@ class BuildOptions:
     draft: str | None = None
     medusa: str | None = None
     draft_medusa: str | None = None
+    ngram: bool = False
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+    suffix: bool = False
     num_speculative_tokens: int | None = None
     speculative_choices: tuple[int, ...] = ()
     trees: tuple[str | Path | TokenTree, ...] = ()
@@ -94,9 +102,19 @@ class BuildOptions:
                 raise BuildError(f"num_speculative_tokens is {k}; expected 1 to 32")
         if self.draft_medusa is not None and self.draft is None:
             raise BuildError("draft_medusa was given without draft; they are heads of a draft model")
-        if (self.sizes or self.trees) and self.draft is None and self.medusa is None:
-            what = "num_speculative_tokens" if self.sizes else "trees"
-            raise BuildError(f"{what} was given without a draft or Medusa heads; nothing would propose those tokens")
+        if self.draft is None and self.medusa is None:
+            if self.trees:
+                raise BuildError("trees was given without a draft or Medusa heads; nothing would fill them")
+            if self.sizes and not self.lookups:
+                raise BuildError(
+                    "num_speculative_tokens was given without a draft or Medusa heads, ngram or suffix; nothing would "
+                    "propose those tokens"
+                )
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if not 1 <= most <= mf.MAX_LOOKUP:
+            raise BuildError(f"prompt_lookup_max is {most}; expected 1 to {mf.MAX_LOOKUP}")
+        if not 1 <= least <= most:
+            raise BuildError(f"prompt_lookup_min is {least}; expected 1 to prompt_lookup_max, which is {most}")
         for name in ("posterior_threshold", "posterior_alpha"):
             if not 0 <= getattr(self, name) <= 1:
                 raise BuildError(f"{name} is {getattr(self, name)}; expected 0 to 1")
@@ -109,6 +127,11 @@ class BuildOptions:
     def proposing_precision(self) -> Precision:
         """How what only proposes is stored: a draft, Medusa heads."""
         return self.draft_precision or ("int4" if self.precision == "int4" else "int8")
+
+    @property
+    def lookups(self) -> tuple[str, ...]:
+        """The methods that need neither a model nor heads."""
+        return (*(("ngram",) if self.ngram else ()), *(("suffix",) if self.suffix else ()))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -185,6 +208,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         made.append(_export_draft(folder, draft, options, plan, vocab, caches, progress))
     if medusa is not None:
         made.append(medusa)
+    made += _lookups(options, plan)
 
     (folder / "tokenizer").mkdir()
     tokenizer.tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
@@ -259,6 +283,27 @@ def _medusa(options: BuildOptions, heads: MedusaHeads, plan: methods.Plan, vocab
         weights=options.proposing_precision,
         parameters=sum(parameter.numel() for parameter in heads.parameters()),
     )
+
+
+def _lookups(options: BuildOptions, plan: methods.Plan) -> list[mf.Method]:
+    made: list[mf.Method] = []
+    if options.ngram:
+        made.append(
+            mf.Ngram(
+                trees=tuple(tree.choices for tree in plan["ngram"]),
+                prompt_lookup_max=options.prompt_lookup_max,
+                prompt_lookup_min=options.prompt_lookup_min,
+            )
+        )
+    if options.suffix:
+        made.append(
+            mf.Suffix(
+                trees=tuple(tree.choices for tree in plan["suffix"]),
+                max_spec_factor=methods.MAX_SPEC_FACTOR,
+                min_token_prob=methods.MIN_TOKEN_PROB,
+            )
+        )
+    return made
 
 
 def _export_target(

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 DEFAULT_DRAFT_TOKENS = 4
 """Chosen for CPUs, where every node of a step costs; ``specexport tune tree`` measures what a device can take."""
+LOOKUP_DRAFT_TOKENS = (8, 4, 2)
+"""Of n-gram lookup and of suffix decoding, which take a shorter chain where they have found less."""
+MAX_SPEC_FACTOR, MIN_TOKEN_PROB = 1.5, 0.1
+"""Of suffix decoding. With the chains above a match of one token, often chance, proposes nothing."""
 
 PUBLISHED_ACCURACY = (0.56, 0.32, 0.20, 0.15)
 """Share of tokens that were a head's best guess, heads 1 to 4 of Vicuna-7B (arXiv 2401.10774)."""
@@ -64,7 +68,8 @@ def plan(options: BuildOptions, heads: HeadsOutline | None, draft_heads: HeadsOu
         found["medusa_draft"] = _of_heads(options, of_draft, draft_heads, 1, vocab)
     if heads is not None:
         found["medusa"] = _of_heads(options, named, heads, 0, vocab)
-    return found
+    chains = tuple(TokenTree.chain(size + 1) for size in options.sizes or LOOKUP_DRAFT_TOKENS)
+    return found | dict.fromkeys(options.lookups, chains)
 
 
 def _of_heads(options: BuildOptions, named: Trees, heads: HeadsOutline, own: int, vocab: int) -> Trees:

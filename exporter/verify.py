@@ -145,7 +145,7 @@ def verify(
     opened = Bundle.open(bundle, check_hashes=False)
     if "draft" in given and "draft" not in opened.manifest.models:
         raise RequestError(f"a draft was given, but {bundle} was built without one")
-    if medusa is not None and all(isinstance(method, mf.DraftModel) for method in opened.manifest.methods):
+    if medusa is not None and not any(isinstance(m, mf.Medusa | mf.MedusaDraft) for m in opened.manifest.methods):
         raise RequestError(f"Medusa heads were given, but {bundle} was built without some")
     texts = _texts(opened, prompts or DEFAULT_PROMPTS, max_tokens)
     steps: dict[str, Callable[[], Outcome]] = {
@@ -155,7 +155,7 @@ def verify(
     for method in opened.manifest.methods:
         if isinstance(method, mf.DraftModel):
             steps["draft"] = partial(_draft, opened, method, given.get("draft"), texts)
-        else:
+        elif not isinstance(method, mf.Lookup):  # what is looked up in text comes from no model
             role = "target" if isinstance(method, mf.Medusa) else "draft"
             steps["medusa"] = partial(_heads, opened, method, role, given.get(role), medusa, texts)
     steps["speculation"] = lambda: _speculation(opened, texts, max_tokens, report)

@@ -27,6 +27,7 @@ from specexport.runtime.text import TextStream
 
 _ROOT = TokenTree.chain(1)
 """What a plain step verifies."""
+_WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -67,23 +68,40 @@ class Engine:
         self._warm_up()
 
     @classmethod
-    def load(cls, bundle: str | Path, *, threads: int | None = None, check_hashes: bool = True) -> Engine:
+    def load(
+        cls,
+        bundle: str | Path,
+        *,
+        threads: int | None = None,
+        check_hashes: bool = True,
+        suffix_store_tokens: int = 0,
+    ) -> Engine:
         """Opens a bundle and loads its graphs.
 
         Args:
             bundle: a folder made by ``specexport build``.
             threads: CPU threads; None for every core this process may use.
             check_hashes: compare every file's SHA-256 with the manifest; sizes are always compared.
+            suffix_store_tokens: tokens of earlier outputs that the method ``suffix`` looks in too, at about half a
+                kilobyte each; the oldest go first. 0 for none. It changes how much is accepted, never what is said.
 
         Raises:
             BundleError: the bundle is incomplete, altered or too new.
             BackendError: its backend is not installed or refuses a graph.
+            RequestError: a store was asked for that is too small, or of a bundle without the method.
         """
         opened = Bundle.open(bundle, check_hashes=check_hashes)
         manifest = opened.manifest
+        if suffix_store_tokens and manifest.method("suffix") is None:
+            raise RequestError(
+                f"suffix_store_tokens is {suffix_store_tokens}, but the bundle was built without the method suffix; "
+                "build it with --suffix"
+            )
         target = open_graph(opened, manifest.target, 1, step_buffers(manifest), threads)
         speculations = {
-            method_name(method): Speculation(open_proposer(opened, method, 1, threads), method.token_trees())
+            method_name(method): Speculation(
+                open_proposer(opened, method, 1, threads, suffix_store_tokens), method.token_trees()
+            )
             for method in manifest.methods
         }
         return cls(opened, target, speculations)
@@ -214,7 +232,8 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Runs a plain step and one of each method, so that the first request does not pay for buffers and pages."""
-        start = self.encode([0, 0])
+        # Repeats, so that there is something to look up; long enough for the longest chain.
+        start = self.encode([0] * max(2, min(_WARM_UP_TOKENS, self.manifest.max_seq_len - 2)))
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         for method, tree in ((None, _ROOT), *(self._choose(name, None) for name in self.speculations)):
             for _ in Stream(self, list(start), params, method, tree):

@@ -15,7 +15,7 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import DraftModel, Method, Model, PointGraph
+from specexport.contract.manifest import DraftModel, Model, PointGraph, Ranked
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import open_graph, step_buffers
@@ -176,7 +176,7 @@ def _with_widths(model: Model, widths: Sequence[int]) -> Model:
     return msgspec.structs.replace(model, graph=msgspec.structs.replace(model.graph, points=points))
 
 
-def candidates(method: Method, observed: Observed, costs: Sequence[float]) -> list[Candidate]:
+def candidates(method: Ranked, observed: Observed, costs: Sequence[float]) -> list[Candidate]:
     """For every number of nodes the tree that commits most tokens a second; the best of all comes first.
 
     Args:

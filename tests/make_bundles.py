@@ -35,7 +35,7 @@ from tests.checkpoints import EOS, VOCAB, make_checkpoint, make_heads, tokenizer
 
 CONTEXT = 512
 DICE_VOCAB = 12
-DICE_PROMPT = (5, 8)
+DICE_PROMPT = (5, 8, 5, 8)
 # One layer and few tokens: tens of thousands of texts take seconds, and every text of three tokens is common enough.
 _DICE: dict[str, Any] = {
     "vocab_size": DICE_VOCAB,
@@ -60,6 +60,7 @@ class Recipe:
         config: settings of the family's configuration to replace.
         heads: whose Medusa heads there are: ``target`` or ``draft``.
         trees: what they fill.
+        lookups: the ways to look text up.
     """
 
     family: str
@@ -69,6 +70,7 @@ class Recipe:
     config: dict[str, Any] = field(default_factory=dict)
     heads: str | None = None
     trees: tuple[TokenTree, ...] = ()
+    lookups: tuple[str, ...] = ()
 
 
 HEADS = 3
@@ -85,10 +87,13 @@ RECIPES = {
     "qwen3-medusa": Recipe("qwen3", None, heads="target", trees=(_BUSHY, _SMALL, TokenTree.chain(HEADS + 1))),
     "qwen3-medusa-draft": Recipe("qwen3", "equal", (3,), 6, heads="draft"),
     "gpt2-tree": Recipe("gpt2", "near", trees=(_SPINE,), choices=(2,)),
+    "qwen3-lookup": Recipe("qwen3", "equal", lookups=("ngram", "suffix")),
     **{f"dice-{draft}": Recipe("llama", draft, (1, 3), 5, _DICE) for draft in ("equal", "near", "bad")},
     "dice-tree": Recipe("llama", "near", config=_DICE, trees=(_SPINE,)),
     "dice-medusa": Recipe("llama", None, config=_DICE, heads="target", trees=(_BUSHY,)),
     "dice-medusa-draft": Recipe("llama", "near", config=_DICE, heads="draft", trees=(_BUSHY,)),
+    "dice-ngram": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("ngram",)),
+    "dice-suffix": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("suffix",)),
 }
 _NOISE = {"llama": 0.03, "gpt2": 0.05}
 _DICE_NOISE = 0.3
@@ -114,6 +119,9 @@ def make(name: str, root: Path) -> Path:
                     num_speculative_tokens=recipe.default,
                     speculative_choices=recipe.choices,
                     trees=recipe.trees,
+                    ngram="ngram" in recipe.lookups,
+                    prompt_lookup_min=1 if recipe.config else 2,
+                    suffix="suffix" in recipe.lookups,
                     draft_precision="fp32",  # where the draft is the target, everything must be accepted
                 )
             )
@@ -121,7 +129,7 @@ def make(name: str, root: Path) -> Path:
 
 
 def _target(recipe: Recipe, root: Path) -> Path:
-    calm = recipe.heads is not None and not recipe.config
+    calm = (recipe.heads is not None or bool(recipe.lookups)) and not recipe.config
     folder = root / "checkpoints" / (recipe.family + ("-dice" if recipe.config else "-calm" if calm else ""))
     return folder if folder.exists() else make_checkpoint(folder, recipe.family, calm=calm, **recipe.config)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,18 +28,19 @@ Floats = npt.NDArray[np.float32]
 
 GREEDY_BUNDLES = ("llama-near", "qwen3-bad", "gemma2-equal", "gpt2-near")
 TREE_BUNDLES = ("qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree")
+LOOKUP_BUNDLES = ("qwen3-lookup",)
 
 # --- greedy -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", GREEDY_BUNDLES + TREE_BUNDLES)
+@pytest.mark.parametrize("name", GREEDY_BUNDLES + TREE_BUNDLES + LOOKUP_BUNDLES)
 def test_greedy_text_is_what_transformers_generates(
     name: str, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
 ) -> None:
-    """For every tree the bundle has, and without speculation; ``oracle`` is ``generate(do_sample=False)``."""
+    """For every tree of every method, and without speculation; ``oracle`` is ``generate(do_sample=False)``."""
     cases = oracle(name)["greedy"]
     assert len(cases) >= 20
-    for how in ({"speculation": False}, *({"num_speculative_tokens": k} for k in choices(engine(name)))):
+    for how in ({"speculation": False}, *ways(engine(name))):
         whole = 0
         for case in cases:
             params = SamplingParams(temperature=0.0, max_tokens=len(case["tokens"]))
@@ -88,10 +90,13 @@ def test_trees_are_walked(engine: Callable[[str], Engine], oracle: Callable[[str
         assert reached[2] < 0.95 * steps
 
 
-def choices(engine: Engine) -> tuple[int, ...]:
-    """Every number of draft tokens the engine's bundle was built for."""
-    (method,) = engine.manifest.methods
-    return tuple(len(tree) - 1 for tree in method.token_trees())
+def ways(engine: Engine) -> list[dict[str, Any]]:
+    """Every method of the engine's bundle with every number of draft tokens it was built for."""
+    return [
+        {"method": name, "num_speculative_tokens": len(tree) - 1}
+        for name, speculation in engine.speculations.items()
+        for tree in speculation.trees
+    ]
 
 
 # --- sampling: the engine ---------------------------------------------------------------------------------------------
@@ -121,6 +126,10 @@ ENGINE_SETTINGS = (
     Setting("tree", 8, SamplingParams(temperature=0.9)),
     Setting("medusa", 10, SamplingParams(temperature=1.2, top_p=0.97)),
     Setting("medusa-draft", 10, SamplingParams()),
+    Setting("ngram", 5, SamplingParams(temperature=0.8)),
+    Setting("ngram", 1, SamplingParams(top_p=0.9)),
+    Setting("suffix", 5, SamplingParams()),
+    Setting("suffix", 3, SamplingParams(temperature=0.7, top_k=8)),
 )
 
 
@@ -132,6 +141,15 @@ def test_the_engine_samples_the_target_distribution(
     exact = exact_texts(oracle(f"dice-{setting.draft}"), setting.params)
     assert_distributed(texts, exact)
     assert rate > 0.999 if setting.draft == "equal" else 0.02 < rate < 0.95
+
+
+def test_a_store_of_earlier_outputs_changes_nothing(
+    bundle: Callable[[str], Path], oracle: Callable[[str], Any]
+) -> None:
+    setting = Setting("suffix", 5, SamplingParams(temperature=0.9))
+    with Engine.load(bundle("dice-suffix"), threads=1, suffix_store_tokens=200) as engine:
+        texts, _ = engine_texts(engine, setting, RUNS)
+    assert_distributed(texts, exact_texts(oracle("dice-suffix"), setting.params))
 
 
 def test_an_engine_without_the_residual_is_found_out(
@@ -155,7 +173,7 @@ def engine_texts(engine: Engine, setting: Setting, runs: int) -> tuple[list[Text
     return texts, accepted / drafted
 
 
-PROMPT = (5, 8)
+PROMPT = (5, 8, 5, 8)
 
 
 def exact_texts(oracle: dict[str, Any], params: SamplingParams) -> dict[Text, float]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from specexport.contract.manifest import DraftModel, Medusa, Method
+from specexport.contract.manifest import DraftModel, Medusa, Method, Ngram, Suffix
 from specexport.runtime.backend import candidates_buffers, open_graph, propose_buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposers.base import Proposal, Proposer, SlotView
 from specexport.runtime.proposers.draft_model import DraftModelProposer
 from specexport.runtime.proposers.medusa import MedusaProposer
 from specexport.runtime.proposers.medusa_draft import MedusaDraftProposer
+from specexport.runtime.proposers.ngram import NgramProposer
+from specexport.runtime.proposers.suffix import OutputStore, SuffixProposer
 
 __all__ = ["Proposal", "Proposer", "SlotView", "open_proposer"]
 
 
-def open_proposer(bundle: Bundle, method: Method, batch: int, threads: int | None) -> Proposer:
+def open_proposer(
+    bundle: Bundle, method: Method, batch: int, threads: int | None, suffix_store_tokens: int = 0
+) -> Proposer:
     """Loads what a method needs.
 
     Args:
@@ -21,10 +25,16 @@ def open_proposer(bundle: Bundle, method: Method, batch: int, threads: int | Non
         method: one of its methods.
         batch: slots.
         threads: for CPU backends; None for every core this process may use.
+        suffix_store_tokens: most tokens of earlier outputs that suffix decoding keeps; 0 for none.
 
     Raises:
         BackendError: the backend is not installed or refuses a graph.
+        RequestError: the store would be too small for any output.
     """
+    if isinstance(method, Ngram):
+        return NgramProposer(method)
+    if isinstance(method, Suffix):
+        return SuffixProposer(method, OutputStore(suffix_store_tokens) if suffix_store_tokens else None)
     if isinstance(method, Medusa):
         return MedusaProposer()
     if isinstance(method, DraftModel):

@@ -72,6 +72,22 @@ class Proposer(Protocol):
         """Forgets a slot: its request ended."""
 
 
+class Chains:
+    """The chains a bundle verifies, for proposers that find now more tokens and now fewer.
+
+    Args:
+        trees: chains of different lengths.
+    """
+
+    def __init__(self, trees: Sequence[TokenTree]) -> None:
+        self._longest_first = sorted(trees, key=len, reverse=True)
+
+    def within(self, tree: TokenTree, found: int) -> TokenTree | None:
+        """The longest of at most ``found`` draft tokens and at most those of a request's tree; None without one."""
+        most = min(found, len(tree) - 1)
+        return next((chain for chain in self._longest_first if len(chain) - 1 <= most), None)
+
+
 def fill(tree: TokenTree, candidates: Ints) -> Ints:
     """The tokens ``[K]`` of a tree's nodes: of each, the candidate ``[depths,M]`` at its depth with its rank."""
     depths, ranks = tree.depths[1:], np.asarray(tree.ranks[1:])

@@ -1,4 +1,4 @@
-"""Build a bundle from a target and ways to speculate: a draft model, Medusa heads."""
+"""Build a bundle from a target and ways to speculate: a draft model, Medusa heads, text that repeats."""
 
 from __future__ import annotations
 
@@ -26,11 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-medusa", metavar="DIR", help="Medusa heads of the draft, which then proposes a tree in one pass"
     )
     parser.add_argument(
+        "--ngram", action="store_true", help="propose what followed the last tokens earlier in the text"
+    )
+    parser.add_argument("--prompt-lookup-max", type=int, metavar="N", help="most tokens --ngram matches (default: 4)")
+    parser.add_argument("--prompt-lookup-min", type=int, metavar="N", help="fewest (default: 2)")
+    parser.add_argument(
+        "--suffix", action="store_true", help="propose the most frequent continuation of the longest suffix seen before"
+    )
+    parser.add_argument(
         "--num-speculative-tokens",
         type=_draft_tokens,
         metavar="K[,K...]",
-        help="draft tokens a step (default: 4): a draft's chain, or the tree of that size that suits the heads; of "
-        "several the first is the default and requests may choose the others",
+        help="draft tokens a step (default: 4; 8,4,2 for --ngram and --suffix): a chain, or the tree of that size that "
+        "suits the heads; of several the first is the default and requests may choose the others",
     )
     parser.add_argument(
         "--tree",
@@ -92,6 +100,13 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport build``."""
     if arguments.draft_precision is not None and arguments.draft is None:
         raise BuildError("--draft-precision was given without --draft")
+    lookup = {
+        name: getattr(arguments, name)
+        for name in ("prompt_lookup_max", "prompt_lookup_min")
+        if getattr(arguments, name) is not None
+    }
+    if lookup and not arguments.ngram:
+        raise BuildError(f"--{next(iter(lookup)).replace('_', '-')} was given without --ngram, which it is for")
     module = exporter()
     wanted = arguments.num_speculative_tokens or (None,)
     options = module.BuildOptions(
@@ -100,6 +115,9 @@ def main(arguments: argparse.Namespace) -> int:
         draft=arguments.draft,
         medusa=arguments.medusa,
         draft_medusa=arguments.draft_medusa,
+        ngram=arguments.ngram,
+        suffix=arguments.suffix,
+        **lookup,
         num_speculative_tokens=wanted[0],
         speculative_choices=wanted[1:],
         trees=tuple(arguments.tree),

@@ -14,10 +14,13 @@ from specexport.commands.draw import svg, terminal_tree
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import (
     DraftModel,
+    Lookup,
     Manifest,
     Medusa,
+    MedusaDraft,
     Method,
     Model,
+    Ngram,
     check_files,
     method_name,
     read_manifest,
@@ -118,14 +121,21 @@ def summary(folder: Path, manifest: Manifest) -> RenderableType:
 def _speculation(method: Method) -> str:
     tree, *others = method.token_trees()
     shape = "in a chain" if tree.is_chain else f"in a tree of depth {tree.depth}"
-    text = f"{_by(method)}: {len(tree) - 1} draft tokens a step {shape}, verified {len(tree)} at a time; lossless"
+    most = "up to " if isinstance(method, Lookup) else ""
+    text = f"{_by(method)}: {most}{len(tree) - 1} draft tokens a step {shape}, verified {len(tree)} at a time; lossless"
     return text + (f"; requests may choose {_list(sorted(len(other) - 1 for other in others))}" if others else "")
 
 
 def _by(method: Method) -> str:
     if isinstance(method, Medusa):
         return f"medusa, {method.heads} heads ({method.parameters:,} parameters, {method.weights})"
-    return "draft_model" if isinstance(method, DraftModel) else f"medusa_draft, {method.heads} heads on the draft"
+    if isinstance(method, MedusaDraft):
+        return f"medusa_draft, {method.heads} heads on the draft"
+    if isinstance(method, Ngram):
+        return f"ngram, matches of {method.prompt_lookup_max} to {method.prompt_lookup_min} tokens"
+    if isinstance(method, DraftModel):
+        return "draft_model"
+    return f"suffix, at most {method.max_spec_factor:g} a matched token, down to probability {method.min_token_prob:g}"
 
 
 def _cache(model: Model) -> str:

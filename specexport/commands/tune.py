@@ -15,7 +15,7 @@ from rich.table import Table
 from specexport.commands.build import Bars, build_progress, exporter
 from specexport.commands.draw import terminal_tree
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import method_name
+from specexport.contract.manifest import Lookup, method_name
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 
@@ -73,6 +73,11 @@ def main(arguments: argparse.Namespace) -> int:
         there = ", ".join(map(method_name, manifest.methods))
         raise RequestError(f"--method is {arguments.method!r}; the bundle has {there}")
     name = method_name(method)
+    if isinstance(method, Lookup):
+        raise RequestError(
+            f"--method is {name!r}, which proposes chains and takes a shorter one wherever it has found less; there is "
+            "no tree to tune. To verify others, build with --num-speculative-tokens"
+        )
     room = max(graph.point.cache for graph in manifest.target.graph.points) - manifest.max_seq_len + 1
     params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens, seed=0, ignore_eos=True)
     with build_progress(Console(stderr=True)) as progress:

@@ -1,0 +1,235 @@
+"""N-gram lookup and suffix decoding against plain decoding, on text that repeats and on text that does not.
+
+``edit`` holds a file of the standard library and has begun to write it again, as an answer does that repeats most of
+what it was given; ``completion`` goes on with held-out code; ``no repeats`` samples at a temperature where hardly any
+two tokens come together twice. All ways run one after another on each prompt, so that a machine whose speed drifts
+treats them alike. Speeds are tokens over seconds, both summed over prompts.
+
+Beside the table it says what a tree would add: at every step of greedy text, how many more tokens the second-latest
+continuation would have had right than the latest one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.decode import UNATTENDED_WIDTH, machine
+from benchmarks.pair import built, inflated_pair
+from specexport.runtime import Completion, Engine, SamplingParams
+
+SIZES = (8, 16, 4, 2)
+METHODS = ("ngram", "suffix")
+FILES = ("queue.py", "heapq.py", "shlex.py", "textwrap.py", "sched.py", "fnmatch.py", "bisect.py", "colorsys.py")
+"""Of Python's standard library, whose licence lets anyone copy them."""
+SKIPPED, BEGUN = 200, 48
+"""Tokens left out at a file's start, where licences and lists of names are; and tokens of the second copy given."""
+WARM_UP = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``python -m benchmarks lookup``."""
+    parser.add_argument("--models", type=Path, default=Path("examples/models"), help="holds demo-target and demo-draft")
+    parser.add_argument("--prompts", type=Path, default=Path("examples/prompts/held_out.jsonl"))
+    parser.add_argument("--work", type=Path, default=Path(".cache/bench"), help="keeps inflated models")
+    parser.add_argument("--bundles", type=Path, help="keeps bundles (default: as --work)")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--k", default="16,8,4", help="draft tokens a step at most; each of 16, 8, 4, 2")
+    parser.add_argument("--num-prompts", type=int, default=8, help="of each workload")
+    parser.add_argument("--prompt-tokens", type=int, default=240, help="of the file; of held-out code half as many")
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, and how they are gone on with."""
+
+    name: str
+    prompts: list[list[int]]
+    params: SamplingParams
+
+
+@dataclass
+class Row:
+    """What was measured of one way on one workload.
+
+    Attributes:
+        workload: its name.
+        method: ``plain`` or of the bundle.
+        k: draft tokens a step at most.
+        tokens_per_step: acceptance length.
+        steps_with_draft: share of steps.
+        propose_us: host time a step spent looking up, microseconds.
+        tokens_per_second: decoding only.
+        speed_up: over plain decoding.
+        same_text: prompts whose text equals plain decoding's; only greedy text must.
+    """
+
+    workload: str
+    method: str
+    k: int
+    tokens_per_step: float
+    steps_with_draft: float
+    propose_us: float
+    tokens_per_second: float
+    speed_up: float
+    same_text: int
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the benchmark and prints its table."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=UNATTENDED_WIDTH)
+    target, _ = inflated_pair(args.models, args.work)
+    folder = built(
+        (args.bundles or args.work) / f"lookup.{target.name}.{args.precision}",
+        target,
+        ngram=True,
+        suffix=True,
+        precision=args.precision,
+        num_speculative_tokens=SIZES[0],
+        speculative_choices=SIZES[1:],
+        max_seq_len=512,
+    )
+    ways = [("plain", 0), *((method, int(k)) for method in METHODS for k in args.k.split(","))]
+    rows: list[Row] = []
+    branching: dict[str, float] = {}
+    with Engine.load(folder, threads=args.threads, check_hashes=False) as engine:
+        for workload in _workloads(engine, args):
+            runs: list[list[Completion]] = [[] for _ in ways]
+            for warm in (True, False):
+                prompts = workload.prompts[:1] if warm else workload.prompts
+                for prompt in track(prompts, f"{workload.name}: {'warming up' if warm else 'decoding'}"):
+                    for way, done in zip(ways, runs, strict=True):
+                        made = _decode(engine, way, prompt, workload.params, WARM_UP if warm else args.new_tokens)
+                        if not warm:
+                            done.append(made)
+            rows += [_row(workload.name, way, done, runs[0]) for way, done in zip(ways, runs, strict=True)]
+            if workload.params.greedy:
+                pairs = zip(workload.prompts, runs[0], strict=True)
+                branching[workload.name] = gained_by_branching([(p, run.token_ids) for p, run in pairs])
+    console.print(_table(args, rows))
+    for name, gained in branching.items():
+        console.print(f"{name}: a second chain of 8 beside the first would add {gained:.3f} tokens a step")
+    if args.json:
+        options = {name: getattr(args, name) for name in ("precision", "num_prompts", "prompt_tokens", "new_tokens")}
+        report: dict[str, Any] = {
+            "machine": machine(args.threads),
+            "options": options,
+            "rows": [asdict(row) for row in rows],
+            "gained_by_branching": branching,
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _workloads(engine: Engine, args: argparse.Namespace) -> list[Workload]:
+    greedy = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [engine.encode((library / name).read_text(encoding="utf-8"))[SKIPPED:] for name in FILES]
+    copies = [[*file[: args.prompt_tokens], *file[:BEGUN]] for file in files if len(file) >= args.prompt_tokens]
+    lines = args.prompts.read_text(encoding="utf-8").splitlines()
+    code = [engine.encode(json.loads(line)["text"])[: args.prompt_tokens // 2] for line in lines][: args.num_prompts]
+    return [
+        Workload("edit", copies[: args.num_prompts], greedy),
+        Workload("completion", code, greedy),
+        Workload("completion, T = 0.7", code, greedy.replace(temperature=0.7)),
+        Workload("no repeats, T = 1.5", code, greedy.replace(temperature=1.5)),
+    ]
+
+
+def _decode(engine: Engine, way: tuple[str, int], prompt: list[int], params: SamplingParams, tokens: int) -> Completion:
+    params = params.replace(max_tokens=tokens)
+    if way[0] == "plain":
+        return engine.generate(prompt, params, speculation=False)
+    return engine.generate(prompt, params, method=way[0], num_speculative_tokens=way[1])
+
+
+def gained_by_branching(texts: Sequence[tuple[Sequence[int], Sequence[int]]], size: int = 8) -> float:
+    """Tokens a step that the second-latest continuation of the last tokens had right beyond the latest one's.
+
+    Args:
+        texts: prompts and what greedy decoding went on with.
+        size: draft tokens of each chain.
+    """
+    steps = gained = 0
+    for prompt, output in texts:
+        text, done = list(prompt), 0
+        while done < len(output):
+            ahead = output[done : done + size]
+            right = [_shared(text[start : start + size], ahead) for start in _continuations(text)]
+            first = right[0] if right else 0
+            gained += max(0, right[1] - first) if len(right) > 1 else 0
+            text += output[done : done + first + 1]
+            done += first + 1
+            steps += 1
+    return gained / steps
+
+
+def _continuations(text: Sequence[int]) -> list[int]:
+    """Where the last four tokens, or three, or two, were gone on from: latest first, at most two."""
+    for n in (4, 3, 2):
+        tail = text[-n:]
+        found = [end for end in range(len(text) - 1, n - 1, -1) if text[end - n : end] == tail]
+        if found:
+            return [found[0], *[end for end in found[1:] if text[end] != text[found[0]]][:1]]
+    return []
+
+
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading tokens two texts share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _speed(done: list[Completion]) -> float:
+    return sum(run.stats.output_tokens for run in done) / sum(run.stats.decode_seconds for run in done)
+
+
+def _row(workload: str, way: tuple[str, int], done: list[Completion], plain: list[Completion]) -> Row:
+    steps = sum(run.stats.steps for run in done)
+    return Row(
+        workload,
+        *way,
+        1 + sum(run.stats.accepted for run in done) / steps,
+        sum(run.stats.steps_with_draft for run in done) / steps,
+        sum(run.stats.propose for run in done) / steps * 1e6,
+        _speed(done),
+        _speed(done) / _speed(plain),
+        sum(a.token_ids == b.token_ids for a, b in zip(done, plain, strict=True)),
+    )
+
+
+def _table(args: argparse.Namespace, rows: list[Row]) -> Table:
+    title = f"{args.precision}, {args.num_prompts} prompts a workload, {args.new_tokens} tokens generated"
+    table = Table(title=title, title_justify="left")
+    table.add_column("workload")
+    table.add_column("method")
+    for name in ("K", "tokens a step", "with draft", "look-up us", "tokens/s", "against plain", "same text"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.workload,
+            row.method,
+            str(row.k or ""),
+            f"{row.tokens_per_step:.2f}",
+            f"{row.steps_with_draft:.0%}",
+            f"{row.propose_us:.0f}",
+            f"{row.tokens_per_second:.1f}",
+            f"{row.speed_up:.2f}x",
+            "" if "T =" in row.workload else f"{row.same_text}/{args.num_prompts}",
+            end_section=row.method == METHODS[-1] and row.k == min(int(k) for k in args.k.split(",")),
+        )
+    return table

@@ -1,0 +1,98 @@
+"""N-gram prompt lookup: what followed the text's last tokens when they came before, in the prompt or in the output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from specexport.contract.manifest import Ngram
+from specexport.runtime.backend import Array
+from specexport.runtime.proposers.base import Chains, Proposal, SlotView
+
+TRUST = 2
+"""Draft tokens a matched token is worth: a short match is often chance, and a step pays for every token it verifies."""
+
+
+class NgramIndex:
+    """Where every n-gram of a growing text ended last.
+
+    A token costs one entry for each n, whatever the length of the text; so does a lookup.
+
+    Args:
+        shortest: the smallest n.
+        longest: the largest n.
+    """
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._sizes = range(longest, shortest - 1, -1)
+        self._tokens: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Adds tokens to the text."""
+        text = self._tokens
+        for token in tokens:
+            # What ends here is entered once something follows it, so that the text's end never finds itself.
+            end = len(text)
+            for n in self._sizes:
+                if n <= end:
+                    self._after[tuple(text[end - n :])] = end
+            text.append(token)
+
+    def match(self) -> tuple[int, int] | None:
+        """The longest n-gram at the text's end that came before: n, and where its latest continuation starts."""
+        end = len(self._tokens)
+        for n in self._sizes:
+            if n <= end and (start := self._after.get(tuple(self._tokens[end - n :]))) is not None:
+                return n, start
+        return None
+
+    def continuation(self, start: int, count: int) -> list[int]:
+        """``count`` tokens from a place in the text on; past its end it goes on as a text of that period would."""
+        period = len(self._tokens) - start
+        return [self._tokens[start + at % period] for at in range(count)]
+
+
+class NgramProposer:
+    """Proposes what followed the latest occurrence of the text's last n tokens, for the largest n that has one.
+
+    Tokens are chosen without drawing (q = 1). The chain is the largest the bundle verifies that is no longer than the
+    request's and than ``TRUST`` times n. Where nothing matches, the step is a plain one.
+
+    Args:
+        method: the method.
+    """
+
+    def __init__(self, method: Ngram) -> None:
+        self._method = method
+        self._chains = Chains(method.token_trees())
+        self._indexes: dict[int, NgramIndex] = {}
+
+    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
+        """See :class:`Proposer`."""
+        made = {}
+        for sequence in sequences:
+            index = self._indexes.get(sequence.slot)
+            if index is None:
+                index = NgramIndex(self._method.prompt_lookup_min, self._method.prompt_lookup_max)
+                self._indexes[sequence.slot] = index
+            index.extend(sequence.tokens[len(index) :])
+            if (found := index.match()) is None:
+                continue
+            n, start = found
+            tree = self._chains.within(sequence.tree, TRUST * n)
+            if tree is not None:
+                tokens = np.array(index.continuation(start, len(tree) - 1), np.int64)
+                made[sequence.slot] = Proposal(tokens, tree, None, tokens[:, None])
+        return made
+
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
+        """See :class:`Proposer`; nothing the target makes is needed."""
+
+    def release(self, slot: int) -> None:
+        """See :class:`Proposer`."""
+        self._indexes.pop(slot, None)

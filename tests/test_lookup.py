@@ -1,0 +1,451 @@
+"""N-gram lookup and the suffix automaton: what they find, against a slow search, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specexport.cli import main
+from specexport.contract.errors import BuildError, BundleError, RequestError
+from specexport.contract.manifest import MANIFEST_NAME, Ngram, Suffix, read_manifest
+from specexport.contract.tree import TokenTree
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.proposers import SlotView
+from specexport.runtime.proposers.base import Chains
+from specexport.runtime.proposers.ngram import NgramIndex, NgramProposer
+from specexport.runtime.proposers.suffix import OutputStore, SuffixAutomaton, SuffixProposer
+from specexport.runtime.record import recorded
+
+Engines = Callable[[str], Engine]
+NAME = "qwen3-lookup"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+COPY = [*range(20, 60), *range(20, 30)]
+RANDOM = [int(token) for token in np.random.default_rng(5).integers(3, 300, 40)]
+WAYS = [(method, size) for method in ("ngram", "suffix") for size in (8, 4, 2)]
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=31)
+short_texts = st.lists(st.integers(0, 2), max_size=24)
+
+
+def chains(*sizes: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    return tuple(TokenTree.chain(size + 1).choices for size in sizes)
+
+
+def view(tokens: list[int], size: int, slot: int = 0) -> SlotView:
+    return SlotView(slot, tokens, SamplingParams(), np.random.default_rng(0), TokenTree.chain(size + 1))
+
+
+def occurrences(text: Sequence[int], part: Sequence[int]) -> list[int]:
+    """Where each occurrence of a part ends."""
+    return [at + len(part) for at in range(len(text) - len(part) + 1) if list(text[at : at + len(part)]) == list(part)]
+
+
+def longest_suffix(text: Sequence[int], within: Sequence[int], least: int) -> int:
+    """The length of the longest suffix of a text that occurs ``least`` times in another."""
+    return max(n for n in range(len(text) + 1) if n == 0 or len(occurrences(within, text[len(text) - n :])) >= least)
+
+
+# --- the n-gram index -------------------------------------------------------------------------------------------------
+
+
+@given(texts, st.integers(1, 3), st.integers(0, 3), st.data())
+def test_the_index_finds_what_a_scan_finds(text: list[int], shortest: int, more: int, data: Any) -> None:
+    longest = shortest + more
+    index = NgramIndex(shortest, longest)
+    cut = data.draw(st.integers(0, len(text)))
+    index.extend(text[:cut])
+    index.extend(text[cut:])
+    assert len(index) == len(text)
+    expected = None
+    for n in range(longest, shortest - 1, -1):
+        ends = [end for end in occurrences(text, text[-n:]) if end < len(text)] if n <= len(text) else []
+        if ends:
+            expected = (n, ends[-1])
+            break
+    assert index.match() == expected
+
+
+@given(texts, st.integers(1, 12))
+def test_a_continuation_is_the_texts_own_and_then_periodic(text: list[int], count: int) -> None:
+    index = NgramIndex(1, 3)
+    index.extend(text)
+    if (found := index.match()) is not None:
+        grown = list(text)
+        for _ in range(count):
+            grown.append(grown[found[1] + len(grown) - len(text)])
+        assert index.continuation(found[1], count) == grown[len(text) :]
+
+
+# --- the suffix automaton ---------------------------------------------------------------------------------------------
+
+
+def automaton(text: Sequence[int]) -> SuffixAutomaton:
+    made = SuffixAutomaton()
+    for token in text:
+        made.append(token)
+    return made
+
+
+@given(texts)
+def test_the_automaton_holds_every_substring_with_its_count(text: list[int]) -> None:
+    made = automaton(text)
+    for start in range(len(text)):
+        for end in range(start + 1, len(text) + 1):
+            state = made.find(text[start:end])
+            assert state is not None
+            assert made.count(state) == len(occurrences(text, text[start:end]))
+    assert made.repeated_suffix()[1] == longest_suffix(text, text, 2)
+
+
+@given(texts, st.lists(st.integers(0, 3), min_size=1, max_size=4))
+def test_the_automaton_holds_nothing_else(text: list[int], part: list[int]) -> None:
+    assert (automaton(text).find(part) is not None) == bool(occurrences(text, part))
+
+
+@given(st.lists(st.integers(0, 1), min_size=60, max_size=90), st.integers(1, 4))
+def test_counts_of_long_texts_never_exceed_the_truth(text: list[int], length: int) -> None:
+    made = automaton(text)
+    for start in range(len(text) - length + 1):
+        state = made.find(text[start : start + length])
+        assert state is not None
+        assert 1 <= made.count(state) <= len(occurrences(text, text[start : start + length]))
+
+
+def test_counts_fall_behind_only_where_one_pattern_fills_the_text() -> None:
+    periodic = automaton([7] * 100)
+    state = periodic.find([7])
+    assert state is not None
+    assert periodic.count(state) < 100
+    ordinary = [int(token) for token in np.random.default_rng(2).integers(0, 40, 2000)]
+    made = automaton(ordinary)
+    for token, count in Counter(ordinary).items():
+        state = made.find([token])
+        assert state is not None
+        assert made.count(state) == count
+
+
+@given(short_texts, short_texts)
+def test_a_match_is_the_longest_suffix_that_occurs(held: list[int], text: list[int]) -> None:
+    made = automaton(held)
+    state = length = 0
+    for end, token in enumerate(text, start=1):
+        state, length = made.step(state, length, token)
+        assert length == longest_suffix(text[:end], held, 1)
+        assert state == made.find(text[end - length : end])
+
+
+@given(texts, st.integers(1, 6), st.sampled_from([0.0, 0.3, 0.6]))
+def test_a_continuation_follows_what_came_most_often(text: list[int], limit: int, least: float) -> None:
+    made = automaton(text)
+    state, length = made.repeated_suffix()
+    tokens, expected = made.continuation(state, limit, least)
+    assert len(tokens) <= limit
+    matched, chance, total = text[len(text) - length :], 1.0, 0.0
+    for token in tokens:
+        after: Counter[int] = Counter()
+        while not after:  # at the text's end nothing follows; a shorter suffix of the match is gone on from
+            after = Counter(text[end] for end in occurrences(text, matched) if end < len(text))
+            matched = matched if after else matched[1:]
+            assert matched
+        assert after[token] == max(after.values())
+        chance *= after[token] / after.total()
+        assert chance >= least
+        total += chance
+        matched = [*matched, token]
+    assert expected == pytest.approx(total)
+
+
+# --- the store --------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_forgets_the_oldest_and_keeps_its_bound() -> None:
+    store = OutputStore(40)
+    for start in range(0, 300, 10):
+        store.add(list(range(start, start + 7)))
+        assert len(store) <= 40
+        held = [made for made in store.automata if made.find([start, start + 1, start + 2]) is not None]
+        assert held
+    assert all(made.find([0, 1]) is None for made in store.automata)
+    assert any(made.find([280, 281]) is not None for made in store.automata)
+    # A match never goes from one output into the next.
+    assert all(made.find([286, 290]) is None for made in store.automata)
+    store.add(list(range(1000, 1100)))
+    assert len(store) <= 40
+    assert any(made.find([1098, 1099]) is not None for made in store.automata)
+
+
+def test_outputs_too_short_to_match_are_not_stored() -> None:
+    store = OutputStore(40)
+    store.add([1, 2])
+    assert len(store) == 0
+    with pytest.raises(RequestError, match="suffix_store_tokens is 5; expected 0 for no store, or 8 or more"):
+        OutputStore(5)
+
+
+# --- proposing --------------------------------------------------------------------------------------------------------
+
+
+def test_the_longest_chain_that_fits() -> None:
+    of = Chains([TokenTree.chain(size + 1) for size in (4, 8, 2)])
+    for asked, found, size in ((8, 20, 8), (8, 7, 4), (4, 20, 4), (8, 2, 2), (8, 1, None), (2, 8, 2)):
+        tree = of.within(TokenTree.chain(asked + 1), found)
+        assert (None if tree is None else len(tree) - 1) == size
+
+
+def test_ngram_trusts_longer_matches_with_longer_chains() -> None:
+    proposer = NgramProposer(Ngram(trees=chains(8, 4, 2), prompt_lookup_max=4, prompt_lookup_min=2))
+    for matched, size in ((1, None), (2, 4), (3, 4), (4, 8), (9, 8)):
+        text = [*range(100, 130), 7, 8, *range(100, 100 + matched)]
+        made = proposer.propose([view(text, 8)])
+        proposer.release(0)
+        if size is None:
+            assert made == {}
+        else:
+            assert made[0].tokens.tolist() == [*range(100 + matched, 100 + matched + size)]
+            assert made[0].tree == TokenTree.chain(size + 1)
+            assert made[0].q is None
+            assert made[0].candidates.shape == (size, 1)
+
+
+def test_suffix_proposes_more_for_longer_matches_and_surer_continuations() -> None:
+    proposer = SuffixProposer(Suffix(trees=chains(8, 4, 2, 1), max_spec_factor=1.0, min_token_prob=0.5))
+    for matched, size in ((1, 1), (2, 2), (3, 2), (4, 4), (8, 8)):
+        made = proposer.propose([view([*range(100, 130), 7, *range(100, 100 + matched)], 8)])[0]
+        proposer.release(0)
+        assert made.tokens.tolist() == [*range(100 + matched, 100 + matched + size)]
+    # After 1 2 3 4 comes 5 twice and then 6 or 7: the second is not sure enough.
+    text = [1, 2, 3, 4, 5, 6, 8, 1, 2, 3, 4, 5, 7, 8, 1, 2, 3, 4, 9, 1, 2, 3, 4]
+    assert proposer.propose([view(text, 8)])[0].tokens.tolist() == [5]
+
+
+def test_slots_do_not_see_each_other() -> None:
+    text = [*range(10, 30), 10, 11, 12, 13]
+    for proposer in (
+        NgramProposer(Ngram(trees=chains(4), prompt_lookup_max=4, prompt_lookup_min=2)),
+        SuffixProposer(Suffix(trees=chains(4), max_spec_factor=1.0, min_token_prob=0.1)),
+    ):
+        made = proposer.propose([view(list(text), 4, 0), view(list(range(4)), 4, 1), view([*text, 14], 4, 2)])
+        assert {slot: one.tokens.tolist() for slot, one in made.items()} == {0: [14, 15, 16, 17], 2: [15, 16, 17, 18]}
+
+
+def test_a_store_lets_a_request_use_another_ones_output() -> None:
+    method = Suffix(trees=chains(4, 2), max_spec_factor=1.0, min_token_prob=0.1)
+    store = OutputStore(200)
+    proposer = SuffixProposer(method, store)
+    text = [1, 2, 3]
+    assert proposer.propose([view(text, 4)]) == {}
+    text += range(50, 80)  # what the request goes on with; the prompt is not stored
+    proposer.release(0)
+    assert len(store) == 31
+    assert proposer.propose([view([9, 1, 2, 3], 4)]) == {}
+    other = [9, 1, 2, 3, 50, 51, 52, 53]
+    assert proposer.propose([view(other, 4)])[0].tokens.tolist() == [54, 55, 56, 57]
+    store.add([52, 53, 60, 61, 62])  # something is added while a request runs
+    assert proposer.propose([view(other, 4)])[0].tokens.tolist()[0] == 54
+    assert SuffixProposer(method).propose([view(other, 4)]) == {}
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [COPY, RANDOM, [9], [9, 9], [4] * 120], ids=["copy", "random", "1", "2", "same"])
+def test_greedy_text_is_plain_decodings(engine: Engines, prompt: list[int]) -> None:
+    one = engine(NAME)
+    assert list(one.speculations) == ["draft_model", "ngram", "suffix"]
+    plain = one.generate(prompt, GREEDY, speculation=False)
+    for method, size in WAYS:
+        done = one.generate(prompt, GREEDY, method=method, num_speculative_tokens=size)
+        assert done.token_ids == plain.token_ids
+        assert done.stats.steps <= plain.stats.steps
+
+
+def test_what_repeats_takes_fewer_steps(engine: Engines) -> None:
+    one = engine(NAME)
+    long = GREEDY.replace(max_tokens=120)
+    for method in ("ngram", "suffix"):
+        done = one.generate(COPY, long, method=method)
+        assert done.stats.acceptance_length > 1.5, done.stats
+        sampled = one.generate(COPY, long.replace(temperature=1.0, seed=4), method=method)
+        assert sampled.token_ids == one.generate(COPY, long.replace(temperature=1.0, seed=4), method=method).token_ids
+
+
+def test_steps_verify_declared_chains_of_the_size_asked_for_at_most(engine: Engines) -> None:
+    one = engine(NAME)
+    for method, size in WAYS:
+        with recorded(one, method) as recorder:
+            one.generate(COPY, GREEDY.replace(max_tokens=100), method=method, num_speculative_tokens=size)
+        found = {len(proposal.tokens) for _, proposal in recorder.made}
+        assert found
+        assert found <= {k for k in (8, 4, 2) if k <= size}
+        assert all(proposal.tree.is_chain for _, proposal in recorder.made)
+
+
+def test_a_text_may_end_with_the_context(engine: Engines) -> None:
+    one = engine(NAME)
+    prompt = [20 + at % 5 for at in range(490)]
+    whole = one.generate(prompt, GREEDY.replace(max_tokens=100), speculation=False)
+    for method in ("ngram", "suffix"):
+        done = one.generate(prompt, GREEDY.replace(max_tokens=100), method=method)
+        assert (done.token_ids, done.finish_reason) == (whole.token_ids, "length")
+        assert len(done.token_ids) == 22
+
+
+def state(engine: Engine) -> list[dict[int, Any]]:
+    ngram, suffix = (engine.speculations[name].proposer for name in ("ngram", "suffix"))
+    assert isinstance(ngram, NgramProposer)
+    assert isinstance(suffix, SuffixProposer)
+    return [ngram._indexes, suffix._texts]
+
+
+def test_requests_mix_methods_and_leave_nothing_behind(engine: Engines) -> None:
+    one = engine(NAME)
+    sampled = GREEDY.replace(temperature=0.9, seed=6)
+    first = {method: one.generate(COPY, sampled, method=method).token_ids for method in one.speculations}
+    for method in (*one.speculations, "suffix", "ngram"):
+        one.generate(RANDOM, sampled.replace(seed=7), method=method)
+        assert one.generate(COPY, sampled, method=method).token_ids == first[method]
+        assert state(one) == [{}, {}]
+
+
+def test_a_request_that_is_cancelled_or_left_leaves_nothing_behind(engine: Engines) -> None:
+    one = engine(NAME)
+    for method, slots in zip(("ngram", "suffix"), state(one), strict=True):
+        whole = one.generate(COPY, GREEDY, method=method).token_ids
+        stream = one.stream(COPY, GREEDY, method=method)
+        next(stream)
+        assert list(slots) == [0]
+        stream.cancel()
+        assert [chunk.finish_reason for chunk in stream] == ["cancelled"]
+        assert slots == {}
+        with one.stream(RANDOM, GREEDY, method=method) as left:
+            next(left)
+        assert slots == {}
+        assert one.generate(COPY, GREEDY, method=method).token_ids == whole
+
+
+def test_an_engine_keeps_earlier_outputs_on_request(bundle: Callable[[str], Path], engine: Engines) -> None:
+    with Engine.load(bundle(NAME), threads=1, suffix_store_tokens=400) as one:
+        plain = one.generate(RANDOM, GREEDY, speculation=False)
+        runs = [one.generate(RANDOM, GREEDY, method="suffix") for _ in range(3)]
+        assert all(run.token_ids == plain.token_ids for run in runs)
+        # From the third token on the second request says what the first one said.
+        assert runs[1].stats.steps < runs[0].stats.steps
+        proposer = one.speculations["suffix"].proposer
+        assert isinstance(proposer, SuffixProposer)
+        assert proposer._store is not None
+        assert 0 < len(proposer._store) <= 400
+    with pytest.raises(RequestError, match="suffix_store_tokens is 100, but the bundle was built without the method"):
+        Engine.load(bundle("dice-ngram"), suffix_store_tokens=100)
+    with pytest.raises(RequestError, match="suffix_store_tokens is -1; expected 0 for no store"):
+        Engine.load(bundle(NAME), suffix_store_tokens=-1)
+
+
+# --- the manifest -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("ngram", {"prompt_lookup_min": 5}, "prompt_lookup_min is 5, more than prompt_lookup_max, 4"),
+        ("ngram", {"prompt_lookup_max": 33}, "not a valid manifest"),
+        ("ngram", {"prompt_lookup_min": 0}, "not a valid manifest"),
+        ("ngram", {"candidates": 1}, "unknown field `candidates`"),
+        ("suffix", {"max_spec_factor": 0}, "not a valid manifest"),
+        ("suffix", {"min_token_prob": 1.5}, "not a valid manifest"),
+        ("ngram", {"trees": [[[0], [1]]]}, "ngram: trees: the one of 2 draft tokens is not a chain"),
+        ("suffix", {"trees": [[[1]]]}, "suffix: trees: the one of 1 draft tokens is not a chain"),
+        ("suffix", {"trees": [[[0]], [[0]]]}, "suffix: trees: two have 1 draft tokens"),
+        ("ngram", {"trees": [[]]}, "or one has none"),
+        ("ngram", {"trees": [[[0], [0, 0]]]}, "no shape point of the target has 3 tokens"),
+    ],
+)
+def test_what_a_lookup_cannot_be_is_refused(
+    bundle: Callable[[str], Path], tmp_path: Path, name: str, change: dict[str, Any], reason: str
+) -> None:
+    folder = shutil.copytree(bundle(f"dice-{name}"), tmp_path / "bundle")
+    path = folder / MANIFEST_NAME
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["methods"][0].update(change)
+    path.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(BundleError, match=reason):
+        read_manifest(folder)
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+def test_run_and_inspect(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(bundle(NAME))
+    said = []
+    for how in (["--no-speculation"], ["--method", "ngram"], ["--method", "suffix", "--num-speculative-tokens", "4"]):
+        assert main(["run", folder, "-p", "one two one two one", "-n", "16", "--temperature", "0", "--json", *how]) == 0
+        said.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert said[0] == said[1] == said[2]
+    assert main(["inspect", folder]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "ngram, matches of 4 to 2 tokens: up to 8 draft tokens a step in a chain" in shown
+    assert "suffix, at most 1.5 a matched token" in shown
+    assert main(["inspect", folder, "--tree", "--method", "suffix"]) == 0
+    assert "9 nodes with the root, depth 8" in capsys.readouterr().out
+
+
+def test_there_is_no_tree_to_tune(
+    bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tune", "tree", str(bundle("dice-ngram")), "--dry-run", "--data", str(tmp_path / "any")]
+    assert main(words) == 1
+    assert "--method is 'ngram', which proposes chains" in capsys.readouterr().err
+
+
+@pytest.mark.exporter
+def test_verify_covers_what_is_looked_up(bundle: Callable[[str], Path]) -> None:
+    from specexport.exporter.verify import verify
+
+    report = verify(bundle(NAME), prompts=("one two three one two three one", "some words"), max_tokens=24)
+    assert report.verdict == "passed", report
+    assert [check.name for check in report.checks] == ["files", "graphs", "logits", "draft", "speculation"]
+
+
+@pytest.mark.exporter
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"ngram": True, "prompt_lookup_max": 0}, "prompt_lookup_max is 0; expected 1 to 32"),
+        ({"ngram": True, "prompt_lookup_max": 3, "prompt_lookup_min": 4}, "prompt_lookup_min is 4; expected 1 to prom"),
+        ({"suffix": True, "trees": (TokenTree.chain(3),)}, "trees was given without a draft or Medusa heads"),
+        ({"num_speculative_tokens": 3}, "without a draft or Medusa heads, ngram or suffix"),
+        ({"ngram": True, "num_speculative_tokens": 40}, "num_speculative_tokens is 40; expected 1 to 32"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(options: dict[str, Any], reason: str) -> None:
+    from specexport.exporter.build import BuildOptions
+
+    with pytest.raises(BuildError, match=reason):
+        BuildOptions(target="x", output=Path("y"), **options)
+
+
+@pytest.mark.exporter
+def test_build_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.checkpoints import make_checkpoint
+
+    target = str(make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1))
+    out = tmp_path / "bundle"
+    words = ["build", "--target", target, "-o", str(out), "--max-seq-len", "128"]
+    assert main([*words, "--prompt-lookup-max", "3"]) == 1
+    assert "--prompt-lookup-max was given without --ngram" in capsys.readouterr().err
+    assert main([*words, "--suffix", "--ngram", "--prompt-lookup-max", "3", "--num-speculative-tokens", "6,3"]) == 0
+    ngram, suffix = read_manifest(out).methods
+    assert isinstance(ngram, Ngram)
+    assert isinstance(suffix, Suffix)
+    assert (ngram.prompt_lookup_max, ngram.prompt_lookup_min) == (3, 2)
+    assert ngram.trees == suffix.trees == chains(6, 3)
+    assert not (out / "draft").exists()
