@@ -173,7 +173,8 @@ class OnnxRuntimeGraph:
         start = past if self._in_place else 0
         for block, made in zip(self._blocks, self._blocks if self._in_place else self._made, strict=True):
             rows = made[:, slot, :, start:]
-            block[:, slot, :, past : past + count] = rows[:, :, :count] if in_order else rows.take(nodes, axis=2)
+            # Not take(), which would copy the whole cache first to make it contiguous.
+            block[:, slot, :, past : past + count] = rows[:, :, :count] if in_order else rows[:, :, list(nodes)]
 
     def inputs(self, tokens: int, rows: int = 0, drafts: int = 0) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""
