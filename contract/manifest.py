@@ -28,6 +28,9 @@ Size = Annotated[int, Meta(ge=1, le=2**24)]
 """A dimension of a tensor; bounded, so that a forged manifest cannot ask for absurd allocations unnoticed."""
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 StoredAs = Literal["fp32", "fp16", "int8", "int4"]
+LoweredAs = Literal["native", "portable"]
+"""Which operators the graphs are made of: the newest, which write the cache in place, or those of opset 20, which
+return new rows for the runtime to copy."""
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 MAX_LOOKUP = 32
 LookupSize = Annotated[int, Meta(ge=1, le=MAX_LOOKUP)]
@@ -86,7 +89,7 @@ class PrecisionInfo(_Strict, frozen=True):
         weights: how matrices are stored.
         compute: what activations and sums are, on the bundle's backend.
         cache: what the KV cache holds.
-        block_size: weights that share a scale, for int8 and int4.
+        block_size: weights that share a scale, for int8 and int4; None where each column of a matrix has one.
         weight_rms_error: relative root-mean-square error of the quantized weights.
         logits_rms_error: what that did to the logits of a target, relative to their spread, on a sample of text.
         same_choice: share of the sample's tokens after which the quantized target prefers the same token.
@@ -274,6 +277,7 @@ class Manifest(_Strict, frozen=True):
         created: ISO 8601, UTC.
         built_with: versions of the libraries that matter.
         backend: what runs the graphs.
+        lowering: which operators they are made of.
         max_seq_len: longest sequence (prompt and output), in tokens.
         prefill_chunk: tokens a prefill step takes.
         batch_sizes: slots the graphs were made for.
@@ -289,6 +293,7 @@ class Manifest(_Strict, frozen=True):
     created: str
     built_with: dict[str, str]
     backend: Literal["onnxruntime"]
+    lowering: LoweredAs
     max_seq_len: Size
     prefill_chunk: Size
     batch_sizes: tuple[Size, ...]

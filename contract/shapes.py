@@ -28,6 +28,23 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
     rows: Annotated[int, Meta(ge=0, le=2**16)] = 0
     drafts: Annotated[int, Meta(ge=0, le=32)] = 0
 
+    @property
+    def fed(self) -> int:
+        """Tokens fed to the model, each of which makes a cache row, ``F``: all of a call's but the last draft token."""
+        return self.tokens + max(0, self.drafts - 1)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Every symbolic dimension of a master at this point."""
+        return {
+            "B": self.batch,
+            "T": self.tokens,
+            "S": self.cache,
+            "R": self.rows,
+            "K": self.drafts,
+            "F": self.fed,
+        }
+
     def __str__(self) -> str:
         rows = f".r{self.rows}" if self.rows else ""
         return f"b{self.batch}.t{self.tokens}.s{self.cache}{rows}" + (f".k{self.drafts}" if self.drafts else "")

@@ -2,7 +2,8 @@
 
 Symbols: ``B`` slots of the batch, ``T`` query tokens, ``R`` rows whose logits are wanted, ``S`` cache rows, ``Hkv``
 key/value heads, ``D`` head size, ``V`` vocabulary (width of the target's logits), ``K`` draft tokens, ``M`` candidate
-tokens of a draft distribution or of a head, ``N`` heads, ``L`` layers.
+tokens of a draft distribution or of a head, ``N`` heads, ``L`` layers, ``F`` tokens fed to a model in one call: ``T``
+for a step, ``T + K - 1`` for a propose graph, whose last draft token is not fed.
 """
 
 from __future__ import annotations
@@ -38,20 +39,30 @@ PATH = "path"  # int64 [B,N]    their nodes: the root, then the accepted ones, t
 
 
 def past_key(layer: int) -> str:
-    """Static key cache of one layer, float32 ``[B,Hkv,S,D]``: the same memory as :func:`present_key`."""
+    """Static key cache of one layer, float32 ``[B,Hkv,S,D]``; the same memory as :func:`present_key`."""
     return f"past_key.{layer}"
 
 
 def past_value(layer: int) -> str:
-    """Static value cache of one layer, float32 ``[B,Hkv,S,D]``: the same memory as :func:`present_value`."""
+    """Static value cache of one layer, float32 ``[B,Hkv,S,D]``; the same memory as :func:`present_value`."""
     return f"past_value.{layer}"
 
 
 def present_key(layer: int) -> str:
-    """The key cache after this call's rows were written at ``past_length``."""
+    """Lowered natively: the key cache after this call's rows were written at ``past_length``."""
     return f"present_key.{layer}"
 
 
 def present_value(layer: int) -> str:
-    """The value cache after this call's rows were written at ``past_length``."""
+    """Lowered natively: the value cache after this call's rows were written at ``past_length``."""
     return f"present_value.{layer}"
+
+
+def new_key(layer: int) -> str:
+    """Lowered portably: this call's key rows, float32 ``[B,Hkv,F,D]``, which the runtime copies into the cache."""
+    return f"new_key.{layer}"
+
+
+def new_value(layer: int) -> str:
+    """Lowered portably: this call's value rows, float32 ``[B,Hkv,F,D]``, which the runtime copies into the cache."""
+    return f"new_value.{layer}"

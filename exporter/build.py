@@ -32,6 +32,7 @@ from specexport.exporter.weights import PRECISIONS, Precision, WeightsFile, Weig
 from specexport.graphs.medusa import MedusaHeads
 from specexport.graphs.propose import MAX_CANDIDATES
 
+LOWERINGS: tuple[mf.LoweredAs, ...] = ("native", "portable")
 DEFAULT_MAX_SEQ_LEN = 2048
 DEFAULT_BLOCK_SIZE = 32
 PREFILL_CHUNK = 64
@@ -66,7 +67,9 @@ class BuildOptions:
         precision: how the target's matrices are stored.
         draft_precision: how the draft's and the target's heads' are; None for int8, or int4 where ``precision`` is.
             What they round off costs a little acceptance and never changes what the target says.
-        block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256.
+        block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256; None for 32. Lowered portably every
+            column of a matrix has one scale, as opset 20 knows no blocks.
+        lowering: ``native`` for ONNX Runtime 1.28 or newer; ``portable`` for TensorRT 10.3 and older ONNX Runtimes.
         posterior_threshold: epsilon of typical acceptance, where a request asks for that and does not say.
         posterior_alpha: its alpha.
         overwrite: replace an existing bundle.
@@ -87,7 +90,8 @@ class BuildOptions:
     max_seq_len: int | None = None
     precision: Precision = "fp32"
     draft_precision: Precision | None = None
-    block_size: int = DEFAULT_BLOCK_SIZE
+    block_size: int | None = None
+    lowering: mf.LoweredAs = "native"
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
     overwrite: bool = False
@@ -118,10 +122,29 @@ class BuildOptions:
         for name in ("posterior_threshold", "posterior_alpha"):
             if not 0 <= getattr(self, name) <= 1:
                 raise BuildError(f"{name} is {getattr(self, name)}; expected 0 to 1")
-        if self.block_size not in (16, 32, 64, 128, 256):
+        if self.lowering not in LOWERINGS:
+            raise BuildError(f"lowering is {self.lowering!r}; expected one of {', '.join(LOWERINGS)}")
+        if self.block_size not in (None, 16, 32, 64, 128, 256):
             raise BuildError(f"block_size is {self.block_size}; expected 16, 32, 64, 128 or 256")
+        if self.lowering == "portable":
+            for name in ("precision", "draft_precision"):
+                if getattr(self, name) == "int4":
+                    raise BuildError(
+                        f"{name} is 'int4', which the portable lowering cannot store: opset 20 has no four-bit "
+                        "integers; choose int8, fp16 or fp32, or the native lowering"
+                    )
+            if self.block_size is not None:
+                raise BuildError(
+                    f"block_size is {self.block_size}, but opset 20 knows no blocks: lowered portably each column of a "
+                    "matrix has one scale; leave block_size out, or choose the native lowering"
+                )
         if self.max_seq_len is not None and self.max_seq_len < 2:
             raise BuildError(f"max_seq_len is {self.max_seq_len}; expected at least 2")
+
+    @property
+    def weights_a_scale(self) -> int | None:
+        """Quantized weights that share a scale; None for a whole column of a matrix."""
+        return None if self.lowering == "portable" else self.block_size or DEFAULT_BLOCK_SIZE
 
     @property
     def proposing_precision(self) -> Precision:
@@ -192,7 +215,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
     del target, heads
     gc.collect()
     if exact is not None:
-        target_info = _with_logits_error(folder, target_info, exact, progress)
+        target_info = _with_logits_error(folder, target_info, options.lowering, exact, progress)
 
     made: list[mf.Method] = []
     if options.draft is not None:
@@ -222,6 +245,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         built_with={"torch": str(torch.__version__), "transformers": TRANSFORMERS_VERSION, "onnx": onnx.__version__},
         backend="onnxruntime",
+        lowering=options.lowering,
         max_seq_len=max_seq_len,
         prefill_chunk=PREFILL_CHUNK,
         batch_sizes=(1,),
@@ -315,12 +339,14 @@ def _export_target(
     progress: Progress,
 ) -> mf.Model:
     progress("checking the target's lowering", 0, 1)
-    check.same_as_eager(target)
+    check.same_as_eager(target, options.lowering)
     progress("checking the target's lowering", 1, 1)
     progress("tracing the target", 0, 1)
     model = _traced(
         target,
-        lambda: trace.trace_step(target.model, target.cache, heads, methods.candidates(target.vocab_size)),
+        lambda: trace.trace_step(
+            target.model, target.cache, heads, methods.candidates(target.vocab_size), options.lowering
+        ),
     )
     progress("tracing the target", 1, 1)
     return _write_model(
@@ -330,15 +356,17 @@ def _export_target(
         target,
         options.precision,
         options.proposing_precision,
-        options.block_size,
+        options.weights_a_scale,
         at,
         progress,
     )
 
 
-def _with_logits_error(folder: Path, model: mf.Model, exact: quality.Reference, progress: Progress) -> mf.Model:
+def _with_logits_error(
+    folder: Path, model: mf.Model, lowering: mf.LoweredAs, exact: quality.Reference, progress: Progress
+) -> mf.Model:
     progress("measuring the target's rounding", 0, 1)
-    found = quality.logits_error(folder / model.graph.master, model.cache, exact)
+    found = quality.logits_error(folder / model.graph.master, lowering, model.cache, exact)
     progress("measuring the target's rounding", 1, 1)
     if found is None:
         return model
@@ -358,7 +386,7 @@ def _export_draft(
 ) -> mf.DraftModel | mf.MedusaDraft:
     heads = _heads(options.draft_medusa, draft)
     progress("checking the draft's lowering", 0, 1)
-    check.same_as_eager(draft)
+    check.same_as_eager(draft, options.lowering)
     progress("checking the draft's lowering", 1, 1)
 
     def export(name: str, model: ir.Model, at: Iterable[ShapePoint]) -> mf.Model:
@@ -370,7 +398,7 @@ def _export_draft(
             draft,
             options.proposing_precision,
             None,
-            options.block_size,
+            options.weights_a_scale,
             tuple(at),
             progress,
         )
@@ -381,7 +409,7 @@ def _export_draft(
         one_pass = _traced(
             draft,
             lambda: trace.trace_draft_pass(
-                draft.model, draft.cache, vocab_size, draft.input_vocab, draft.max_positions
+                draft.model, draft.cache, vocab_size, draft.input_vocab, draft.max_positions, options.lowering
             ),
         )
         depths = sorted({tree.depth for tree in trees})
@@ -391,14 +419,16 @@ def _export_draft(
             candidates=min(MAX_CANDIDATES, vocab_size),
             draft=export(
                 "propose",
-                compose.propose_graph(one_pass, draft.cache),
+                compose.propose_graph(one_pass, draft.cache, options.lowering),
                 (ShapePoint(1, tokens, cache, 0, k) for tokens, k in runs for cache in caches),
             ),
         )
     trees, known = plan["medusa_draft"], methods.candidates(vocab_size)
     model = _traced(
         draft,
-        lambda: trace.trace_candidates(draft.model, draft.cache, heads, known, vocab_size, draft.input_vocab),
+        lambda: trace.trace_candidates(
+            draft.model, draft.cache, heads, known, vocab_size, draft.input_vocab, options.lowering
+        ),
     )
     widths = (1 + max(tree.depth for tree in trees), PREFILL_CHUNK)
     return mf.MedusaDraft(
@@ -429,7 +459,7 @@ def _write_model(
     checkpoint: Checkpoint,
     precision: Precision,
     heads: Precision | None,
-    block_size: int,
+    block_size: int | None,
     at: tuple[ShapePoint, ...],
     progress: Progress,
 ) -> mf.Model:
@@ -471,7 +501,7 @@ def _write_model(
     )
 
 
-def _precision_info(precision: Precision, block_size: int, report: WeightsReport) -> mf.PrecisionInfo:
+def _precision_info(precision: Precision, block_size: int | None, report: WeightsReport) -> mf.PrecisionInfo:
     quantized = precision in ("int8", "int4")
     return mf.PrecisionInfo(
         weights=precision,

@@ -6,10 +6,14 @@ not exported wrong, so every build runs a prefill, a chain step and a branching 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from specexport.contract.errors import BuildError
+from specexport.contract.manifest import LoweredAs
 from specexport.contract.tree import TokenTree
 from specexport.exporter.checkpoint import Checkpoint
 from specexport.exporter.trace import quiet
@@ -24,8 +28,12 @@ _PROMPT, _ROWS = 9, 32
 _TREE = TokenTree((-1, 0, 0, 1, 1, 2))
 
 
-def same_as_eager(checkpoint: Checkpoint) -> None:
+def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native") -> None:
     """Compares the step module with the eager model over prefill, a chain step and every path of a tree.
+
+    Args:
+        checkpoint: the model.
+        lowering: which attention and rotary embedding it is to be traced with.
 
     Raises:
         BuildError: they differ; it names the family.
@@ -37,8 +45,8 @@ def same_as_eager(checkpoint: Checkpoint) -> None:
     tree = torch.randint(0, vocab, (1, len(_TREE)), generator=generator)
     try:
         with torch.no_grad(), quiet():
-            with fused_rotary(model):
-                ours = _through_lowering(checkpoint, prompt, chain, tree)
+            with fused_rotary(model) if lowering == "native" else contextlib.nullcontext():
+                ours = _through_lowering(checkpoint, lowering, prompt, chain, tree)
             model.set_attn_implementation("eager")
             theirs = _through_eager(model, prompt, chain, tree)
     except BuildError as error:
@@ -61,10 +69,10 @@ def same_as_eager(checkpoint: Checkpoint) -> None:
 
 
 def _through_lowering(
-    checkpoint: Checkpoint, prompt: torch.Tensor, chain: torch.Tensor, tree: torch.Tensor
+    checkpoint: Checkpoint, lowering: LoweredAs, prompt: torch.Tensor, chain: torch.Tensor, tree: torch.Tensor
 ) -> torch.Tensor:
     """Logits of the prompt's last token, the chain and the tree, ``[1 + 2 + nodes, V]``."""
-    step = StepModule(checkpoint.model, len(checkpoint.cache))
+    step = StepModule(checkpoint.model, len(checkpoint.cache), lowering=lowering)
     past = [torch.zeros(1, c.heads, _ROWS, size) for c in checkpoint.cache for size in (c.key_size, c.value_size)]
     done, logits = 0, []
     chains = [TokenTree.chain(tokens.shape[1]) for tokens in (prompt, chain)]
@@ -78,9 +86,17 @@ def _through_lowering(
             past,
         )
         logits.append(out[0][0])
-        past = list(out[1:])
+        past = list(out[1:]) if lowering == "native" else _with_rows(past, out[1:], done)
         done += tokens.shape[1]
     return torch.cat(logits)
+
+
+def _with_rows(past: list[torch.Tensor], rows: Sequence[torch.Tensor], done: int) -> list[torch.Tensor]:
+    """The caches with new rows behind the ``done`` there are."""
+    return [
+        torch.cat([cache[:, :, :done], new, cache[:, :, done + new.shape[2] :]], 2)
+        for cache, new in zip(past, rows, strict=True)
+    ]
 
 
 def _through_eager(

@@ -1,4 +1,4 @@
-"""Puts one traced draft pass into the propose graph: a loop of K passes, then one write into the cache."""
+"""Puts one traced draft pass into the propose graph: a loop of K passes and what becomes of their cache rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.contract import tensors
-from specexport.exporter.trace import OPSET, CacheShape, cache_names, row_names
+from specexport.contract.manifest import LoweredAs
+from specexport.exporter.trace import OPSETS, CacheShape, cache_names, returned_names, row_names
 
 _INT64 = ir.TensorType(ir.DataType.INT64)
 _FLOAT = ir.TensorType(ir.DataType.FLOAT)
@@ -28,18 +29,19 @@ def _op(op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes
     return node
 
 
-def propose_graph(draft_pass: ir.Model, shapes: Sequence[CacheShape]) -> ir.Model:
+def propose_graph(draft_pass: ir.Model, shapes: Sequence[CacheShape], lowering: LoweredAs = "native") -> ir.Model:
     """Builds the propose graph around one pass of the draft.
 
     The pass becomes the body of an ONNX Loop. Its weights live in the body: ONNX Runtime fuses a quantized weight only
     where one node reads it, and packs weights once a node, so unrolled passes would each hold (and, quantized, each
     dequantize) a copy of their own. The first pass sees T tokens, later ones the token just drawn; rows for the cache
     are carried along and written once at the end, since only a TensorScatter from a graph input to a graph output
-    works in place.
+    works in place. Lowered portably, the rows themselves are returned.
 
     Args:
         draft_pass: what :func:`~specexport.exporter.trace.trace_draft_pass` returned; it is consumed.
         shapes: the cache layers.
+        lowering: the pass's.
     """
     body = draft_pass.graph
     layers = len(shapes)
@@ -50,7 +52,7 @@ def propose_graph(draft_pass: ir.Model, shapes: Sequence[CacheShape]) -> ir.Mode
     outer = {value.name: value for value in inputs}
     for name in (tensors.PAST_LENGTH, tensors.TEMPERATURE, tensors.TOP_K, tensors.TOP_P, tensors.MIN_P):
         _rewire(named[name], outer[name])
-    for name in cache_names(layers, present=False):
+    for name in cache_names(layers):
         _rewire(named[name], outer[name])
 
     iteration = ir.Value(name="iteration", type=_INT64, shape=ir.Shape([]))
@@ -73,7 +75,7 @@ def propose_graph(draft_pass: ir.Model, shapes: Sequence[CacheShape]) -> ir.Mode
     body.outputs[:] = [go_on.outputs[0], next_ids.outputs[0], first_row.outputs[0], *grown, token, ids, probs]
     body.name = "draft_pass"
 
-    return _around(body, inputs, outer, shapes, draft_pass)
+    return _around(body, inputs, outer, shapes, draft_pass, lowering)
 
 
 def _rewire(old: ir.Value, new: ir.Value) -> None:
@@ -110,9 +112,10 @@ def _around(
     outer: dict[str | None, ir.Value],
     shapes: Sequence[CacheShape],
     draft_pass: ir.Model,
+    lowering: LoweredAs,
 ) -> ir.Model:
-    """The graph that holds the loop: empty rows in, the loop, one TensorScatter a cache."""
-    graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSET}, name="propose")
+    """The graph that holds the loop: empty rows in, the loop, rows out or one TensorScatter a cache."""
+    graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSETS[lowering]}, name="propose")
     batch = _op("Shape", [outer[tensors.PAST_LENGTH]], "batch")
     graph.append(batch)
     empty: list[ir.Value] = []
@@ -150,15 +153,19 @@ def _around(
         strict=True,
     ):
         value.name, value.type, value.shape = name, kind, ir.Shape(["K", "B", *inner])
-    caches: list[ir.Value] = []
-    past, present = (cache_names(len(shapes), present=flag) for flag in (False, True))
-    for row, (name, _heads, _size), old, new in zip(rows, _rows(shapes), past, present, strict=True):
+    returned: list[ir.Value] = []
+    past, names = cache_names(len(shapes)), returned_names(len(shapes), lowering)
+    for row, (name, heads, size), old, new in zip(rows, _rows(shapes), past, names, strict=True):
+        if lowering == "portable":
+            row.name, row.type, row.shape = new, _FLOAT, ir.Shape(["B", heads, "F", size])
+            returned.append(row)
+            continue
         row.name = f"{name}.made"
         write = _op("TensorScatter", [outer[old], row, outer[tensors.PAST_LENGTH]], new, axis=-2)
         write.outputs[0].type, write.outputs[0].shape = _FLOAT, outer[old].shape
         graph.append(write)
-        caches.append(write.outputs[0])
-    graph.outputs.extend([*drafted, *caches])
+        returned.append(write.outputs[0])
+    graph.outputs.extend([*drafted, *returned])
     return ir.Model(graph, ir_version=draft_pass.ir_version, producer_name="specexport")
 
 

@@ -14,6 +14,7 @@ from specexport.contract import manifest as mf
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.tree import TokenTree
+from specexport.exporter.caches import after_call, new_caches
 from specexport.exporter.checkpoint import Checkpoint
 from specexport.exporter.trace import quiet
 from specexport.graphs.attention import ATTENTION_NAME
@@ -58,23 +59,26 @@ def reference(checkpoint: Checkpoint, tokens: list[int]) -> Reference:
     return Reference(ids[0].numpy(), logits.numpy())
 
 
-def logits_error(master: Path, cache: tuple[mf.CacheLayer, ...], expected: Reference) -> tuple[float, float] | None:
+def logits_error(
+    master: Path, lowering: mf.LoweredAs, cache: tuple[mf.CacheLayer, ...], expected: Reference
+) -> tuple[float, float] | None:
     """Runs a step graph over the same text, one token a step, as decoding does.
+
+    Args:
+        master: the graph.
+        lowering: of the graph.
+        cache: its layers.
+        expected: the text and its logits.
 
     Returns:
         Root-mean-square error of the logits relative to their spread, and the share of tokens after which graph and
         model prefer the same one; None where onnxruntime is not installed.
     """
     try:
-        session = open_session(master, available_cores())
+        session = open_session(master, available_cores(), lowering)
     except BackendError:
         return None
-    rows = len(expected.tokens)
-    caches = {
-        name: np.zeros((1, layer.heads, rows, width), np.float32)
-        for index, layer in enumerate(cache)
-        for name, width in ((tensors.past_key(index), layer.key_size), (tensors.past_value(index), layer.value_size))
-    }
+    caches = new_caches(cache, len(expected.tokens), 0.0)
     names = [output.name for output in session.get_outputs()]
     found = []
     one = TokenTree.chain(1)
@@ -87,7 +91,7 @@ def logits_error(master: Path, cache: tuple[mf.CacheLayer, ...], expected: Refer
             tensors.LOGITS_ROWS: np.array([[0]]),
         }
         outputs = dict(zip(names, session.run(None, {**given, **caches}), strict=True))
-        caches = {name: outputs[name.replace("past_", "present_", 1)] for name in caches}
+        caches = after_call(caches, outputs, position)
         found.append(outputs[tensors.LOGITS][0, 0])
     logits = np.stack(found)
     same = float((logits.argmax(-1) == expected.logits.argmax(-1)).mean())

@@ -23,7 +23,7 @@ def pin(master: Path, point: ShapePoint, output: Path) -> None:
     model = ir.load(master)
     if point.drafts:
         unroll(model, point.drafts)
-    sizes = {"B": point.batch, "T": point.tokens, "S": point.cache, "R": point.rows, "K": point.drafts}
+    sizes = point.sizes
     for value in (*model.graph.inputs, *model.graph.outputs):
         if value.shape is not None:
             value.shape = ir.Shape([dim if isinstance(dim, int) else sizes[str(dim.value)] for dim in value.shape])

@@ -16,6 +16,7 @@ import torch
 from onnxscript import optimizer
 
 from specexport.contract import tensors
+from specexport.contract.manifest import LoweredAs
 from specexport.exporter.passes.linear import canonical_weights
 from specexport.exporter.passes.merge_linear import merge_linear
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
@@ -26,7 +27,8 @@ from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import CandidatesModule, StepModule
 
-OPSET = 24
+OPSETS: dict[LoweredAs, int] = {"native": 24, "portable": 20}
+"""TensorRT 10.3, which JetPack 6 ships, and ONNX Runtimes for Python 3.10 know operators up to opset 20."""
 
 # Sizes to trace with: all different from one another and from 0 and 1, which torch.export would specialise on.
 _B, _T, _S, _R, _DONE = 2, 5, 24, 3, 4
@@ -41,10 +43,16 @@ class CacheShape:
     value_size: int
 
 
-def cache_names(layers: int, *, present: bool) -> list[str]:
-    """``[past_key.0, past_value.0, past_key.1, ...]``, or the ``present`` ones."""
-    key, value = (tensors.present_key, tensors.present_value) if present else (tensors.past_key, tensors.past_value)
-    return [name(layer) for layer in range(layers) for name in (key, value)]
+def cache_names(layers: int) -> list[str]:
+    """``[past_key.0, past_value.0, past_key.1, ...]``."""
+    return [name(layer) for layer in range(layers) for name in (tensors.past_key, tensors.past_value)]
+
+
+def returned_names(layers: int, lowering: LoweredAs) -> list[str]:
+    """What a graph returns of its cache: ``[present_key.0, present_value.0, ...]``, or ``[new_key.0, ...]``."""
+    native = lowering == "native"
+    names = (tensors.present_key, tensors.present_value) if native else (tensors.new_key, tensors.new_value)
+    return [name(layer) for layer in range(layers) for name in names]
 
 
 def _cache(shapes: Sequence[CacheShape], rows: int) -> list[torch.Tensor]:
@@ -52,11 +60,15 @@ def _cache(shapes: Sequence[CacheShape], rows: int) -> list[torch.Tensor]:
 
 
 def trace_step(
-    model: torch.nn.Module, shapes: Sequence[CacheShape], heads: MedusaHeads | None = None, candidates: int = 0
+    model: torch.nn.Module,
+    shapes: Sequence[CacheShape],
+    heads: MedusaHeads | None = None,
+    candidates: int = 0,
+    lowering: LoweredAs = "native",
 ) -> ir.Model:
     """The step graph of a target, with Medusa heads if given (see ``specexport.contract.tensors``)."""
     outputs = [tensors.LOGITS, *([tensors.CANDIDATES] if heads is not None else [])]
-    return _trace_step(model, StepModule(model, len(shapes), heads, candidates), shapes, outputs)
+    return _trace_step(model, StepModule(model, len(shapes), heads, candidates, lowering), shapes, outputs)
 
 
 def trace_candidates(
@@ -66,14 +78,18 @@ def trace_candidates(
     candidates: int,
     vocab_size: int,
     input_vocab: int,
+    lowering: LoweredAs = "native",
 ) -> ir.Model:
     """The graph of a draft with Medusa heads (:class:`~specexport.graphs.step.CandidatesModule`)."""
-    module = CandidatesModule(model, len(shapes), heads, candidates, vocab_size, input_vocab)
+    module = CandidatesModule(model, len(shapes), heads, candidates, vocab_size, input_vocab, lowering)
     return _trace_step(model, module, shapes, [tensors.CANDIDATES])
 
 
 def _trace_step(
-    model: torch.nn.Module, module: torch.nn.Module, shapes: Sequence[CacheShape], outputs: list[str]
+    model: torch.nn.Module,
+    module: StepModule | CandidatesModule,
+    shapes: Sequence[CacheShape],
+    outputs: list[str],
 ) -> ir.Model:
     layers = len(shapes)
     b, t, s, r = (torch.export.Dim(name) for name in "BTSR")
@@ -90,13 +106,19 @@ def _trace_step(
         module,
         (*(tensor for tensor, _ in inputs.values()), _cache(shapes, _S)),
         (*(dims for _, dims in inputs.values()), [{0: b, 2: s}] * (2 * layers)),
-        [*inputs, *cache_names(layers, present=False)],
-        [*outputs, *cache_names(layers, present=True)],
+        [*inputs, *cache_names(layers)],
+        [*outputs, *returned_names(layers, module.lowering)],
+        module.lowering,
     )
 
 
 def trace_draft_pass(
-    model: torch.nn.Module, shapes: Sequence[CacheShape], vocab_size: int, input_vocab: int, max_positions: int
+    model: torch.nn.Module,
+    shapes: Sequence[CacheShape],
+    vocab_size: int,
+    input_vocab: int,
+    max_positions: int,
+    lowering: LoweredAs = "native",
 ) -> ir.Model:
     """One pass of a draft (:class:`~specexport.graphs.propose.DraftPass`), to be put into a loop.
 
@@ -119,13 +141,14 @@ def trace_draft_pass(
         DraftPass(model, layers, vocab_size, input_vocab, max_positions),
         (*(tensor for tensor, _ in inputs.values()), _cache(shapes, _S), _cache(shapes, _DONE)),
         (*(dims for _, dims in inputs.values()), [{0: b, 2: s}] * (2 * layers), [{0: b, 2: done}] * (2 * layers)),
-        [*inputs, *cache_names(layers, present=False), *row_names(layers)],
+        [*inputs, *cache_names(layers), *row_names(layers)],
         [
             tensors.DRAFT_TOKENS,
             tensors.DRAFT_IDS,
             tensors.DRAFT_PROBS,
             *(f"{name}.grown" for name in row_names(layers)),
         ],
+        lowering,
     )
 
 
@@ -187,17 +210,19 @@ def _trace(
     dynamic_shapes: tuple[object, ...],
     input_names: list[str],
     output_names: list[str],
+    lowering: LoweredAs = "native",
 ) -> ir.Model:
     leaves = torch.utils._pytree.tree_leaves(example)
     # torch.export takes inputs that are one tensor for one input, and leaves the others unread.
     assert len({id(leaf) for leaf in leaves}) == len(leaves) == len(input_names)
-    with quiet(), fused_rotary(model), torch.no_grad():
+    native = lowering == "native"
+    with quiet(), fused_rotary(model) if native else contextlib.nullcontext(), torch.no_grad():
         try:
             program = torch.onnx.export(
                 module.eval(),
                 example,
                 dynamo=True,
-                opset_version=OPSET,
+                opset_version=OPSETS[lowering],
                 custom_translation_table=translations(),
                 dynamic_shapes=dynamic_shapes,
                 input_names=input_names,
@@ -212,7 +237,8 @@ def _trace(
         optimizer.optimize(traced)
     canonical_weights(traced)
     merge_linear(traced)
-    fuse_rms_norm(traced)
+    if native:
+        fuse_rms_norm(traced)
     for clean in (
         passes.CommonSubexpressionEliminationPass(),
         passes.LiftConstantsToInitializersPass(),

@@ -12,6 +12,7 @@ from specexport.contract import manifest as mf
 from specexport.contract import tensors
 from specexport.contract.errors import BundleError
 from specexport.contract.shapes import ShapePoint
+from specexport.exporter.trace import OPSETS, cache_names, returned_names
 from specexport.runtime.bundle import Bundle
 
 Dims = tuple[int | str, ...]
@@ -32,38 +33,43 @@ def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
         How many graphs there are.
 
     Raises:
-        BundleError: names the first graph that is not valid ONNX, uses an operator outside the standard, has other
-            inputs, outputs or shapes than ``contract.tensors`` and its shape point say, or weights elsewhere.
+        BundleError: names the first graph that is not valid ONNX, is not of its lowering's opset, uses an operator
+            outside the standard, has other inputs, outputs or shapes than ``contract.tensors`` and its shape point say,
+            or weights elsewhere.
     """
     manifest = bundle.manifest
     medusa = manifest.method("medusa")
     extra = {tensors.CANDIDATES: _candidates(medusa.heads, medusa)} if isinstance(medusa, mf.Medusa) else {}
     logits: Signature = {tensors.LOGITS: (_FLOAT, ("B", "R", manifest.target.vocab_size))}
-    models = [(manifest.target, *_step_signature(manifest.target, logits | extra))]
+    lowering = manifest.lowering
+    models = [(manifest.target, *_step_signature(manifest.target, logits | extra, lowering))]
     for method in manifest.methods:
         if isinstance(method, mf.DraftModel):
-            models.append((method.draft, *_propose_signature(method)))
+            models.append((method.draft, *_propose_signature(method, lowering)))
         elif isinstance(method, mf.MedusaDraft):
             made: Signature = {tensors.CANDIDATES: _candidates(method.heads + 1, method)}
-            models.append((method.draft, *_step_signature(method.draft, made)))
+            models.append((method.draft, *_step_signature(method.draft, made, lowering)))
     work = [
         (bundle.file(file), bundle.file(model.weights), _pinned(inputs, point), _pinned(outputs, point))
         for model, inputs, outputs in models
         for file, point in [(model.graph.master, None), *((at.file, at.point) for at in model.graph.points)]
     ]
     for done, (path, weights, inputs, outputs) in enumerate(work, start=1):
-        _check_graph(path, weights, inputs, outputs)
+        _check_graph(path, OPSETS[lowering], weights, inputs, outputs)
         progress(done, len(work))
     return len(work)
 
 
-def _check_graph(path: Path, weights: Path, inputs: Signature, outputs: Signature) -> None:
+def _check_graph(path: Path, opset: int, weights: Path, inputs: Signature, outputs: Signature) -> None:
     try:
         # By path, so that the weights file is looked for where the graph says.
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise BundleError(f"{path}: not a valid ONNX graph: {error}; build the bundle again") from error
     model = onnx.load(path, load_external_data=False)
+    found_opset = {entry.domain: entry.version for entry in model.opset_import}.get("")
+    if found_opset != opset:
+        raise BundleError(f"{path}: opset {found_opset}, expected {opset}; build the bundle again")
     foreign = sorted(
         {f"{node.domain}.{node.op_type}" for node in _nodes(model.graph) if node.domain not in ("", "ai.onnx")}
     )
@@ -113,7 +119,7 @@ def _candidates(depths: int, method: mf.Medusa | mf.MedusaDraft) -> tuple[int, D
     return _INT64, ("B", depths, "R", method.candidates)
 
 
-def _step_signature(model: mf.Model, outputs: Signature) -> tuple[Signature, Signature]:
+def _step_signature(model: mf.Model, outputs: Signature, lowering: mf.LoweredAs) -> tuple[Signature, Signature]:
     inputs: Signature = {
         tensors.INPUT_IDS: (_INT64, ("B", "T")),
         tensors.POSITION_IDS: (_INT64, ("B", "T")),
@@ -121,10 +127,10 @@ def _step_signature(model: mf.Model, outputs: Signature) -> tuple[Signature, Sig
         tensors.PAST_LENGTH: (_INT64, ("B",)),
         tensors.LOGITS_ROWS: (_INT64, ("B", "R")),
     }
-    return {**inputs, **_caches(model, present=False)}, {**outputs, **_caches(model, present=True)}
+    return {**inputs, **_caches(model)}, {**outputs, **_returned(model, lowering, "T")}
 
 
-def _propose_signature(method: mf.DraftModel) -> tuple[Signature, Signature]:
+def _propose_signature(method: mf.DraftModel, lowering: mf.LoweredAs) -> tuple[Signature, Signature]:
     inputs: Signature = {
         tensors.INPUT_IDS: (_INT64, ("B", "T")),
         tensors.PAST_LENGTH: (_INT64, ("B",)),
@@ -139,23 +145,28 @@ def _propose_signature(method: mf.DraftModel) -> tuple[Signature, Signature]:
         tensors.DRAFT_IDS: (_INT64, ("K", "B", method.candidates)),
         tensors.DRAFT_PROBS: (_FLOAT, ("K", "B", method.candidates)),
     }
-    return {**inputs, **_caches(method.draft, present=False)}, {**outputs, **_caches(method.draft, present=True)}
+    return {**inputs, **_caches(method.draft)}, {**outputs, **_returned(method.draft, lowering, "F")}
 
 
-def _caches(model: mf.Model, *, present: bool) -> Signature:
-    key, value = (tensors.present_key, tensors.present_value) if present else (tensors.past_key, tensors.past_value)
-    return {
-        name(layer): (_FLOAT, ("B", shape.heads, "S", size))
-        for layer, shape in enumerate(model.cache)
-        for name, size in ((key, shape.key_size), (value, shape.value_size))
-    }
+def _caches(model: mf.Model) -> Signature:
+    return _of_layers(model, cache_names(len(model.cache)), "S")
+
+
+def _returned(model: mf.Model, lowering: mf.LoweredAs, fed: str) -> Signature:
+    """What a graph returns of its cache; ``fed`` is the symbol of the tokens fed in a call."""
+    return _of_layers(model, returned_names(len(model.cache), lowering), "S" if lowering == "native" else fed)
+
+
+def _of_layers(model: mf.Model, names: list[str], rows: str) -> Signature:
+    sizes = [(shape.heads, size) for shape in model.cache for size in (shape.key_size, shape.value_size)]
+    return {name: (_FLOAT, ("B", heads, rows, size)) for name, (heads, size) in zip(names, sizes, strict=True)}
 
 
 def _pinned(signature: Signature, point: ShapePoint | None) -> Signature:
     """A signature at a shape point; a draft's number of passes is then part of the graph, and no input."""
     if point is None:
         return signature
-    sizes = {"B": point.batch, "T": point.tokens, "S": point.cache, "R": point.rows, "K": point.drafts}
+    sizes = point.sizes
     return {
         name: (kind, tuple(sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in dims))
         for name, (kind, dims) in signature.items()

@@ -25,6 +25,7 @@ from specexport.contract import manifest as mf
 from specexport.contract import tensors
 from specexport.contract.errors import BundleError
 from specexport.contract.tree import TokenTree
+from specexport.exporter.caches import after_call, new_caches
 from specexport.exporter.medusa import load_medusa
 from specexport.exporter.trace import quiet
 from specexport.runtime.bundle import Bundle
@@ -101,21 +102,17 @@ class StepRunner(OnnxrtRunner):  # type: ignore[misc]
 
     def __init__(self, bundle: Bundle, feeds: Sequence[Feed]) -> None:
         model = bundle.manifest.target
-        super().__init__(lambda: open_session(bundle.file(model.graph.master), available_cores()), name="graph")
+        lowering = bundle.manifest.lowering
+        master = bundle.file(model.graph.master)
+        super().__init__(lambda: open_session(master, available_cores(), lowering), name="graph")
         needed = max(feed[COMMITTED].shape[1] + feed[tensors.INPUT_IDS].shape[1] for feed in feeds)
         self._layers = model.cache
         self._rows = min(at.point.cache for at in model.graph.points if at.point.cache >= needed)
 
     def activate_impl(self) -> None:
         super().activate_impl()
-        self._caches: Feed = {}
-        for layer, shape in enumerate(self._layers):
-            for name, size in (
-                (tensors.past_key(layer), shape.key_size),
-                (tensors.past_value(layer), shape.value_size),
-            ):
-                # What was never written must never be read: it would show at once.
-                self._caches[name] = np.full((1, shape.heads, self._rows, size), 1e6, np.float32)
+        # What was never written must never be read: it would show at once.
+        self._caches = new_caches(self._layers, self._rows, 1e6)
 
     def get_input_metadata_impl(self) -> Any:
         metadata = TensorMetadata()
@@ -128,8 +125,7 @@ class StepRunner(OnnxrtRunner):  # type: ignore[misc]
         began = time.perf_counter()
         names = [output.name for output in self.sess.get_outputs()]
         outputs = dict(zip(names, self.sess.run(None, {**feed_dict, **self._caches}), strict=True))
-        for name in self._caches:
-            self._caches[name] = outputs[name.replace("past_", "present_", 1)]
+        self._caches = after_call(self._caches, outputs, int(feed_dict[tensors.PAST_LENGTH][0]))
         self.inference_time = time.perf_counter() - began
         return OrderedDict({tensors.LOGITS: outputs[tensors.LOGITS]})
 

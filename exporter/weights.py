@@ -88,7 +88,7 @@ class WeightsFile:
         )
 
     def externalize(
-        self, graph: ir.Graph, precision: Precision, block_size: int, heads: Precision | None = None
+        self, graph: ir.Graph, precision: Precision, block_size: int | None, heads: Precision | None = None
     ) -> None:
         """Moves the weights of a graph, and of the graphs inside it, into the file.
 
@@ -98,7 +98,8 @@ class WeightsFile:
             graph: changed in place.
             precision: ``fp16`` matrices are cast to fp32 in the graph; ``int8`` and ``int4`` are symmetric, in blocks
                 along the summed axis, undone by DequantizeLinear.
-            block_size: weights that share a scale; halved for a matrix it does not divide.
+            block_size: weights that share a scale; halved for a matrix it does not divide. None, for int8 only, gives
+                each column one scale, as opset 20 knows no blocks; rows that are looked up are stored in fp16 then.
             heads: how Medusa heads are stored; None for ``precision``.
         """
         of_heads = set() if heads is None else needed_only_for(graph, tensors.CANDIDATES)
@@ -112,7 +113,13 @@ class WeightsFile:
             if kind == "fp32" or array.dtype != np.float32 or not readers <= {"matmul", "lookup", "tied"}:
                 value.const_value = self.write(_name(value), tensor.dtype, array.shape, _row_chunks(array))
             elif kind == "fp16":
-                self._store_fp16(graph, value, array)
+                restored = self._fp16(graph, value, array)
+                if restored is not None:
+                    for reader, index in list(value.uses()):
+                        reader.replace_input_with(index, restored)
+                    del graph.initializers[_name(value)]
+            elif block_size is None:
+                self._quantize_columns(graph, value, array)
             else:
                 self._quantize(graph, value, array, kind, block_size)
             self._progress(array.nbytes)
@@ -121,16 +128,19 @@ class WeightsFile:
                 if attribute.type == ir.AttributeType.GRAPH:
                     self.externalize(attribute.as_graph(), precision, block_size, heads)
 
-    def _store_fp16(self, graph: ir.Graph, value: ir.Value, array: npt.NDArray[np.float32]) -> None:
+    def _fp16(self, graph: ir.Graph, value: ir.Value, array: npt.NDArray[np.float32]) -> ir.Value | None:
+        """Stores a matrix in fp16: the fp32 value to read instead of it, or None where it had to be left as it is."""
         largest = max(float(np.abs(chunk).max(initial=0.0)) for chunk in _row_chunks(array))
         if largest > float(np.finfo(np.float16).max):
             self.report.left[_name(value)] = f"its largest weight, {largest:.3g}, does not fit fp16"
             value.const_value = self.write(_name(value), ir.DataType.FLOAT, array.shape, _row_chunks(array))
-            return
+            return None
         chunks = (chunk.astype(np.float16) for chunk in _row_chunks(array))
         stored = self._initializer(graph, f"{value.name}.fp16", ir.DataType.FLOAT16, array.shape, chunks)
         cast = ir.node("Cast", [stored], attributes={"to": ir.DataType.FLOAT.value}, name=f"{value.name}.cast")
-        self._replace(graph, value, cast)
+        cast.outputs[0].name = f"{value.name}.fp32"
+        graph.insert_before(next(iter(graph)), cast)
+        return cast.outputs[0]
 
     def _initializer(
         self,
@@ -145,13 +155,45 @@ class WeightsFile:
         graph.register_initializer(value)
         return value
 
-    def _replace(self, graph: ir.Graph, value: ir.Value, node: ir.Node) -> None:
-        """Lets every reader of an initializer read ``node``'s output, and drops the initializer."""
-        node.outputs[0].name = f"{value.name}.fp32"
-        graph.insert_before(next(iter(graph)), node)
-        for reader, index in list(value.uses()):
-            reader.replace_input_with(index, node.outputs[0])
+    def _quantize_columns(self, graph: ir.Graph, value: ir.Value, array: npt.NDArray[np.float32]) -> None:
+        """Stores a matrix ``[K,N]`` as int8 with N scales where it is multiplied, ``[V,H]`` in fp16 where looked up."""
+        readers = [(node, index, _role(node, index)) for node, index in value.uses()]
+        multiplied = [reader for reader in readers if reader[2] != "lookup"]
+        looked_up = [reader for reader in readers if reader[2] == "lookup"]
+        if looked_up:
+            # Compilers that take int8 constants only before a DequantizeLinear could not gather from them.
+            restored = self._fp16(graph, value, array)
+            if restored is None:
+                return
+            for node, index, _ in looked_up:
+                node.replace_input_with(index, restored)
+        for node, index, role in multiplied:
+            name = f"{value.name}.int8.{role}.{len(graph.initializers)}"
+            stored, scales = self._store_columns(graph, name, array.T if role == "tied" else array)
+            dequantize = _dequantized(graph, node, stored, scales, {"axis": 1}, name)
+            if role == "matmul":
+                node.replace_input_with(index, dequantize)
+            else:
+                for reader, position in list(node.outputs[0].uses()):
+                    reader.replace_input_with(position, dequantize)
+            self.report.quantized.append(name)
         del graph.initializers[_name(value)]
+
+    def _store_columns(self, graph: ir.Graph, name: str, matrix: npt.NDArray[np.float32]) -> tuple[ir.Value, ir.Value]:
+        """Writes the integers ``[K,N]``, then the scales ``[N]``."""
+        largest = np.max([np.abs(chunk).max(axis=0) for chunk in _row_chunks(matrix)], axis=0)
+        # In a column of zeros any scale will do, but TensorRT takes none that is 0.
+        scale = np.where(largest > 0, np.maximum(largest / np.float32(127), np.finfo(np.float32).tiny), 1)
+        scale = scale.astype(np.float32)
+
+        def integers() -> Iterator[npt.NDArray[np.generic]]:
+            for chunk in _row_chunks(matrix):
+                quantized = np.rint(chunk / scale).clip(-127, 127).astype(np.int8)
+                self.report.add_error(chunk, quantized.astype(np.float32) * scale)
+                yield quantized
+
+        stored = self._initializer(graph, name, ir.DataType.INT8, matrix.shape, integers())
+        return stored, self._initializer(graph, f"{name}.scale", ir.DataType.FLOAT, scale.shape, iter([scale]))
 
     def _quantize(
         self, graph: ir.Graph, value: ir.Value, array: npt.NDArray[np.float32], precision: Precision, block_size: int
@@ -176,7 +218,7 @@ class WeightsFile:
             restored = (
                 _lookup(graph, node, stored, scales, block, name)
                 if role == "lookup"
-                else _dequantized(graph, node, stored, scales, block, name)
+                else _dequantized(graph, node, stored, scales, {"axis": 0, "block_size": block}, name)
             )
             if role == "matmul":
                 node.replace_input_with(index, restored)
@@ -282,10 +324,9 @@ def _row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.
 
 
 def _dequantized(
-    graph: ir.Graph, before: ir.Node, stored: ir.Value, scales: ir.Value, block: int, name: str
+    graph: ir.Graph, before: ir.Node, stored: ir.Value, scales: ir.Value, attributes: dict[str, int], name: str
 ) -> ir.Value:
     # TensorRT wants nodes to have other names than weights.
-    attributes = {"axis": 0, "block_size": block}
     node = ir.node("DequantizeLinear", [stored, scales], attributes=attributes, name=f"{name}.dequantize")
     node.outputs[0].name = f"{name}.fp32"
     graph.insert_before(before, node)

@@ -6,7 +6,8 @@ the static cache. Two lowerings exist:
 
 * :class:`NativeLowering`: one TensorScatter into the cache, one Attention over it (opset 24).
 * :class:`TwoPartLowering`: plain MatMul and Softmax over two parts, the cache as it was and the new rows. The cache is
-  only read; new rows are returned. ``propose`` needs it, since a cache can be written in place only once a graph.
+  only read; new rows are returned. Portable step graphs are made of it, as opset 20 can say it; ``propose`` always is,
+  since a cache can be written in place only once a graph.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from specexport.contract.errors import BuildError
+from specexport.contract.manifest import LoweredAs
 from specexport.graphs.ops import tensor_scatter
 
 ATTENTION_NAME = "specexport"
@@ -206,7 +208,7 @@ class NativeLowering:
     """TensorScatter into the static cache, then Attention over it with an explicit boolean mask.
 
     Attributes:
-        present: after the model ran, each layer's (key, value) cache with the new rows written.
+        returned: each layer's (key, value) cache, with the new rows written once the model ran.
     """
 
     def __init__(
@@ -222,7 +224,7 @@ class NativeLowering:
         self._rows = past[0][0].shape[2]
         self._seen: dict[int | None, torch.Tensor] = {None: full_mask(tree_mask, past_length, self._rows)}
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
-        self.present: list[tuple[torch.Tensor, torch.Tensor]] = [(k, v) for k, v in past]
+        self.returned = list(past)
 
     def _mask(self, group: int, window: int | None) -> torch.Tensor:
         """``[B,1,G*T,S]``; with a sliding window, keys ``window`` or more positions back are hidden."""
@@ -249,7 +251,7 @@ class NativeLowering:
         past_key, past_value = self._past[layer]
         keys = tensor_scatter(past_key, key, self._past_length)
         values = tensor_scatter(past_value, value, self._past_length)
-        self.present[layer] = keys, values
+        self.returned[layer] = keys, values
         batch, heads, tokens, size = query.shape
         group = heads // key.shape[1]
         mask = self._mask(group, window)
@@ -274,34 +276,44 @@ _HIDDEN = torch.finfo(torch.float32).min / 2
 class TwoPartLowering:
     """Attention over the cache, which is only read, and over the rows that are not in it yet; one softmax.
 
-    The new rows are a chain: each sees those before it and itself.
+    Args:
+        past: each layer's (key, value) cache ``[B,Hkv,S,D]``.
+        past_length: int64 ``[B]``, its valid rows.
+        seen: bool ``[B,T,F]``, which of the new rows each of the T tokens sees.
+        positions: int64 ``[B,F]`` of the new rows, the T tokens' being the last; committed rows are in order.
+        rows: each layer's (key, value) rows ``[B,Hkv,F-T,D]`` that were made before and are not in the cache yet; None
+            where there are none and F = T.
 
     Attributes:
-        rows: each layer's (key, value) rows not yet in the cache, ``[B,Hkv,R,D]``; grows by T when the model runs.
+        returned: each layer's (key, value) new rows, ``[B,Hkv,F,D]`` once the model ran.
     """
 
     def __init__(
         self,
         past: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
         past_length: torch.Tensor,
+        seen: torch.Tensor,
+        positions: torch.Tensor,
+        rows: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> None:
         self._past = past
         self._past_length = past_length[:, None, None]
+        self._seen = seen
+        self._positions = positions
+        self._rows = rows
         self._biases: dict[tuple[int, int | None], torch.Tensor] = {}
-        self.rows = list(rows)
+        self.returned = list(past)
 
-    def _bias(self, tokens: int, new: int, group: int, window: int | None) -> torch.Tensor:
-        """``[B,1,G*T,S+R]``: 0 where one of the last ``tokens`` rows sees a cached or new row, else very low."""
+    def _bias(self, group: int, window: int | None) -> torch.Tensor:
+        """``[B,1,G*T,S+F]``: 0 where a token sees a cached or new row, else very low."""
         if (group, window) not in self._biases:
-            query = (new - tokens + torch.arange(tokens))[None, :, None]  # [1,T,1], counted from the first new row
+            tokens = self._seen.shape[1]
             cached = torch.arange(self._past[0][0].shape[2])[None, None, :]
-            fresh = torch.arange(new)[None, None, :]
-            in_cache = (cached < self._past_length).expand(-1, tokens, -1)
-            among_new = (fresh <= query).expand(self._past_length.shape[0], -1, -1)
+            in_cache, among_new = (cached < self._past_length).expand(-1, tokens, -1), self._seen
             if window is not None:
-                in_cache = in_cache & (query + self._past_length - cached < window)
-                among_new = among_new & (query - fresh < window)
+                query = self._positions[:, -tokens:, None]
+                in_cache = in_cache & (query - cached < window)
+                among_new = among_new & (query - self._positions[:, None, :] < window)
             seen = torch.cat([in_cache, among_new], dim=-1)[:, None]
             self._biases[group, window] = torch.where(seen, 0.0, _HIDDEN).repeat(1, 1, group, 1)
         return self._biases[group, window]
@@ -319,10 +331,12 @@ class TwoPartLowering:
     ) -> torch.Tensor:
         """See :class:`Lowering`. Few and small operators: a draft's pass costs little more than their number."""
         past_key, past_value = self._past[layer]
-        new_key = torch.cat([self.rows[layer][0], key], dim=2)
-        new_value = torch.cat([self.rows[layer][1], value], dim=2)
-        self.rows[layer] = new_key, new_value
-        cached, new = past_key.shape[2], new_key.shape[2]
+        new_key, new_value = key, value
+        if self._rows is not None:
+            new_key = torch.cat([self._rows[layer][0], key], dim=2)
+            new_value = torch.cat([self._rows[layer][1], value], dim=2)
+        self.returned[layer] = new_key, new_value
+        cached = past_key.shape[2]
         batch, heads, tokens, size = query.shape
         group = heads // key.shape[1]
         # The heads of a group share keys and values: they are so many more queries against the same rows.
@@ -330,6 +344,27 @@ class TwoPartLowering:
         scores = torch.cat(
             [torch.matmul(grouped, past_key.transpose(2, 3)), torch.matmul(grouped, new_key.transpose(2, 3))], dim=-1
         )
-        weights = (_capped(scores * scaling, softcap) + self._bias(tokens, new, group, window)).softmax(-1)
+        weights = (_capped(scores * scaling, softcap) + self._bias(group, window)).softmax(-1)
         out = torch.matmul(weights[..., :cached], past_value) + torch.matmul(weights[..., cached:], new_value)
         return out.reshape(batch, heads, tokens, -1) if group > 1 else out
+
+
+def step_lowering(
+    name: LoweredAs,
+    past: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    tree_mask: torch.Tensor,
+    position_ids: torch.Tensor,
+    past_length: torch.Tensor,
+) -> NativeLowering | TwoPartLowering:
+    """The lowering of a step graph; it gives back its ``returned``.
+
+    Args:
+        name: which one.
+        past: each layer's (key, value) cache ``[B,Hkv,S,D]``.
+        tree_mask: bool ``[B,T,T]``, which new tokens each sees.
+        position_ids: int64 ``[B,T]``.
+        past_length: int64 ``[B]``.
+    """
+    if name == "native":
+        return NativeLowering(past, tree_mask, position_ids, past_length)
+    return TwoPartLowering(past, past_length, tree_mask, position_ids)

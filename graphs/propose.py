@@ -99,9 +99,13 @@ class DraftPass(torch.nn.Module):
             ``(token [B], ids [B,M], probs [B,M], rows...)`` with each of ``rows`` grown to ``[B,Hkv,R+T,D]``.
         """
         done = rows[0].shape[2]
-        position_ids = past_length[:, None] + done + torch.arange(input_ids.shape[1])[None, :]
-        position_ids = position_ids.clamp(max=self.max_positions - 1)
-        two_part = TwoPartLowering(pairs(past), pairs(rows), past_length)
+        tokens = input_ids.shape[1]
+        # The new rows are a chain: each token sees those before it and itself.
+        fresh = torch.arange(done + tokens)
+        seen = (fresh[None, None, :] <= fresh[-tokens:][None, :, None]).expand(past_length.shape[0], -1, -1)
+        positions = past_length[:, None] + fresh[None, :]
+        position_ids = positions[:, -tokens:].clamp(max=self.max_positions - 1)
+        two_part = TwoPartLowering(pairs(past), past_length, seen, positions, pairs(rows))
         logits = run_model(
             self.model,
             two_part,
@@ -111,4 +115,4 @@ class DraftPass(torch.nn.Module):
             logits_row[:, None],
         )[:, 0, : self.vocab_size]
         token, ids, probs = draw_candidate(logits, uniform, temperature, top_k, top_p, min_p)
-        return (token, ids, probs, *flat(two_part.rows))
+        return (token, ids, probs, *flat(two_part.returned))

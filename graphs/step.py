@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from specexport.graphs.attention import Lowering, NativeLowering, PassThroughCache, lowering
+from specexport.contract.manifest import LoweredAs
+from specexport.graphs.attention import Lowering, PassThroughCache, lowering, step_lowering
 from specexport.graphs.medusa import MedusaHeads
 
 
@@ -124,10 +125,16 @@ class StepModule(torch.nn.Module):
         layers: number of attention layers.
         heads: Medusa heads on its last hidden state, whose candidates are a second output.
         candidates: M, how many.
+        lowering: which operators attention is made of.
     """
 
     def __init__(
-        self, model: torch.nn.Module, layers: int, heads: MedusaHeads | None = None, candidates: int = 0
+        self,
+        model: torch.nn.Module,
+        layers: int,
+        heads: MedusaHeads | None = None,
+        candidates: int = 0,
+        lowering: LoweredAs = "native",
     ) -> None:
         super().__init__()
         self.model = model
@@ -135,6 +142,7 @@ class StepModule(torch.nn.Module):
         self.heads = heads
         self.heads_projection = head_projection(model, heads)
         self.candidates = candidates
+        self.lowering: LoweredAs = lowering
 
     def forward(
         self,
@@ -145,16 +153,19 @@ class StepModule(torch.nn.Module):
         logits_rows: torch.Tensor,
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Returns ``(logits, present_key.0, present_value.0, ...)``, with heads ``(logits, candidates, ...)``."""
-        native = NativeLowering(pairs(past), tree_mask, position_ids, past_length)
+        """Returns ``(logits, present_key.0, present_value.0, ...)``, with heads ``(logits, candidates, ...)``.
+
+        Lowered portably, new rows instead of caches.
+        """
+        active = step_lowering(self.lowering, pairs(past), tree_mask, position_ids, past_length)
         if self.heads is None:
-            logits = run_model(self.model, native, self.layers, input_ids, position_ids, logits_rows)
-            return (logits, *flat(native.present))
+            logits = run_model(self.model, active, self.layers, input_ids, position_ids, logits_rows)
+            return (logits, *flat(active.returned))
         last = self.heads_projection or self.model
         logits, ahead = run_with_heads(
-            self.model, self.heads, last, native, self.layers, input_ids, position_ids, logits_rows
+            self.model, self.heads, last, active, self.layers, input_ids, position_ids, logits_rows
         )
-        return (logits, _best(ahead, self.candidates), *flat(native.present))
+        return (logits, _best(ahead, self.candidates), *flat(active.returned))
 
 
 class CandidatesModule(torch.nn.Module):
@@ -167,6 +178,7 @@ class CandidatesModule(torch.nn.Module):
         candidates: M, how many at each depth.
         vocab_size: proposals are below this; the smaller of the target's and the draft's logits width.
         input_vocab: rows of the draft's embedding; a larger token id, which only the target has, is read as the last.
+        lowering: which operators attention is made of.
     """
 
     def __init__(
@@ -177,6 +189,7 @@ class CandidatesModule(torch.nn.Module):
         candidates: int,
         vocab_size: int,
         input_vocab: int,
+        lowering: LoweredAs = "native",
     ) -> None:
         super().__init__()
         self.model = model
@@ -186,6 +199,7 @@ class CandidatesModule(torch.nn.Module):
         self.candidates = candidates
         self.vocab_size = vocab_size
         self.input_vocab = input_vocab
+        self.lowering: LoweredAs = lowering
 
     def forward(
         self,
@@ -196,15 +210,15 @@ class CandidatesModule(torch.nn.Module):
         logits_rows: torch.Tensor,
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Returns ``(candidates, present_key.0, present_value.0, ...)``."""
-        native = NativeLowering(pairs(past), tree_mask, position_ids, past_length)
+        """Returns ``(candidates, present_key.0, present_value.0, ...)``; lowered portably, new rows instead."""
+        active = step_lowering(self.lowering, pairs(past), tree_mask, position_ids, past_length)
         tokens = input_ids.clamp(max=self.input_vocab - 1)
         last = self.heads_projection or self.model
         own, ahead = run_with_heads(
-            self.model, self.heads, last, native, self.layers, tokens, position_ids, logits_rows
+            self.model, self.heads, last, active, self.layers, tokens, position_ids, logits_rows
         )
         best = [_best(logits[..., : self.vocab_size], self.candidates) for logits in (own[:, None], ahead)]
-        return (torch.cat(best, 1), *flat(native.present))
+        return (torch.cat(best, 1), *flat(active.returned))
 
 
 def _best(logits: torch.Tensor, candidates: int) -> torch.Tensor:

@@ -35,13 +35,15 @@ class Graph(Protocol):
     def release(self) -> None:
         """Shrinks the cache to its smallest size; its content is lost."""
 
-    def commit(self, slot: int, past: int, path: Sequence[int]) -> None:
-        """Makes the rows of an accepted path contiguous behind the root's.
+    def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
+        """Puts the rows of those tokens of the last run that are kept into the cache, one after the other.
+
+        To be called after every run whose rows are wanted; where they lie already there is nothing to do.
 
         Args:
             slot: index into the batch.
-            past: the row of the step's root; node i of its tree is at row ``past + i``.
-            path: the accepted nodes, in order; their rows move to ``past + 1``, ``past + 2``, ...
+            past: the run's ``past_length``.
+            nodes: which of the tokens fed are kept, ascending; their rows go to ``past``, ``past + 1``, ...
         """
 
     def inputs(self, tokens: int, rows: int = 0, drafts: int = 0) -> dict[str, Array]:
@@ -73,7 +75,8 @@ def open_graph(bundle: Bundle, model: Model, batch: int, buffers: Buffers, threa
     # Imported here: each backend has dependencies that the others' users need not install.
     from specexport.runtime.ort import OnnxRuntimeGraph, available_cores
 
-    return OnnxRuntimeGraph(bundle.file(model.graph.master), model, batch, buffers, threads or available_cores())
+    cores = threads or available_cores()
+    return OnnxRuntimeGraph(bundle.file(model.graph.master), model, bundle.manifest.lowering, batch, buffers, cores)
 
 
 def step_buffers(manifest: Manifest) -> Buffers:

@@ -266,8 +266,7 @@ class Engine:
                 if proposer is not None:
                     proposer.observe(view.slot, outputs, path[-1] if path else 0)
                 new = [*(int(proposal.tokens[node - 1]) for node in path), bonus] if proposal else [bonus]
-                if path != list(range(1, len(path) + 1)):  # a chain's rows are where they belong already
-                    self._target.commit(view.slot, len(tokens) - 1, path)
+                self._target.commit(view.slot, len(tokens) - 1, [0, *path])
                 new, piece, reason = self._commit(stream, new[:room], text)
                 room -= len(new)
                 if reason is None and room == 0:
@@ -305,6 +304,7 @@ class Engine:
             given[tensors.PAST_LENGTH][slot] = done
             given[tensors.LOGITS_ROWS][slot] = len(part) - 1
             outputs = self._target.run(chunk, 1)
+            self._target.commit(slot, done, range(len(part)))
             if proposer is not None:
                 proposer.observe(slot, outputs, 0)
 

@@ -15,10 +15,12 @@ is not marked ``exporter`` run where torch is not installed. Beside each bundle 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
 import random
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM
 
+from specexport.contract.manifest import LoweredAs
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import BuildOptions, build
 from tests.checkpoints import EOS, VOCAB, make_checkpoint, make_heads, tokenizer
@@ -61,6 +64,7 @@ class Recipe:
         heads: whose Medusa heads there are: ``target`` or ``draft``.
         trees: what they fill.
         lookups: the ways to look text up.
+        lowering: which operators the graphs are made of.
     """
 
     family: str
@@ -71,6 +75,7 @@ class Recipe:
     heads: str | None = None
     trees: tuple[TokenTree, ...] = ()
     lookups: tuple[str, ...] = ()
+    lowering: LoweredAs = "native"
 
 
 HEADS = 3
@@ -95,6 +100,9 @@ RECIPES = {
     "dice-ngram": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("ngram",)),
     "dice-suffix": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("suffix",)),
 }
+PORTABLE = ("llama-near", "gemma2-equal", "gpt2-tree", "qwen3-medusa", "qwen3-medusa-draft")
+"""These are there lowered portably too, as ``{name}-portable``."""
+RECIPES |= {f"{name}-portable": dataclasses.replace(RECIPES[name], lowering="portable") for name in PORTABLE}
 _NOISE = {"llama": 0.03, "gpt2": 0.05}
 _DICE_NOISE = 0.3
 
@@ -106,8 +114,12 @@ def make(name: str, root: Path) -> Path:
     with FileLock(root / ".lock"):
         if not (root / name).exists():
             target = _target(recipe, root)
-            oracle = {"next_logits": _next_logits(target)} if recipe.config else {"greedy": _greedy(target)}
-            (root / f"{name}.json").write_text(json.dumps(oracle), encoding="utf-8")
+            twin = root / f"{name.removesuffix('-portable')}.json"
+            if not twin.exists():
+                oracle = {"next_logits": _next_logits(target)} if recipe.config else {"greedy": _greedy(target)}
+                twin.write_text(json.dumps(oracle), encoding="utf-8")
+            if twin.stem != name:
+                shutil.copy(twin, root / f"{name}.json")
             draft = _draft(recipe, target, root) if recipe.draft is not None else None
             build(
                 BuildOptions(
@@ -122,6 +134,7 @@ def make(name: str, root: Path) -> Path:
                     ngram="ngram" in recipe.lookups,
                     prompt_lookup_min=1 if recipe.config else 2,
                     suffix="suffix" in recipe.lookups,
+                    lowering=recipe.lowering,
                     draft_precision="fp32",  # where the draft is the target, everything must be accepted
                 )
             )

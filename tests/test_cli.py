@@ -114,6 +114,8 @@ def test_a_folder_that_is_no_bundle_is_explained(tmp_path: Path, capsys: pytest.
         (["--target", "nowhere"], "nowhere: no such folder"),
         (["--target", "nowhere", "--num-speculative-tokens", "3"], "without a draft or Medusa heads"),
         (["--target", "nowhere", "--block-size", "5"], "block_size is 5"),
+        (["--target", "nowhere", "--lowering", "portable", "--precision", "int4"], "precision is 'int4'"),
+        (["--target", "nowhere", "--lowering", "portable", "--block-size", "32"], "opset 20 knows no blocks"),
         (["--target", "nowhere", "--draft", "x", "--num-speculative-tokens", "99"], "num_speculative_tokens is 99"),
     ],
 )

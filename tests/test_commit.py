@@ -9,24 +9,32 @@ import numpy as np
 import pytest
 
 from specexport.contract import tensors
+from specexport.contract.manifest import DraftModel
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Graph, open_graph, step_buffers
+from specexport.runtime import SamplingParams
+from specexport.runtime.backend import Graph, open_graph, propose_buffers, step_buffers
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.proposers.base import SlotView
+from specexport.runtime.proposers.draft_model import DraftModelProposer
 
 NODES, STEPS, VOCAB = 8, 300, 120
+POISON = 1e6
 TOLERANCE = 2e-5  # steps of another width sum in another order
 
 
-@pytest.fixture
-def graphs(bundle: Callable[[str], Path]) -> tuple[Graph, Graph]:
-    opened = Bundle.open(bundle("llama-near"))
+LOWERINGS = ("llama-near", "llama-near-portable")
+
+
+@pytest.fixture(params=LOWERINGS)
+def graphs(bundle: Callable[[str], Path], request: pytest.FixtureRequest) -> tuple[Graph, Graph]:
+    opened = Bundle.open(bundle(request.param))
     target = opened.manifest.target
     first, second = (open_graph(opened, target, 1, step_buffers(opened.manifest), 1) for _ in range(2))
     return first, second
 
 
 def verify(graph: Graph, past: int, tree: TokenTree, tokens: np.ndarray) -> np.ndarray:
-    """Logits at every node; the rows of all of them go into the cache."""
+    """Logits at every node; no row is kept yet."""
     graph.reserve(past + len(tree))
     given = graph.inputs(len(tree), len(tree))
     given[tensors.INPUT_IDS][0] = tokens
@@ -67,7 +75,7 @@ def test_rows_of_accepted_paths_are_those_of_the_text(graphs: tuple[Graph, Graph
         logits = verify(graph, past, tree, tokens)
         path = random_path(tree, random)
         moved += path != list(range(1, len(path) + 1))
-        graph.commit(0, past, path)
+        graph.commit(0, past, [0, *path])
         text += [*(int(tokens[node]) for node in path), int(random.integers(3, VOCAB))]
         last = path[-1] if path else 0
         if len(text) > 80:
@@ -75,6 +83,7 @@ def test_rows_of_accepted_paths_are_those_of_the_text(graphs: tuple[Graph, Graph
             for start in range(0, len(text) - 1, NODES):
                 part = (text[start : min(start + NODES, len(text) - 1)] + [3] * NODES)[:NODES]
                 again = verify(fresh, start, chain, np.array(part))
+                fresh.commit(0, start, range(NODES))
                 if start + NODES >= len(text) - 1:
                     np.testing.assert_allclose(logits[last], again[len(text) - 2 - start], atol=TOLERANCE)
             for ours, theirs in zip(rows_of(graph, len(text) - 1), rows_of(fresh, len(text) - 1), strict=True):
@@ -89,18 +98,20 @@ def test_without_commits_the_cache_would_be_wrong(graphs: tuple[Graph, Graph]) -
     verify(graph, 0, tree, tokens)
     path = [2, 4, 7]
     verify(fresh, 0, TokenTree.chain(NODES), np.array([*tokens[[0, *path]], 3, 3, 3, 3]))
+    fresh.commit(0, 0, range(4))
     wanted = rows_of(fresh, 4)
     assert any(np.abs(a - b).max() > 1e-2 for a, b in zip(rows_of(graph, 4), wanted, strict=True))
-    graph.commit(0, 0, path)
+    graph.commit(0, 0, [0, *path])
     for ours, theirs in zip(rows_of(graph, 4), wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
 
 
-def test_a_commit_touches_its_slot_alone(bundle: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("name", LOWERINGS)
+def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Callable[[str], Path]) -> None:
     """Two slots, as bundles for batches will have them."""
     import msgspec
 
-    opened = Bundle.open(bundle("llama-near"))
+    opened = Bundle.open(bundle(name))
     target = opened.manifest.target
     points = tuple(
         msgspec.structs.replace(at, point=msgspec.structs.replace(at.point, batch=2)) for at in target.graph.points
@@ -109,11 +120,46 @@ def test_a_commit_touches_its_slot_alone(bundle: Callable[[str], Path]) -> None:
     graph = open_graph(opened, both, 2, step_buffers(opened.manifest), 1)
     given = graph.inputs(NODES, NODES)
     given[tensors.INPUT_IDS][:] = np.arange(2 * NODES).reshape(2, NODES) + 5
-    graph.run(NODES, NODES)
     caches = graph._caches  # type: ignore[attr-defined]
+    for cache in caches.values():
+        cache[:, :, NODES:] = POISON
+    graph.run(NODES, NODES)
+    portable = opened.manifest.lowering == "portable"
+    made = {name: cache.copy() for name, cache in caches.items()}
+    if portable:
+        assert all((cache[:, :, :NODES] == 0).all() for cache in caches.values()), "a run alone wrote rows"
+        for block, rows in zip(graph._blocks, graph._made, strict=True):  # type: ignore[attr-defined]
+            for name, cache in caches.items():
+                layer = next((at for at, part in enumerate(block) if np.shares_memory(part, cache)), None)
+                if layer is not None:
+                    made[name][:, :, :NODES] = rows[layer]
     before = {name: cache.copy() for name, cache in caches.items()}
-    graph.commit(1, 0, [3, 5])
+    graph.commit(1, 0, [0, 3, 5])
     for name, cache in caches.items():
         np.testing.assert_array_equal(cache[0], before[name][0])
-        np.testing.assert_array_equal(cache[1, :, 1:3], before[name][1][:, [3, 5]])
+        np.testing.assert_array_equal(cache[1, :, :3], made[name][1][:, [0, 3, 5]])
         np.testing.assert_array_equal(cache[1, :, 3:], before[name][1][:, 3:])
+    graph.commit(0, 4, range(2))
+    for name, cache in caches.items():
+        wanted = made[name][0, :, :2] if portable else before[name][0, :, 4:6]
+        np.testing.assert_array_equal(cache[0, :, 4:6], wanted)
+        np.testing.assert_array_equal(np.delete(cache[0], [4, 5], 1), np.delete(before[name][0], [4, 5], 1))
+        assert (cache[:, :, NODES:] == POISON).all()
+
+
+def test_a_portable_draft_commits_what_it_was_fed_and_nothing_else(bundle: Callable[[str], Path]) -> None:
+    """K - 1 of its own tokens and those it had not seen; the padding of a prefill chunk is never written."""
+    opened = Bundle.open(bundle("llama-near-portable"))
+    (method,) = opened.manifest.methods
+    assert isinstance(method, DraftModel)
+    graph = open_graph(opened, method.draft, 1, propose_buffers(method), 1)
+    for cache in graph._caches.values():  # type: ignore[attr-defined]
+        cache[:] = POISON
+    proposer = DraftModelProposer(graph, opened.manifest)
+    tree = method.token_trees()[0]
+    view = SlotView(0, list(range(5, 25)), SamplingParams(temperature=0.0), np.random.default_rng(0), tree)
+    proposer.propose([view])
+    for cache in graph._caches.values():  # type: ignore[attr-defined]
+        written = (cache[0, 0] != POISON).any(-1)
+        assert written.sum() == len(view.tokens) + tree.depth - 1
+        assert written[: written.sum()].all()

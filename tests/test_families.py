@@ -70,7 +70,7 @@ class Graph:
         self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         self.batch = batch
         sizes = [(c.heads, size) for c in checkpoint.cache for size in (c.key_size, c.value_size)]
-        names = trace.cache_names(len(checkpoint.cache), present=False)
+        names = trace.cache_names(len(checkpoint.cache))
         # What was never written must never be read: it would show at once.
         self.caches = {
             name: np.full((batch, heads, rows, size), 1e6, np.float32)
@@ -213,6 +213,10 @@ def test_step_graph_computes_what_transformers_does(
 ) -> None:
     worst = differences(family, step_graph, prompts, chunk, rows)
     assert max(worst.values()) < TOLERANCE, worst
+
+
+def test_the_portable_lowering_computes_what_transformers_does(family: Family) -> None:
+    check.same_as_eager(family.checkpoint, "portable")
 
 
 def test_step_graph_is_plain_onnx_with_fused_norms(family: Family, step_graph: Path) -> None:

@@ -29,11 +29,12 @@ Floats = npt.NDArray[np.float32]
 GREEDY_BUNDLES = ("llama-near", "qwen3-bad", "gemma2-equal", "gpt2-near")
 TREE_BUNDLES = ("qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree")
 LOOKUP_BUNDLES = ("qwen3-lookup",)
+PORTABLE_BUNDLES = tuple(f"{name}-portable" for name in ("llama-near", "gemma2-equal", *TREE_BUNDLES))
 
 # --- greedy -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", GREEDY_BUNDLES + TREE_BUNDLES + LOOKUP_BUNDLES)
+@pytest.mark.parametrize("name", GREEDY_BUNDLES + TREE_BUNDLES + LOOKUP_BUNDLES + PORTABLE_BUNDLES)
 def test_greedy_text_is_what_transformers_generates(
     name: str, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
 ) -> None:

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.exporter
 _TYPES = {"tensor(int64)": np.int64, "tensor(float)": np.float32, "tensor(bool)": np.bool_}
 
 
-@pytest.fixture(scope="module")
-def pair(bundle: Callable[[str], Path]) -> Path:
-    return bundle("llama-near")
+@pytest.fixture(scope="module", params=["llama-near", "llama-near-portable"])
+def pair(bundle: Callable[[str], Path], request: pytest.FixtureRequest) -> Path:
+    return bundle(request.param)
 
 
 def _session(path: Path) -> ort.InferenceSession:

@@ -125,7 +125,7 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.mark.exporter
-@pytest.mark.parametrize("name", ["qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree"])
+@pytest.mark.parametrize("name", ["qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree", "gpt2-tree-portable"])
 def test_tuning_writes_the_tree_into_the_bundle(
     bundle: Bundles, name: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

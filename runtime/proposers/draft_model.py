@@ -17,8 +17,8 @@ from specexport.runtime.sampling import Distributions, Floats
 class DraftModelProposer:
     """A smaller model drafts a chain of tokens in one graph call.
 
-    The draft's cache needs no commits. It holds rows for the tokens it was given and for the drafts it made; those of
-    the drafts that were accepted are right, the rest are overwritten. Which are right is read off the slot's tokens.
+    The draft's cache holds rows for the tokens it was given and for the drafts it made, all committed at once; those of
+    the drafts that are accepted are right, the rest are overwritten. Which are right is read off the slot's tokens.
 
     Args:
         graph: the propose graph.
@@ -56,6 +56,9 @@ class DraftModelProposer:
             if not params.greedy:
                 given[tensors.UNIFORM][slot] = sequence.random.random(K, np.float32)
         made = self._graph.run(self.catch_up, drafts=K)
+        for sequence in ready:
+            fed = range(self.catch_up + sequence.tree.depth - 1)
+            self._graph.commit(sequence.slot, len(sequence.tokens) - self.catch_up, fed)
         return {sequence.slot: self._take(sequence, made) for sequence in ready}
 
     def _take(self, sequence: SlotView, made: Mapping[str, Array]) -> Proposal:
@@ -80,6 +83,7 @@ class DraftModelProposer:
             given[tensors.PAST_LENGTH][slot] = done
             given[tensors.LAST_ROW][slot] = len(chunk) - 1
             self._graph.run(self._chunk, drafts=1)
+            self._graph.commit(slot, done, range(len(chunk)))
             done += len(chunk)
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:

@@ -62,6 +62,7 @@ class MedusaDraftProposer:
         given[tensors.PAST_LENGTH][slot] = past
         given[tensors.LOGITS_ROWS][slot] = len(tokens) - 1
         made: Ints = self._graph.run(width, 1)[tensors.CANDIDATES][slot, :, 0].copy()
+        self._graph.commit(slot, past, range(len(tokens)))
         return made
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:

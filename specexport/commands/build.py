@@ -62,7 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the draft and of Medusa heads (default: int8, or int4 where the target's is)",
     )
     parser.add_argument(
-        "--block-size", type=int, default=32, metavar="N", help="weights that share a scale in int8 and int4"
+        "--block-size", type=int, metavar="N", help="weights that share a scale in int8 and int4 (default: 32)"
+    )
+    parser.add_argument(
+        "--lowering",
+        choices=("native", "portable"),
+        default="native",
+        help="portable: operators up to opset 20 only, for TensorRT 10.3 (JetPack 6) and Python 3.10; not for int4",
     )
     parser.add_argument("--backend", choices=("onnxruntime",), default="onnxruntime", help="what runs the graphs")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
@@ -125,6 +131,7 @@ def main(arguments: argparse.Namespace) -> int:
         precision=arguments.precision,
         draft_precision=arguments.draft_precision,
         block_size=arguments.block_size,
+        lowering=arguments.lowering,
         posterior_threshold=arguments.posterior_threshold,
         posterior_alpha=arguments.posterior_alpha,
         overwrite=arguments.overwrite,

@@ -104,7 +104,7 @@ def summary(folder: Path, manifest: Manifest) -> RenderableType:
     lines = {
         "speculation": "\n".join(map(_speculation, manifest.methods)) or "none: plain decoding",
         "context": f"{manifest.max_seq_len} tokens, prefill in chunks of {manifest.prefill_chunk}",
-        "backend": manifest.backend,
+        "backend": f"{manifest.backend}, {manifest.lowering} lowering",
         "sampling": ", ".join(f"{name} {value:g}" for name, value in sampling.items()),
         "chat template": manifest.tokenizer.chat_template or "none",
         "end of text": ", ".join(map(str, manifest.tokenizer.eos_token_ids)) or "none",
@@ -148,6 +148,8 @@ def _precision(model: Model) -> str:
     text = f"{precision.weights}, computed in {precision.compute}"
     if precision.block_size:
         text += f", blocks of {precision.block_size}"
+    elif precision.weights == "int8":
+        text += ", one scale a column"
     if precision.weight_rms_error is not None:
         text += f", weight error {precision.weight_rms_error:.2%}"
     if precision.logits_rms_error is not None and precision.same_choice is not None:

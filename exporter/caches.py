@@ -1,0 +1,45 @@
+"""Caches as arrays by name, for code that calls a session itself instead of going through the runtime's buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport.contract import manifest as mf
+from specexport.contract import tensors
+
+Array = npt.NDArray[Any]
+Caches = dict[str, Array]
+"""float32 ``[1,Hkv,S,D]`` by input name."""
+
+
+def new_caches(layers: tuple[mf.CacheLayer, ...], rows: int, fill: float) -> Caches:
+    """Caches of ``rows`` rows for one slot, filled with a number."""
+    return {
+        name: np.full((1, layer.heads, rows, size), fill, np.float32)
+        for index, layer in enumerate(layers)
+        for name, size in ((tensors.past_key(index), layer.key_size), (tensors.past_value(index), layer.value_size))
+    }
+
+
+def after_call(caches: Caches, outputs: Mapping[str, Array], past: int) -> Caches:
+    """The caches after a call whose tokens are all kept.
+
+    Args:
+        caches: before it.
+        outputs: what the graph returned, by name: whole caches, or new rows ``[1,Hkv,F,D]`` where it was lowered
+            portably.
+        past: the call's ``past_length``.
+    """
+    after = {}
+    for name, cache in caches.items():
+        whole = outputs.get(name.replace("past_", "present_", 1))
+        if whole is None:
+            rows = outputs[name.replace("past_", "new_", 1)]
+            whole = cache.copy()
+            whole[:, :, past : past + rows.shape[2]] = rows
+        after[name] = whole
+    return after
