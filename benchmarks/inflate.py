@@ -351,9 +351,11 @@ def _logits(folder: Path, prompts: list[list[int]]) -> Iterator[torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.inference_mode():
-        for prompt in prompts:
-            yield model(input_ids=torch.tensor([prompt])).logits[0]
+    for prompt in prompts:
+        # Not around the yield: two such generators taken in turns would restore each other's mode.
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt])).logits[0]
+        yield logits
 
 
 def read_prompts(folder: Path, prompts: Path | None, number: int = 4, tokens: int = 128) -> list[list[int]]:
