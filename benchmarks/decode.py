@@ -156,6 +156,11 @@ def _decode(
     return [_point(precision, k, runs, costs, args.repeats) for k in runs]
 
 
+def speed(done: list[Completion]) -> float:
+    """Tokens a second of decoding: all tokens over all seconds."""
+    return sum(run.stats.output_tokens for run in done) / sum(run.stats.decode_seconds for run in done)
+
+
 def _point(
     precision: str,
     k: int,
@@ -163,9 +168,6 @@ def _point(
     costs: dict[int, list[tuple[float, float]]],
     repeats: int,
 ) -> Point:
-    def speed(done: list[Completion]) -> float:
-        return sum(run.stats.output_tokens for run in done) / sum(run.stats.decode_seconds for run in done)
-
     done, plain = runs[k], runs[0]
     steps = sum(run.stats.steps for run in done)
     length = 1 + sum(run.stats.accepted for run in done) / steps

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.decode import UNATTENDED_WIDTH, machine
+from benchmarks.decode import UNATTENDED_WIDTH, machine, speed
 from benchmarks.pair import built, inflated_pair
 from specexport.runtime import Completion, Engine, SamplingParams
 
@@ -194,10 +194,6 @@ def _shared(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _speed(done: list[Completion]) -> float:
-    return sum(run.stats.output_tokens for run in done) / sum(run.stats.decode_seconds for run in done)
-
-
 def _row(workload: str, way: tuple[str, int], done: list[Completion], plain: list[Completion]) -> Row:
     steps = sum(run.stats.steps for run in done)
     return Row(
@@ -206,8 +202,8 @@ def _row(workload: str, way: tuple[str, int], done: list[Completion], plain: lis
         1 + sum(run.stats.accepted for run in done) / steps,
         sum(run.stats.steps_with_draft for run in done) / steps,
         sum(run.stats.propose for run in done) / steps * 1e6,
-        _speed(done),
-        _speed(done) / _speed(plain),
+        speed(done),
+        speed(done) / speed(plain),
         sum(a.token_ids == b.token_ids for a, b in zip(done, plain, strict=True)),
     )
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.decode import UNATTENDED_WIDTH, machine
+from benchmarks.decode import UNATTENDED_WIDTH, machine, speed
 from benchmarks.pair import built, inflated_heads, inflated_pair
 from specexport.contract.manifest import method_name, read_manifest
 from specexport.contract.tree import TokenTree
@@ -197,10 +197,6 @@ def _decode(engine: Engine, way: Way, prompt: list[int], tokens: int) -> Complet
     return engine.generate(prompt, params, method=way.method, num_speculative_tokens=len(way.tree) - 1)
 
 
-def _speed(done: list[Completion]) -> float:
-    return sum(run.stats.output_tokens for run in done) / sum(run.stats.decode_seconds for run in done)
-
-
 def _row(way: Way, done: list[Completion], ways: list[Way], runs: list[list[Completion]], costs: list[float]) -> Row:
     (plain,) = (
         others
@@ -219,8 +215,8 @@ def _row(way: Way, done: list[Completion], ways: list[Way], runs: list[list[Comp
         way.tuned,
         1 + sum(run.stats.accepted for run in done) / steps,
         costs[len(way.tree) - 1] * 1e3,
-        _speed(done),
-        _speed(done) / _speed(plain),
+        speed(done),
+        speed(done) / speed(plain),
         sum(a.token_ids == b.token_ids for a, b in zip(done, plain, strict=True)),
     )
 

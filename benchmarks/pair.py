@@ -13,7 +13,8 @@ from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, WIDTH_PER_LAYER, inflate, 
 from specexport.commands.build import Bars, build_progress
 from specexport.contract.errors import BundleError
 from specexport.contract.manifest import read_manifest
-from specexport.exporter.build import BuildOptions, build
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
 
 TARGET_PARAMETERS, DRAFT_PARAMETERS = 290e6, 25e6
 MAX_POSITIONS = 8192

@@ -9,6 +9,11 @@ from msgspec import Meta
 
 _BUCKET_GRAIN = 64
 
+CATCH_UP_TOKENS = 2
+"""Tokens a draft's first pass sees. Of K accepted draft tokens the last was never fed to the draft, so the last two
+tokens of the text are given each time; where the first of them was seen before, its row is written again with the same
+content, which keeps the shape static."""
+
 
 class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
     """One static shape of a graph.

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from specexport.contract.errors import BuildError, SpecExportError
 from specexport.contract.tree import TokenTree
 from specexport.exporter.medusa import HeadsOutline
+from specexport.exporter.options import BuildOptions
 from specexport.graphs.medusa import MAX_TOP_K
 from specexport.graphs.propose import MAX_CANDIDATES
-
-if TYPE_CHECKING:
-    from specexport.exporter.build import BuildOptions
 
 DEFAULT_DRAFT_TOKENS = 4
 """Chosen for CPUs, where every node of a step costs; ``specexport tune tree`` measures what a device can take."""

@@ -9,10 +9,9 @@ import msgspec
 
 from specexport.contract import manifest as mf
 from specexport.contract.errors import BuildError
-from specexport.contract.shapes import ShapePoint
+from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter import static
-from specexport.exporter.build import CATCH_UP_TOKENS
 
 
 def set_default_tree(folder: Path, name: str, tree: TokenTree) -> mf.Manifest:

@@ -33,7 +33,8 @@ from transformers import AutoModelForCausalLM
 
 from specexport.contract.manifest import LoweredAs
 from specexport.contract.tree import TokenTree
-from specexport.exporter.build import BuildOptions, build
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
 from tests.checkpoints import EOS, VOCAB, make_checkpoint, make_heads, tokenizer
 
 CONTEXT = 512

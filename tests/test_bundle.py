@@ -415,8 +415,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def build(checkpoint: Path, output: Path, stop_at: str | None = None, **options: Any) -> None:
     """Builds a bundle, or stops in the middle of it."""
-    from specexport.exporter.build import BuildOptions
     from specexport.exporter.build import build as build_bundle
+    from specexport.exporter.options import BuildOptions
 
     def progress(step: str, done: int, total: int) -> None:
         if stop_at is not None and stop_at in step and done == total:
@@ -440,7 +440,8 @@ def test_a_build_that_is_killed_leaves_nothing_that_looks_like_a_bundle(checkpoi
     program = f"""
 import os, signal
 from pathlib import Path
-from specexport.exporter.build import BuildOptions, build
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
 def progress(step, done, total):
     if "writing the target's weights" in step and done == total:
         os.kill(os.getpid(), signal.SIGKILL)

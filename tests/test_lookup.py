@@ -427,7 +427,7 @@ def test_verify_covers_what_is_looked_up(bundle: Callable[[str], Path]) -> None:
     ],
 )
 def test_what_cannot_be_built_is_refused(options: dict[str, Any], reason: str) -> None:
-    from specexport.exporter.build import BuildOptions
+    from specexport.exporter.options import BuildOptions
 
     with pytest.raises(BuildError, match=reason):
         BuildOptions(target="x", output=Path("y"), **options)

@@ -17,8 +17,9 @@ from specexport.cli import main
 from specexport.contract import manifest as mf
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.tree import TokenTree
-from specexport.exporter.build import BuildOptions, build
+from specexport.exporter.build import build
 from specexport.exporter.medusa import HeadAccuracy, load_medusa, read_outline, save_medusa
+from specexport.exporter.options import BuildOptions
 from specexport.exporter.verify import verify
 from specexport.graphs.medusa import MedusaHeads
 from specexport.runtime import Engine, SamplingParams

@@ -13,7 +13,8 @@ import pytest
 from specexport.contract import tensors
 from specexport.contract.manifest import read_manifest
 from specexport.contract.tree import TokenTree
-from specexport.exporter.build import BuildOptions, build
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
 from specexport.exporter.verify import verify
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backend import Graph, open_graph, step_buffers

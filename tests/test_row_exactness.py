@@ -28,7 +28,8 @@ def _avx512_vnni() -> bool:
 
 @pytest.fixture(scope="module", params=["int8", "int4"])
 def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from specexport.exporter.build import BuildOptions, build
+    from specexport.exporter.build import build
+    from specexport.exporter.options import BuildOptions
 
     folder = tmp_path_factory.mktemp(request.param)
     model = make_checkpoint(folder / "llama", "llama")

@@ -19,7 +19,8 @@ from rich.console import Console
 from specexport.contract import manifest as mf
 from specexport.contract.errors import BuildError, BundleError, RequestError
 from specexport.exporter import verify as module
-from specexport.exporter.build import BuildOptions, build
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
 from specexport.exporter.verify import Check, VerifyReport, render, verify
 from specexport.exporter.verify_graphs import check_graphs
 from specexport.exporter.verify_logits import LIMITS, Agreement, rounds

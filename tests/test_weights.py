@@ -113,7 +113,8 @@ def test_weights_beyond_fp16_stay_fp32_and_are_reported(tmp_path: Path) -> None:
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from specexport.exporter.build import BuildOptions, build
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
 import onnxruntime, torch, transformers
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()

@@ -8,6 +8,7 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
+from specexport.contract.shapes import CATCH_UP_TOKENS
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Graph
 from specexport.runtime.proposers.base import Ints, Proposal, SlotView, fill
@@ -25,10 +26,6 @@ class DraftModelProposer:
         manifest: the bundle's.
     """
 
-    catch_up = 2
-    """Tokens the first pass sees. Of K accepted drafts the last was never fed to the draft, so the last two tokens are
-    given each time; when the first of them was seen before, its row is written again with the same content."""
-
     def __init__(self, graph: Graph, manifest: Manifest) -> None:
         self._graph = graph
         self._chunk = manifest.prefill_chunk
@@ -36,7 +33,7 @@ class DraftModelProposer:
 
     def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
         """See :class:`Proposer`; a text of one token has nothing to catch up on and is left out."""
-        ready = [sequence for sequence in sequences if len(sequence.tokens) >= self.catch_up]
+        ready = [sequence for sequence in sequences if len(sequence.tokens) >= CATCH_UP_TOKENS]
         if not ready:
             return {}
         for sequence in ready:
@@ -44,21 +41,21 @@ class DraftModelProposer:
         K = max(sequence.tree.depth for sequence in ready)
         longest = max(len(sequence.tokens) for sequence in ready)
         self._graph.reserve(longest + K - 1)
-        given = self._graph.inputs(self.catch_up, drafts=K)
+        given = self._graph.inputs(CATCH_UP_TOKENS, drafts=K)
         for sequence in ready:
             slot, params = sequence.slot, sequence.params
-            given[tensors.INPUT_IDS][slot] = sequence.tokens[-self.catch_up :]
-            given[tensors.PAST_LENGTH][slot] = len(sequence.tokens) - self.catch_up
+            given[tensors.INPUT_IDS][slot] = sequence.tokens[-CATCH_UP_TOKENS:]
+            given[tensors.PAST_LENGTH][slot] = len(sequence.tokens) - CATCH_UP_TOKENS
             given[tensors.TEMPERATURE][slot] = params.temperature or 1.0
             given[tensors.TOP_K][slot] = 1 if params.greedy else min(max(params.top_k, 0), 2**31)
             given[tensors.TOP_P][slot] = params.top_p
             given[tensors.MIN_P][slot] = params.min_p
             if not params.greedy:
                 given[tensors.UNIFORM][slot] = sequence.random.random(K, np.float32)
-        made = self._graph.run(self.catch_up, drafts=K)
+        made = self._graph.run(CATCH_UP_TOKENS, drafts=K)
         for sequence in ready:
-            fed = range(self.catch_up + sequence.tree.depth - 1)
-            self._graph.commit(sequence.slot, len(sequence.tokens) - self.catch_up, fed)
+            fed = range(CATCH_UP_TOKENS + sequence.tree.depth - 1)
+            self._graph.commit(sequence.slot, len(sequence.tokens) - CATCH_UP_TOKENS, fed)
         return {sequence.slot: self._take(sequence, made) for sequence in ready}
 
     def _take(self, sequence: SlotView, made: Mapping[str, Array]) -> Proposal:
@@ -74,7 +71,7 @@ class DraftModelProposer:
     def _prefill(self, sequence: SlotView) -> None:
         """Gives the draft whatever it has not seen of the text, all but its last two tokens, in chunks."""
         slot, tokens = sequence.slot, sequence.tokens
-        done, stop = _common_prefix(self._seen.get(slot, []), tokens), len(tokens) - self.catch_up
+        done, stop = _common_prefix(self._seen.get(slot, []), tokens), len(tokens) - CATCH_UP_TOKENS
         while done < stop:
             chunk = tokens[done : min(done + self._chunk, stop)]
             self._graph.reserve(done + self._chunk)

@@ -1,0 +1,133 @@
+"""What ``specexport build`` can be asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specexport.contract import manifest as mf
+from specexport.contract.errors import BuildError
+from specexport.contract.tree import TokenTree
+from specexport.exporter.weights import PRECISIONS, Precision
+
+LOWERINGS: tuple[mf.LoweredAs, ...] = ("native", "portable")
+DEFAULT_BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What to build.
+
+    Attributes:
+        target: folder or hub id of the model whose distribution is sampled.
+        output: the bundle's folder; replaced only with ``overwrite``.
+        draft: folder or hub id of a smaller model with the same tokenizer, or None for plain decoding.
+        medusa: folder of Medusa heads for the target.
+        draft_medusa: folder of Medusa heads for the draft, which then proposes a tree in one pass.
+        ngram: also propose by n-gram prompt lookup.
+        prompt_lookup_max: most tokens it matches.
+        prompt_lookup_min: fewest.
+        suffix: also propose by a suffix automaton.
+        num_speculative_tokens: draft tokens a step of every method: of a chain, or of the tree of that size that suits
+            the heads; None for 4, for none at all where trees are given, and for 8, 4 and 2 where text is looked up.
+        speculative_choices: further sizes that requests may choose.
+        trees: what to verify, the default first: presets, JSON files or trees. With ``draft`` and ``medusa`` they are
+            the heads'; text that is looked up is proposed in chains.
+        max_seq_len: longest sequence in tokens; None for the models' limit, at most 2048.
+        precision: how the target's matrices are stored.
+        draft_precision: how the draft's and the target's heads' are; None for int8, or int4 where ``precision`` is.
+            What they round off costs a little acceptance and never changes what the target says.
+        block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256; None for 32. Lowered portably every
+            column of a matrix has one scale, as opset 20 knows no blocks.
+        lowering: ``native`` for ONNX Runtime 1.28 or newer; ``portable`` for TensorRT 10.3 and older ONNX Runtimes.
+        posterior_threshold: epsilon of typical acceptance, where a request asks for that and does not say.
+        posterior_alpha: its alpha.
+        overwrite: replace an existing bundle.
+    """
+
+    target: str
+    output: Path
+    draft: str | None = None
+    medusa: str | None = None
+    draft_medusa: str | None = None
+    ngram: bool = False
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+    suffix: bool = False
+    num_speculative_tokens: int | None = None
+    speculative_choices: tuple[int, ...] = ()
+    trees: tuple[str | Path | TokenTree, ...] = ()
+    max_seq_len: int | None = None
+    precision: Precision = "fp32"
+    draft_precision: Precision | None = None
+    block_size: int | None = None
+    lowering: mf.LoweredAs = "native"
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("precision", "draft_precision"):
+            value = getattr(self, name)
+            if value is not None and value not in PRECISIONS:
+                raise BuildError(f"{name} is {value!r}; expected one of {', '.join(PRECISIONS)}")
+        for k in self.sizes:
+            if not 1 <= k <= 32:
+                raise BuildError(f"num_speculative_tokens is {k}; expected 1 to 32")
+        if self.draft_medusa is not None and self.draft is None:
+            raise BuildError("draft_medusa was given without draft; they are heads of a draft model")
+        if self.draft is None and self.medusa is None:
+            if self.trees:
+                raise BuildError("trees was given without a draft or Medusa heads; nothing would fill them")
+            if self.sizes and not self.lookups:
+                raise BuildError(
+                    "num_speculative_tokens was given without a draft or Medusa heads, ngram or suffix; nothing would "
+                    "propose those tokens"
+                )
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if not 1 <= most <= mf.MAX_LOOKUP:
+            raise BuildError(f"prompt_lookup_max is {most}; expected 1 to {mf.MAX_LOOKUP}")
+        if not 1 <= least <= most:
+            raise BuildError(f"prompt_lookup_min is {least}; expected 1 to prompt_lookup_max, which is {most}")
+        for name in ("posterior_threshold", "posterior_alpha"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise BuildError(f"{name} is {getattr(self, name)}; expected 0 to 1")
+        if self.lowering not in LOWERINGS:
+            raise BuildError(f"lowering is {self.lowering!r}; expected one of {', '.join(LOWERINGS)}")
+        if self.block_size not in (None, 16, 32, 64, 128, 256):
+            raise BuildError(f"block_size is {self.block_size}; expected 16, 32, 64, 128 or 256")
+        if self.lowering == "portable":
+            for name in ("precision", "draft_precision"):
+                if getattr(self, name) == "int4":
+                    raise BuildError(
+                        f"{name} is 'int4', which the portable lowering cannot store: opset 20 has no four-bit "
+                        "integers; choose int8, fp16 or fp32, or the native lowering"
+                    )
+            if self.block_size is not None:
+                raise BuildError(
+                    f"block_size is {self.block_size}, but opset 20 knows no blocks: lowered portably each column of a "
+                    "matrix has one scale; leave block_size out, or choose the native lowering"
+                )
+        if self.max_seq_len is not None and self.max_seq_len < 2:
+            raise BuildError(f"max_seq_len is {self.max_seq_len}; expected at least 2")
+
+    @property
+    def weights_a_scale(self) -> int | None:
+        """Quantized weights that share a scale; None for a whole column of a matrix."""
+        return None if self.lowering == "portable" else self.block_size or DEFAULT_BLOCK_SIZE
+
+    @property
+    def proposing_precision(self) -> Precision:
+        """How what only proposes is stored: a draft, Medusa heads."""
+        return self.draft_precision or ("int4" if self.precision == "int4" else "int8")
+
+    @property
+    def lookups(self) -> tuple[str, ...]:
+        """The methods that need neither a model nor heads."""
+        return (*(("ngram",) if self.ngram else ()), *(("suffix",) if self.suffix else ()))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of draft tokens to build for, the default first; none where the user named none."""
+        first = () if self.num_speculative_tokens is None else (self.num_speculative_tokens,)
+        return tuple(dict.fromkeys((*first, *self.speculative_choices)))
