@@ -1,22 +1,27 @@
-"""``python -m benchmarks decode | lookup | methods | peers | turns``, on models that ``benchmarks.inflate`` makes."""
+"""``python -m benchmarks decode | lookup | methods | peers | serve | soak | turns``.
+
+The models are those that ``benchmarks.inflate`` makes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from benchmarks import decode, lookup, methods, peers, turns
+from benchmarks import decode, lookup, methods, peers, serve, soak, turns
 
 
-def main() -> int:
-    """Runs a benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+def parser() -> argparse.ArgumentParser:
+    """The argument parser of all benchmarks."""
+    top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
     for name, module in (
         ("decode", decode),
         ("lookup", lookup),
         ("methods", methods),
         ("peers", peers),
+        ("serve", serve),
+        ("soak", soak),
         ("turns", turns),
     ):
         command = commands.add_parser(
@@ -26,9 +31,15 @@ def main() -> int:
         )
         module.add_arguments(command)
         command.set_defaults(main=module.main)
-    arguments = parser.parse_args()
+    return top
+
+
+def main() -> int:
+    """Runs a benchmark."""
+    arguments = parser().parse_args()
     code: int = arguments.main(arguments)
     return code
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,6 +19,7 @@ from specexport.contract.manifest import Manifest, method_name
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Graph, open_graph, step_buffers
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.constraint import Grammars
 from specexport.runtime.logprobs import token_logprobs
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposers import Proposal, Proposer, SlotView, open_proposer
@@ -62,6 +63,9 @@ class Engine:
         self.manifest: Manifest = bundle.manifest
         self.tokenizer = bundle.tokenizer()
         self.chat_template = bundle.chat_template()
+        self._grammars = Grammars(
+            self.tokenizer, self.manifest.target.vocab_size, self.manifest.tokenizer.eos_token_ids
+        )
         self._target = target
         self.speculations = dict(speculations)
         self._slot = threading.Lock()
@@ -194,7 +198,10 @@ class Engine:
             posterior_alpha=own.posterior_alpha if params.posterior_alpha is None else params.posterior_alpha,
         )
         chosen, tree = self._choose(method, num_speculative_tokens) if speculation else (None, _ROOT)
-        return Stream(self, tokens, params, chosen, tree)
+        stream = Stream(self, tokens, params, chosen, tree)
+        if params.json_schema is not None:
+            stream.constraint = self._grammars.json_schema(params.json_schema)
+        return stream
 
     def _choose(self, method: str | None, draft_tokens: int | None) -> tuple[str | None, TokenTree]:
         """The method and tree of a request that speculates; none where the bundle has no way to."""
@@ -263,13 +270,15 @@ class Engine:
                 proposed = time.perf_counter()
                 outputs = self._verify(view, proposal)
                 verified = time.perf_counter()
-                path, bonus = _accept(outputs[tensors.LOGITS][view.slot], proposal, view)
+                path, bonus = _accept(_masked(outputs[tensors.LOGITS][view.slot], proposal, stream), proposal, view)
                 decided = time.perf_counter()
                 if proposer is not None:
                     proposer.observe(view.slot, outputs, path[-1] if path else 0)
                 new = [*(int(proposal.tokens[node - 1]) for node in path), bonus] if proposal else [bonus]
                 self._target.commit(view.slot, len(tokens) - 1, [0, *path])
                 new, piece, reason = self._commit(stream, new[:room], text)
+                if stream.constraint is not None:
+                    stream.constraint.advance(new)
                 said = (
                     token_logprobs(outputs[tensors.LOGITS][view.slot], [0, *path], new, params.logprobs)
                     if params.logprobs is not None
@@ -365,6 +374,15 @@ class Engine:
     def _release(self) -> None:
         self._holder = self._running = None
         self._slot.release()
+
+
+def _masked(logits: npt.NDArray[np.float32], proposal: Proposal | None, stream: Stream) -> npt.NDArray[np.float32]:
+    """The logits of a tree's nodes over the tokens that what the output is bound to allows."""
+    if stream.constraint is None:
+        return logits
+    if proposal is None:
+        return stream.constraint.masked(logits, _ROOT, np.empty(0, np.int64))
+    return stream.constraint.masked(logits, proposal.tree, proposal.tokens)
 
 
 def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: SlotView) -> tuple[list[int], int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +36,8 @@ class SamplingParams:
         n: outputs for one prompt. A stream is one output; ``LLM`` and the server make several.
         logprobs: with each token give its log-probability and those of this many most probable tokens; 0 gives its own
             alone, None nothing. They are the target's own, before temperature and filters.
+        json_schema: binds the output to JSON that fits this schema, a mapping or its JSON; needs llguidance. What is
+            sampled is the model's distribution over the tokens the schema allows.
         ignore_eos: go on past end-of-text tokens, as benchmarks do.
         acceptance: ``lossless``, or ``typical``: a draft token stays if it is likely enough, so more are accepted and
             what is sampled is no longer the model's own distribution. Greedy decoding is lossless either way.
@@ -55,6 +59,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
     logprobs: int | None = None
+    json_schema: str | None = None
     ignore_eos: bool = False
     acceptance: Literal["lossless", "typical"] = "lossless"
     posterior_threshold: float | None = None
@@ -66,6 +71,8 @@ class SamplingParams:
         else:
             object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if isinstance(self.json_schema, Mapping):
+            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
         _require("max_tokens", self.max_tokens, _whole(self.max_tokens) and self.max_tokens >= 0, "a whole number >= 0")
         _require("temperature", self.temperature, _finite(self.temperature) and self.temperature >= 0, "a number >= 0")
         _require("top_p", self.top_p, _finite(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
@@ -82,6 +89,8 @@ class SamplingParams:
         ids = all(_whole(token) and token >= 0 for token in self.stop_token_ids)
         _require("stop_token_ids", self.stop_token_ids, ids, "whole numbers >= 0")
         _require("n", self.n, _whole(self.n) and self.n >= 1, "a whole number >= 1")
+        bound = self.json_schema is None or not self.ignore_eos
+        _require("ignore_eos", self.ignore_eos, bound, "False with a json_schema, which says where the text ends")
         few = self.logprobs is None or (_whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS)
         _require("logprobs", self.logprobs, few, f"a whole number from 0 to {MAX_LOGPROBS}")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from specexport.contract.tree import TokenTree
+from specexport.runtime.constraint import Constraint
 from specexport.runtime.logprobs import TokenLogprobs
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.stats import Stats
@@ -88,6 +89,7 @@ class Stream:
         stats: its counters, up to date after every chunk.
         method: how it speculates; None decodes plainly.
         tree: the tree its steps verify; the root alone where it decodes plainly.
+        constraint: what the output is bound to; None for nothing.
         cancelled: whether :meth:`cancel` was called.
     """
 
@@ -99,6 +101,7 @@ class Stream:
         self.method = method
         self.tree = tree
         self.stats = Stats(prompt_tokens=len(tokens))
+        self.constraint: Constraint | None = None
         self.cancelled = False
         self._engine = engine
         self._chunks: Iterator[Chunk] | None = None

@@ -1,0 +1,170 @@
+"""Load on ``specexport serve``: many requests at once, with and without speculation, through the openai client.
+
+Requests come as fast as ``--concurrency`` lets them. Time to first token runs from sending a request to its first text;
+time between tokens is that between events, shared among the tokens of an event as far as the server's own histogram
+does, so that both are given: the client's mean a request, and the server's quantiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import openai
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.decode import machine
+from benchmarks.pair import bundle as pair_bundle
+from benchmarks.pair import inflated_pair
+from benchmarks.serving import Process, quantile, server
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``python -m benchmarks serve``."""
+    parser.add_argument("--bundle", type=Path, help="what to serve (default: the benchmark-size pair, K = 4)")
+    parser.add_argument("--models", type=Path, default=Path("examples/models"), help="holds demo-target and demo-draft")
+    parser.add_argument("--prompts", type=Path, default=Path("examples/prompts/held_out.jsonl"))
+    parser.add_argument("--work", type=Path, default=Path(".cache/bench"), help="keeps inflated models and bundles")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--prompt-chars", type=int, default=400)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+
+
+@dataclass
+class Row:
+    """What was measured of one way; times in seconds.
+
+    Attributes:
+        name: with or without speculation.
+        requests: that were answered.
+        tokens_per_second: of all requests together.
+        first_p50: time to first token.
+        first_p99: the same.
+        token_p50: a request's mean time between tokens.
+        token_p99: the same.
+        server: the same from the server's histograms, by name, each with its p50 and p99.
+        acceptance_length: mean tokens a step.
+    """
+
+    name: str
+    requests: int
+    tokens_per_second: float
+    first_p50: float
+    first_p99: float
+    token_p50: float
+    token_p99: float
+    server: dict[str, tuple[float, float]]
+    acceptance_length: float
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs ``python -m benchmarks serve``."""
+    served = arguments.bundle
+    if served is None:
+        target, draft = inflated_pair(arguments.models, arguments.work)
+        served = pair_bundle(target, draft, arguments.work, arguments.precision, (4,), 1024)
+    lines = arguments.prompts.read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line)["text"][: arguments.prompt_chars] for line in lines if line.strip()]
+    prompts = [texts[index % len(texts)] for index in range(arguments.requests)]
+    rows = []
+    for name, draft_tokens in (("speculation", None), ("plain", 0)):
+        with server(served, "--max-queue", str(arguments.requests), threads=arguments.threads) as running:
+            rows.append(asyncio.run(_load(name, draft_tokens, running, prompts, arguments)))
+    Console().print(_table(rows, arguments))
+    if arguments.json is not None:
+        document = {"machine": machine(arguments.threads), "rows": [asdict(row) for row in rows]}
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+async def _load(
+    name: str, draft_tokens: int | None, running: Process, prompts: list[str], arguments: argparse.Namespace
+) -> Row:
+    first: list[float] = []
+    between: list[float] = []
+    told: list[dict[str, float]] = []
+    places = asyncio.Semaphore(arguments.concurrency)
+    extra = {"ignore_eos": True, "include_speculation": True}
+    if draft_tokens is not None:
+        extra["num_speculative_tokens"] = draft_tokens
+    async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="EMPTY", timeout=3600, max_retries=0) as client:
+
+        async def one(prompt: str) -> int:
+            async with places:
+                sent, times = time.perf_counter(), []
+                stream = await client.completions.create(
+                    model="model",
+                    prompt=prompt,
+                    max_tokens=arguments.new_tokens,
+                    temperature=0,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                    extra_body=extra,
+                )
+                tokens = 0
+                async for part in stream:
+                    if part.choices:
+                        times.append(time.perf_counter())
+                    if part.usage is not None:
+                        tokens = part.usage.completion_tokens
+                        told.append(part.usage.model_dump()["speculation"])
+                first.append(times[0] - sent)
+                between.append((times[-1] - times[0]) / max(1, tokens - 1))
+                return tokens
+
+        await one(prompts[0])
+        for values in (first, between, told):
+            values.clear()
+        before = running.metrics()
+        began = time.perf_counter()
+        made = await asyncio.gather(*map(one, prompts))
+        seconds = time.perf_counter() - began
+    after = running.metrics()
+    histograms = ("time_to_first_token_seconds", "inter_token_latency_seconds")
+    return Row(
+        name,
+        len(made),
+        sum(made) / seconds,
+        quantile(first, 0.5),
+        quantile(first, 0.99),
+        quantile(between, 0.5),
+        quantile(between, 0.99),
+        {each: (_bucket(before, after, each, 0.5), _bucket(before, after, each, 0.99)) for each in histograms},
+        sum(one["acceptance_length"] for one in told) / len(told),
+    )
+
+
+def _bucket(before: dict[str, float], after: dict[str, float], name: str, share: float) -> float:
+    """A quantile of a Prometheus histogram, between the bounds of its bucket in proportion."""
+    head = f'{name}_bucket{{le="'
+    counts = sorted(
+        (float(key.removeprefix(head).rstrip('"}')), value - before.get(key, 0.0))
+        for key, value in after.items()
+        if key.startswith(head)
+    )
+    wanted, lower, below = share * counts[-1][1], 0.0, 0.0
+    for bound, count in counts:
+        if count >= wanted:
+            return lower if bound == float("inf") else lower + (bound - lower) * (wanted - below) / (count - below or 1)
+        lower, below = bound, count
+    return lower
+
+
+def _table(rows: list[Row], arguments: argparse.Namespace) -> Table:
+    table = Table(title=f"{arguments.requests} requests, {arguments.concurrency} at once; milliseconds, p50 / p99")
+    for heading in ("", "tokens/s", "first token", "between tokens", "first, server", "between, server", "tokens/step"):
+        table.add_column(heading)
+    for row in rows:
+        pairs = [(row.first_p50, row.first_p99), (row.token_p50, row.token_p99), *row.server.values()]
+        cells = [f"{low * 1e3:.1f} / {high * 1e3:.1f}" for low, high in pairs]
+        table.add_row(row.name, f"{row.tokens_per_second:.1f}", *cells, f"{row.acceptance_length:.2f}")
+    return table

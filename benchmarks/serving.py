@@ -1,0 +1,85 @@
+"""``specexport serve`` in a process of its own, for the benchmarks that load it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+_START = 120.0
+
+
+class Process:
+    """A server that runs.
+
+    Attributes:
+        url: where.
+        process: the process.
+    """
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes]) -> None:
+        self.url = url
+        self.process = process
+
+    def metrics(self) -> dict[str, float]:
+        """What ``/metrics`` says: values by name and labels, without our prefix and the model's name."""
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        found: dict[str, float] = {}
+        for line in text.splitlines():
+            if line[:1] != "#":
+                name, _, value = line.rpartition(" ")
+                plain = re.sub(r'model_name="[^"]*",?', "", name.removeprefix("specexport:")).replace("{}", "")
+                found[plain.replace(",}", "}")] = float(value)
+        return found
+
+
+@contextmanager
+def server(bundle: Path, *flags: str, threads: int) -> Iterator[Process]:
+    """Serves a bundle on a free port, and stops as an operator would.
+
+    Raises:
+        RuntimeError: it does not start, or does not stop when it is told to.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "specexport", "serve", str(bundle), "--port", str(port)]
+    command += ["--threads", str(threads), "--served-model-name", "model", "--log-level", "warning", *flags]
+    with subprocess.Popen(command) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _until_ready(url, process)
+            yield Process(url, process)
+            process.send_signal(signal.SIGTERM)
+            # uvicorn lets the signal end the process once everything is closed.
+            if process.wait(120) not in (0, -signal.SIGTERM):
+                raise RuntimeError(f"the server ended with {process.returncode}")
+        finally:
+            process.kill()
+
+
+def _until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + _START
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            break
+        try:
+            if httpx.get(f"{url}/ready").status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise RuntimeError("the server did not start")
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that this share of them is not above."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

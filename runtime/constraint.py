@@ -1,0 +1,126 @@
+"""Outputs bound to a grammar: which tokens may follow, at every node of a tree.
+
+The masks are applied to the target's logits before acceptance, so p is the target's distribution over what the grammar
+allows, and everything that is lossless stays lossless with respect to it. Proposers know nothing of it: what they draft
+against the grammar has p = 0 and is rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from specexport.contract.errors import BackendError, RequestError
+from specexport.contract.tree import TokenTree
+
+if TYPE_CHECKING:
+    import llguidance
+
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+
+class Grammars:
+    """Makes constraints for one tokenizer.
+
+    Args:
+        tokenizer: the bundle's.
+        vocab_size: V, the width of the logits.
+        eos_token_ids: tokens that end a text; a grammar that is satisfied allows them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
+
+    def json_schema(self, schema: str) -> Constraint:
+        """A constraint to JSON that fits a schema, which is given as JSON.
+
+        Raises:
+            RequestError: the schema is not one, or holds what cannot be bound to.
+            BackendError: llguidance is not installed.
+        """
+        # Imported here: only bound outputs need it.
+        known = self._vocabulary
+        import llguidance
+
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        matcher = llguidance.LLMatcher(known, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise RequestError(f"the JSON schema cannot be used: {matcher.get_error().splitlines()[0]}")
+        return Constraint(matcher, self._vocab_size, self._eos)
+
+    @cached_property
+    def _vocabulary(self) -> llguidance.LLTokenizer:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise BackendError(
+                f"JSON schemas need llguidance ({error}); install it with: pip install 'specexport[serve]'"
+            ) from error
+        if not self._eos:
+            raise RequestError("the model names no end-of-text token, so that no output could be bound to end")
+        plain = Tokenizer.from_str(self._tokenizer.to_str())
+        plain.no_padding()
+        plain.no_truncation()
+        # Logits may be wider than the tokenizer, never narrower.
+        width = max(self._vocab_size, plain.get_vocab_size(with_added_tokens=True))
+        return llguidance.LLTokenizer(plain.to_str(), n_vocab=width, eos_token=self._eos)
+
+
+class Constraint:
+    """One output's grammar, and how far the output has come in it."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._eos = frozenset(eos_token_ids)
+
+    def masked(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
+        """Logits with minus infinity wherever the grammar does not let a token follow.
+
+        Args:
+            logits: float32 ``[N,V]``, at every node of the tree; not changed.
+            tree: its N nodes.
+            draft_tokens: int64 ``[N-1]``, those of nodes 1 to N-1.
+
+        Returns:
+            float32 ``[N,V]``. Nodes that the grammar forbids to reach are left as they are.
+
+        Raises:
+            RequestError: the grammar has become too complex to follow.
+        """
+        made: Floats = logits.copy()
+        tokens = draft_tokens.tolist()
+        self._mask(made, tree, tokens, 0)
+        return made
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Takes what a step has committed."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_tokens(list(tokens))
+
+    def _mask(self, logits: Floats, tree: TokenTree, tokens: list[int], node: int) -> None:
+        """Masks a node and those below it; leaves the matcher where it was."""
+        allowed = self._allowed()
+        logits[node, ~allowed] = -np.inf
+        for child in tree.children[node]:
+            token = tokens[child - 1]
+            # Nothing follows the end of a text. Consuming takes a token or leaves the matcher as it was.
+            if allowed[token] and token not in self._eos and self._matcher.try_consume_tokens([token]) == 1:
+                self._mask(logits, tree, tokens, child)
+                self._matcher.rollback(1)
+
+    def _allowed(self) -> Bools:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise RequestError(f"the JSON schema cannot be followed: {self._matcher.get_error().splitlines()[0]}")
+        return np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(np.bool_)

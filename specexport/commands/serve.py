@@ -1,0 +1,126 @@
+"""Serve a bundle or a model over OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from specexport.contract.errors import BuildError
+
+_OLD = {
+    "--speculative-model": "model",
+    "--num-speculative-tokens": "num_speculative_tokens",
+    "--ngram-prompt-lookup-max": "prompt_lookup_max",
+    "--ngram-prompt-lookup-min": "prompt_lookup_min",
+    "--speculative-draft-tensor-parallel-size": "draft_tensor_parallel_size",
+}
+"""Flags vLLM had once: what became of them."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of ``specexport serve``."""
+    parser.add_argument(
+        "source", nargs="?", metavar="BUNDLE_OR_MODEL", help="a bundle, or a model that is built on first use"
+    )
+    parser.add_argument("--model", metavar="DIR_OR_ID", help="the same, as a flag")
+    parser.add_argument("--speculative-config", metavar="JSON", help="how to speculate: method, model, ...")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for every one")
+    parser.add_argument("--port", type=int, default=8000, help="0 for any that is free")
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="one that clients have to send; repeatable (default: $SPECEXPORT_API_KEY, else none)",
+    )
+    parser.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="the model's names in the API (default: as given)"
+    )
+    parser.add_argument("--max-model-len", type=int, metavar="S", help="most tokens of prompt and output")
+    parser.add_argument("--max-queue", type=int, default=128, metavar="N", help="most requests that wait")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="most a request may take; 0 for no limit"
+    )
+    parser.add_argument(
+        "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="that requests may take to finish"
+    )
+    parser.add_argument("--max-body-bytes", type=int, default=8 << 20, metavar="N", help="of a request")
+    parser.add_argument("--seed", type=int, help="of requests without one of their own")
+    parser.add_argument("--precision", choices=("fp32", "fp16", "int8", "int4"), help="of a model that is built")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    parser.add_argument("-tp", "--tensor-parallel-size", type=int, default=1, metavar="1", help="1: nothing is split")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, metavar="SHARE", help="of a GPU's memory; on a CPU none is taken"
+    )
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    for flag in _OLD:
+        parser.add_argument(flag, dest=flag, default=None, help=argparse.SUPPRESS)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs ``specexport serve``."""
+    _refuse_old_flags(arguments)
+    if (arguments.source is None) == (arguments.model is None):
+        raise BuildError("give a bundle or a model, either by itself or with --model")
+    for name, least in (("timeout", 0), ("shutdown_timeout", 0), ("max_queue", 0), ("max_body_bytes", 1)):
+        if getattr(arguments, name) < least:
+            raise BuildError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; expected at least {least}")
+    try:
+        from specexport.server.app import create_app
+        from specexport.server.run import make_server
+        from specexport.server.service import Service
+    except ImportError as error:
+        raise BuildError(
+            f"serving needs the [serve] extra ({error}); install it with: pip install 'specexport[cpu,serve]'"
+        ) from error
+    from specexport.async_engine import AsyncEngine
+
+    source = arguments.source or arguments.model
+    build: dict[str, Any] = {"precision": arguments.precision} if arguments.precision else {}
+    engine = AsyncEngine.open(
+        source,
+        max_queue=arguments.max_queue,
+        speculative_config=arguments.speculative_config,
+        max_model_len=arguments.max_model_len,
+        seed=arguments.seed,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
+        threads=arguments.threads,
+        **build,
+    )
+    service = Service(engine, tuple(arguments.served_model_name or [source]), arguments.timeout or None)
+    app = create_app(service, api_keys=_keys(arguments.api_key), max_body_bytes=arguments.max_body_bytes)
+    server = make_server(
+        app,
+        engine,
+        host=arguments.host,
+        port=arguments.port,
+        patience=arguments.shutdown_timeout,
+        log_level=arguments.log_level,
+    )
+    server.run()
+    return 0 if server.started else 1
+
+
+def _keys(given: Sequence[str]) -> list[str]:
+    keys = list(given) or [key for key in (os.environ.get("SPECEXPORT_API_KEY"),) if key]
+    if any(not key for key in keys):
+        raise BuildError("--api-key is empty; leave it out to let anyone in")
+    return keys
+
+
+def _refuse_old_flags(arguments: argparse.Namespace) -> None:
+    given = {flag: getattr(arguments, flag) for flag in _OLD if getattr(arguments, flag) is not None}
+    if not given:
+        return
+    config: dict[str, Any] = {"method": "draft_model"}
+    for flag, value in given.items():
+        config[_OLD[flag]] = int(value) if value.isdecimal() else value
+    if config.get("model") in (None, "[ngram]", "ngram"):
+        config = {**{key: value for key, value in config.items() if key != "model"}, "method": "ngram"}
+    raise BuildError(
+        f"{', '.join(given)}: vLLM's older form; write --speculative-config '{json.dumps(config)}' instead"
+    )

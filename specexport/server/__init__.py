@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: ``specexport serve``. Needs the ``[serve]`` extra."""

@@ -1,0 +1,318 @@
+"""Requests and responses: OpenAI's names and meanings, and the few of vLLM's that go beyond them.
+
+A field that is not known is refused, and so is a known one that asks for what is not there: nothing is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+
+from specexport.runtime.params import MAX_LOGPROBS
+
+MAX_CHOICES = 128
+_LARGEST = 2**31 - 1
+
+
+def _neutral(value: Any) -> Any:
+    if value not in (None, 0, {}, []):
+        raise ValueError("not supported; leave it out")
+    return value
+
+
+Unsupported = Annotated[
+    Any, AfterValidator(_neutral), WithJsonSchema({"enum": [None, 0, {}, [], False], "description": "Not supported."})
+]
+"""What clients may send as long as it asks for nothing."""
+
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Token = Annotated[int, Field(ge=0, le=_LARGEST)]
+Text = Annotated[str, Field(max_length=4_000_000)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Request):
+    """How to stream."""
+
+    include_usage: bool = Field(False, description="Send a last chunk with the usage of the whole request.")
+
+
+class Generation(_Request):
+    """What completions and chats have in common."""
+
+    model: str | None = Field(None, description="One of those /v1/models names; may be left out.")
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Outputs for a prompt.")
+    stream: bool = Field(False, description="Send chunks as server-sent events.")
+    stream_options: StreamOptions | None = Field(None, description="With stream only.")
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = Field(
+        None, description="Texts that end the output; they are not part of it."
+    )
+    seed: int | None = Field(None, ge=0, le=2**63 - 1, description="Makes the output reproducible.")
+    temperature: float | None = Field(None, ge=0, le=2, description="None for the model's own; 0 is greedy.")
+    top_p: float | None = Field(None, gt=0, le=1, description="None for the model's own.")
+    user: str | None = Field(None, max_length=512, description="Who asks; changes nothing.")
+    frequency_penalty: Unsupported = None
+    presence_penalty: Unsupported = None
+    logit_bias: Unsupported = None
+    # vLLM's, and ours.
+    top_k: int | None = Field(None, ge=-1, le=_LARGEST, description="Keep this many most probable tokens; 0 keeps all.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens less probable than this share of the best.")
+    stop_token_ids: Annotated[list[Token], Field(max_length=64)] = Field(
+        default_factory=list, description="Tokens that end the output."
+    )
+    ignore_eos: bool = Field(False, description="Go on past the end of text.")
+    speculative_method: str | None = Field(None, max_length=64, description="One of the bundle's ways to speculate.")
+    num_speculative_tokens: int | None = Field(
+        None, ge=0, le=_LARGEST, description="One of the sizes the bundle was built for; 0 decodes plainly."
+    )
+    include_speculation: bool = Field(False, description="Add what speculation did to the usage.")
+    timeout: float | None = Field(
+        None, gt=0, le=86400, description="Seconds, waiting included; at most the server's own."
+    )
+
+
+class CompletionRequest(Generation):
+    """``POST /v1/completions``."""
+
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+    ) = Field(description="Text or token ids; several of either are several prompts.")
+    max_tokens: int | None = Field(16, ge=0, le=_LARGEST, description="None for what the context holds.")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Give each token's log-probability and those of this many others."
+    )
+    echo: bool = Field(False, description="Begin the text with the prompt; without logprobs only.")
+    best_of: Unsupported = None
+    suffix: Unsupported = None
+
+
+class TextPart(_Request):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(_Request):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(max_length=256)] | None = None
+    name: str | None = Field(None, max_length=256)
+    tool_call_id: str | None = Field(None, max_length=256)
+    refusal: Unsupported = None
+    annotations: Unsupported = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
+    tool_calls: Unsupported = None
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+
+
+class ChatRequest(Generation):
+    """``POST /v1/chat/completions``."""
+
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=0, le=_LARGEST, description="None for what the context holds.")
+    max_tokens: int | None = Field(None, ge=0, le=_LARGEST, description="The older name of max_completion_tokens.")
+    logprobs: bool = Field(False, description="Give each token's log-probability.")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="And those of this many others.")
+    chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Any] = Field(
+        default_factory=dict, description="Variables the model's chat template knows."
+    )
+    response_format: Unsupported = None
+    prediction: Unsupported = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
+    functions: Unsupported = None
+    metadata: Unsupported = None
+    modalities: Unsupported = None
+    parallel_tool_calls: Unsupported = None
+    reasoning_effort: Unsupported = None
+    service_tier: Unsupported = None
+    store: Unsupported = None
+    tool_choice: Unsupported = None
+    tools: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
+
+
+class TokenizeRequest(_Request):
+    """``POST /tokenize``: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = Field(True, description="Of a prompt: those the tokenizer adds by itself.")
+
+
+# --- responses --------------------------------------------------------------------------------------------------------
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong: ``param`` names the field."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    """Every error's body."""
+
+    error: ErrorDetail
+
+
+class ModelCard(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "specexport"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """``GET /v1/models``."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class SpeculationUsage(BaseModel):
+    """What speculation did; names are vLLM's."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: list[int]
+    acceptance_length: float
+
+
+class Usage(BaseModel):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    speculation: SpeculationUsage | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities of a completion's tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One output, or a piece of one."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class CompletionResponse(BaseModel):
+    """A completion, or a chunk of one."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    """A token that might have been, or was."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TopLogprob):
+    """A token that was."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of a message's tokens."""
+
+    content: list[ChatLogprob]
+
+
+class AssistantMessage(BaseModel):
+    """What the model said, or a piece of it."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatResponse(BaseModel):
+    """A chat completion."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatChunkChoice(BaseModel):
+    """A piece of an answer."""
+
+    index: int
+    delta: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class ChatChunk(BaseModel):
+    """A chunk of a chat completion."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class TokenizeResponse(BaseModel):
+    """Tokens of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class Status(BaseModel):
+    """How the server is."""
+
+    status: str

@@ -1,0 +1,90 @@
+"""A real server over a tiny bundle, for the tests of it."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from specexport.async_engine import AsyncEngine
+from specexport.contract.manifest import file_entry, read_manifest, write_manifest
+from specexport.server.app import create_app
+from specexport.server.run import Server, make_server
+from specexport.server.service import Service
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+NAME = "tiny"
+DEADLINE = 120.0
+
+
+def with_chat_template(bundle: Path, place: Path) -> Path:
+    """A copy of a bundle whose model has a chat template."""
+    folder = shutil.copytree(bundle, place)
+    manifest = read_manifest(folder)
+    name = "tokenizer/chat_template.jinja"
+    (folder / name).write_text(TEMPLATE, encoding="utf-8")
+    tokenizer = msgspec.structs.replace(
+        manifest.tokenizer, chat_template=name, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}
+    )
+    write_manifest(
+        folder,
+        msgspec.structs.replace(manifest, tokenizer=tokenizer, files=(*manifest.files, file_entry(folder, name))),
+    )
+    return folder
+
+
+class Served:
+    """A server that runs.
+
+    Attributes:
+        server: uvicorn's.
+        service: what it serves.
+        url: where.
+    """
+
+    def __init__(self, server: Server, service: Service) -> None:
+        self.server = server
+        self.service = service
+        port = server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+
+    def idle(self) -> None:
+        """Waits until no request holds a slot or waits for one."""
+        until = time.monotonic() + DEADLINE
+        while self.service.engine.running + self.service.engine.waiting:
+            assert time.monotonic() < until, "a slot is not freed"
+            time.sleep(0.005)
+
+
+@contextmanager
+def served(
+    bundle: Path, *, max_queue: int = 128, timeout: float | None = None, patience: float = 20.0, **app: Any
+) -> Iterator[Served]:
+    """Serves a bundle on a free port."""
+    engine = AsyncEngine.open(bundle=bundle, threads=1, max_queue=max_queue)
+    service = Service(engine, (NAME, "also"), timeout)
+    server = make_server(
+        create_app(service, **app), engine, host="127.0.0.1", port=0, patience=patience, log_level="warning"
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until = time.monotonic() + DEADLINE
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        assert time.monotonic() < until, "the server does not start"
+        time.sleep(0.01)
+    try:
+        yield Served(server, service)
+    finally:
+        server.should_exit = True
+        thread.join(DEADLINE)
+        assert not thread.is_alive(), "the server does not stop"

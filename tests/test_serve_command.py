@@ -1,0 +1,104 @@
+"""``specexport serve`` as a process, and what its flags say."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.__main__ import parser
+from benchmarks.serving import server
+from specexport.cli import main
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--speculative-model", "d", "--num_speculative_tokens", "5"],
+            {"method": "draft_model", "model": "d", "num_speculative_tokens": 5},
+        ),
+        (
+            ["--speculative_model", "[ngram]", "--ngram_prompt_lookup_max", "4", "--num-speculative-tokens", "3"],
+            {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3},
+        ),
+    ],
+)
+def test_old_flags_are_answered_with_the_new_form(
+    words: list[str], expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "model", *words]) == 1
+    found = re.search(r"--speculative-config '(.*)'", capsys.readouterr().err)
+    assert found is not None
+    assert json.loads(found[1]) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give a bundle or a model"),
+        (["a", "--model", "b"], "give a bundle or a model"),
+        (["a", "--timeout", "-1"], "--timeout is -1.0; expected at least 0"),
+        (["a", "--max-queue", "-1"], "--max-queue is -1"),
+        (["./nowhere"], "no such folder"),
+        (["{}", "-tp", "2"], "tensor_parallel_size is 2; expected 1"),
+        (["{}", "--gpu_memory_utilization", "2"], "gpu_memory_utilization is 2.0"),
+        (["{}", "--speculative_config", '{"method": "magic"}'], "method is 'magic'"),
+        (["{}", "--max_model_len", "4096"], "max_model_len is 4096"),
+        (["{}", "--precision", "int8"], "precision was given with a bundle"),
+        (["{}", "--api-key", ""], "--api-key is empty"),
+    ],
+)
+def test_wrong_flags_are_named(
+    bundle: Callable[[str], Path], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *(word.format(bundle("llama-near")) if word == "{}" else word for word in words)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_process_serves_and_finishes_its_streams_when_it_is_told_to_stop(bundle: Callable[[str], Path]) -> None:
+    flags = ("-tp", "1", "--seed", "42", "--max_model_len", "256", "--gpu_memory_utilization", "0.8", "--api_key", "k")
+    config = '{"num_speculative_tokens": 2, "method": "draft_model"}'
+    with server(bundle("llama-near"), *flags, "--speculative_config", config, threads=1) as running:
+        headers = {"Authorization": "Bearer k"}
+        models = httpx.get(f"{running.url}/v1/models", headers=headers).json()
+        assert (models["data"][0]["id"], models["data"][0]["max_model_len"]) == ("model", 256)
+        body = {"prompt": "a", "max_tokens": 240, "temperature": 0, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            next(lines)
+            running.process.send_signal(signal.SIGTERM)
+            events = list(lines)
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_short_soak_loses_nothing(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+    out = tmp_path / "soak.json"
+    words = ["soak", "--bundle", str(bundle("llama-near")), "--seconds", "8", "--threads", "1", "--json", str(out)]
+    arguments = parser().parse_args(words)
+    assert arguments.main(arguments) == 0
+    figures = json.loads(out.read_text(encoding="utf-8"))
+    assert figures["failures"] == []
+    assert figures["requests"] > 20
+    assert {"answered", "answered, streamed", "cancelled by the client", "refused, wrong"} <= set(figures["outcomes"])
+
+
+def test_the_load_benchmark_runs(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+    out = tmp_path / "serve.json"
+    words = ["serve", "--bundle", str(bundle("llama-near")), "--requests", "6", "--concurrency", "3", "--threads", "1"]
+    arguments = parser().parse_args([*words, "--new-tokens", "16", "--prompt-chars", "40", "--json", str(out)])
+    assert arguments.main(arguments) == 0
+    fast, plain = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert (fast["requests"], plain["requests"]) == (6, 6)
+    assert fast["acceptance_length"] > plain["acceptance_length"] == 1.0
+    for row in (fast, plain):
+        assert 0 < row["first_p50"] <= row["first_p99"]
+        low, high = row["server"]["time_to_first_token_seconds"]
+        assert 0 < low <= high

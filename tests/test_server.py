@@ -1,0 +1,502 @@
+"""``specexport serve``, as the official openai client and plain HTTP see it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from specexport.runtime import Engine, SamplingParams
+from tests.serving import NAME, Served, served, with_chat_template
+
+PROMPT = "one two three"
+GREEDY = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
+CHAT: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one two"}]
+
+
+@pytest.fixture(scope="module")
+def folder(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("served") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def tiny(folder: Path) -> Iterator[Served]:
+    with served(folder, max_body_bytes=100_000) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(tiny: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="EMPTY", max_retries=0)
+
+
+@pytest.fixture
+def http(tiny: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=tiny.url, timeout=120) as plain:
+        yield plain
+
+
+def said(tiny: Served, prompt: Any, **params: Any) -> Any:
+    """What the engine says by itself."""
+    return tiny.service.engine.frontend.engine.generate(prompt, SamplingParams(**params))
+
+
+# --- completions ------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_of_vllms_documentation_runs_as_it_is(tiny: Served) -> None:
+    client = openai.OpenAI(api_key="EMPTY", base_url=f"{tiny.url}/v1")
+    model = client.models.list().data[0].id
+    completion = client.completions.create(
+        model=model, prompt="A robot may not injure a human being", echo=False, n=2, stream=False, logprobs=3
+    )
+    assert [choice.index for choice in completion.choices] == [0, 1]
+    for choice in completion.choices:
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.tokens or []) == len(choice.logprobs.token_logprobs or []) <= 16
+        assert all(len(top) >= 1 for top in choice.logprobs.top_logprobs or [])
+    streamed = client.completions.create(model=model, prompt="A robot may not", n=2, stream=True, logprobs=3)
+    assert {choice.index for part in streamed for choice in part.choices} == {0, 1}
+
+
+def test_a_completion_is_what_the_engine_says(tiny: Served, client: openai.OpenAI) -> None:
+    expected = said(tiny, PROMPT, temperature=0.0, max_tokens=16, ignore_eos=True)
+    made = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, **GREEDY)
+    assert made.choices[0].text == expected.text
+    assert made.choices[0].finish_reason == "length"
+    assert made.object == "text_completion"
+    assert made.usage is not None
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (expected.stats.prompt_tokens, 16)
+    assert made.usage.total_tokens == made.usage.prompt_tokens + 16
+
+
+def test_a_streamed_completion_says_the_same_in_pieces(tiny: Served, client: openai.OpenAI) -> None:
+    expected = said(tiny, PROMPT, temperature=0.0, max_tokens=40, ignore_eos=True)
+    stream = client.completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=40, stream=True, stream_options={"include_usage": True}, **GREEDY
+    )
+    parts = list(stream)
+    assert "".join(choice.text for part in parts for choice in part.choices) == expected.text
+    assert [choice.finish_reason for part in parts[:-1] for choice in part.choices][-1] == "length"
+    assert len(parts) > 5
+    assert parts[-1].choices == []
+    assert parts[-1].usage is not None
+    assert parts[-1].usage.completion_tokens == 40
+    assert len({part.id for part in parts}) == 1
+
+
+def test_prompts_come_as_texts_and_tokens(tiny: Served, client: openai.OpenAI) -> None:
+    ids = tiny.service.engine.frontend.engine.encode(PROMPT)
+    alone = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=6, **GREEDY).choices[0].text
+    for prompt, count in (([PROMPT, "what"], 2), (ids, 1), ([ids, [5, 6]], 2)):
+        made = client.completions.create(model=NAME, prompt=prompt, max_tokens=6, **GREEDY)  # type: ignore[arg-type]
+        assert [choice.index for choice in made.choices] == list(range(count))
+        assert made.choices[0].text == alone
+
+
+def test_echo_and_no_tokens(client: openai.OpenAI) -> None:
+    for stream in (False, True):
+        made = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=0, echo=True, stream=stream)
+        parts = list(made) if stream else [made]
+        assert "".join(choice.text for part in parts for choice in part.choices) == PROMPT
+
+
+def test_stop_texts_seeds_and_n(tiny: Served, client: openai.OpenAI) -> None:
+    whole = said(tiny, PROMPT, temperature=0.0, max_tokens=16, ignore_eos=True).text
+    stop = whole[4:6]
+    made = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, stop=[stop], **GREEDY)
+    assert made.choices[0].text == whole[: whole.index(stop)]
+    assert made.choices[0].finish_reason == "stop"
+    texts = [
+        [
+            choice.text
+            for choice in client.completions.create(
+                model=NAME, prompt=PROMPT, n=3, seed=seed, temperature=1.0, max_tokens=12
+            ).choices
+        ]
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    assert len(set(texts[0])) == 3
+
+
+def test_logprobs_are_the_engines(tiny: Served, client: openai.OpenAI) -> None:
+    expected = said(tiny, PROMPT, temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
+    own = [pytest.approx(entry.logprob, abs=1e-3) for entry in expected.logprobs]
+    made = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, logprobs=2, **GREEDY).choices[0]
+    assert made.logprobs is not None
+    assert made.logprobs.token_logprobs == own
+    assert made.logprobs.text_offset is not None
+    assert made.logprobs.text_offset[0] == 0
+    parts = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, logprobs=2, stream=True, **GREEDY)
+    streamed = [choice.logprobs for part in parts for choice in part.choices if choice.logprobs is not None]
+    assert [value for entry in streamed for value in entry.token_logprobs or []] == own
+    assert [value for entry in streamed for value in entry.text_offset or []] == made.logprobs.text_offset
+
+
+def test_speculation_is_chosen_and_reported_on_request(client: openai.OpenAI) -> None:
+    found = []
+    for count in (0, 2, 7):
+        body = {"ignore_eos": True, "num_speculative_tokens": count, "include_speculation": True}
+        made = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, temperature=0.0, extra_body=body)
+        assert made.usage is not None
+        told = made.usage.model_dump()["speculation"]
+        assert told["num_draft_tokens"] == count * told["num_drafts"]
+        assert told["num_accepted_tokens"] == sum(told["num_accepted_tokens_per_pos"])
+        found.append(made.choices[0].text)
+    assert found[0] == found[1] == found[2]
+
+
+# --- chats ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_is_put_into_the_models_words(tiny: Served, client: openai.OpenAI) -> None:
+    prompt = tiny.service.engine.frontend.engine.tokenizer.encode(
+        "<s>system: be brief\nuser: one two\nassistant:", add_special_tokens=False
+    ).ids
+    expected = said(tiny, prompt, temperature=0.0, max_tokens=12, ignore_eos=True)
+    made = client.chat.completions.create(model=NAME, messages=CHAT, max_completion_tokens=12, **GREEDY)
+    assert made.choices[0].message.content == expected.text
+    assert made.choices[0].message.role == "assistant"
+    assert made.usage is not None
+    assert made.usage.prompt_tokens == len(prompt)
+    parts: Any = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    again = client.chat.completions.create(
+        model=NAME, messages=[CHAT[0], {"role": "user", "content": parts}], max_tokens=12, **GREEDY
+    )
+    assert again.choices[0].message.content == expected.text
+
+
+def test_a_streamed_chat_says_the_same_in_pieces(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=30, n=2, seed=3, temperature=0.9)
+    parts = list(
+        client.chat.completions.create(
+            model=NAME, messages=CHAT, max_tokens=30, n=2, seed=3, temperature=0.9, stream=True
+        )
+    )
+    for index in (0, 1):
+        deltas = [choice.delta for part in parts for choice in part.choices if choice.index == index]
+        assert deltas[0].role == "assistant"
+        assert "".join(delta.content or "" for delta in deltas) == whole.choices[index].message.content
+    assert all(part.object == "chat.completion.chunk" for part in parts)
+
+
+def test_chat_logprobs_name_tokens_and_bytes(client: openai.OpenAI) -> None:
+    made = client.chat.completions.create(
+        model=NAME, messages=CHAT, max_tokens=6, logprobs=True, top_logprobs=3, **GREEDY
+    )
+    content = made.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert content is not None
+    assert len(content) == 6
+    for entry in content:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == entry.top_logprobs[0].logprob
+        assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
+
+
+def test_what_a_template_refuses_is_an_error_of_the_request(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="no tools") as caught:
+        client.chat.completions.create(model=NAME, messages=[{"role": "tool", "content": "x", "tool_call_id": "a"}])
+    assert caught.value.param == "messages"
+
+
+def test_an_answer_may_be_sent_back_as_the_client_holds_it(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=4)
+    message: Any = first.choices[0].message
+    client.chat.completions.create(model=NAME, messages=[*CHAT, message, CHAT[1]], max_tokens=4)
+
+
+# --- the other endpoints ----------------------------------------------------------------------------------------------
+
+
+def test_models_tokenize_health_and_ready(http: httpx.Client, client: openai.OpenAI, tiny: Served) -> None:
+    assert [model.id for model in client.models.list().data] == [NAME, "also"]
+    assert client.models.retrieve(NAME).id == NAME
+    engine = tiny.service.engine.frontend.engine
+    body = http.post("/tokenize", json={"prompt": PROMPT}).json()
+    assert body == {"count": len(engine.encode(PROMPT)), "max_model_len": 512, "tokens": engine.encode(PROMPT)}
+    assert http.post("/tokenize", json={"messages": CHAT}).json()["count"] > 5
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/ready").json() == {"status": "ready"}
+
+
+def test_metrics_count_what_happened(http: httpx.Client, client: openai.OpenAI, tiny: Served) -> None:
+    def read() -> dict[str, float]:
+        lines = http.get("/metrics").text.splitlines()
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+
+    tiny.idle()
+    before = read()
+    made = client.completions.create(
+        model=NAME,
+        prompt=PROMPT,
+        max_tokens=20,
+        temperature=0.0,
+        extra_body={"ignore_eos": True, "include_speculation": True},
+    )
+    tiny.idle()
+    after = read()
+    label = f'{{model_name="{NAME}"}}'
+
+    def grown(name: str, labels: str = label) -> float:
+        return after[f"specexport:{name}{labels}"] - before.get(f"specexport:{name}{labels}", 0.0)
+
+    assert made.usage is not None
+    told = made.usage.model_dump()["speculation"]
+    assert grown("generation_tokens_total") == 20
+    assert grown("prompt_tokens_total") == made.usage.prompt_tokens
+    assert grown("spec_decode_num_drafts_total") == told["num_drafts"]
+    assert grown("spec_decode_num_draft_tokens_total") == told["num_draft_tokens"]
+    assert grown("spec_decode_num_accepted_tokens_total") == told["num_accepted_tokens"]
+    first = f'{{model_name="{NAME}",position="0"}}'
+    assert grown("spec_decode_num_accepted_tokens_per_pos_total", first) == told["num_accepted_tokens_per_pos"][0]
+    assert grown("request_success_total", f'{{finished_reason="length",model_name="{NAME}"}}') == 1
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+        assert grown(f"{name}_count") == 1
+    assert 0 < grown("inter_token_latency_seconds_count") < 20
+    assert after[f"specexport:num_requests_running{label}"] == 0
+    assert after["process_resident_memory_bytes"] > 0
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("completions", {"prompt": 1}, "prompt", "prompt"),
+        ("completions", {}, "prompt", "Field required"),
+        ("completions", {"prompt": []}, "prompt", "prompt"),
+        ("completions", {"prompt": "a", "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+        ("completions", {"prompt": "a", "max_tokens": "5"}, "max_tokens", "valid integer"),
+        ("completions", {"prompt": "a", "temperature": 3}, "temperature", "less than or equal to 2"),
+        ("completions", {"prompt": "a", "top_p": 0}, "top_p", "greater than 0"),
+        ("completions", {"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
+        ("completions", {"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ("completions", {"prompt": "a", "magic": 1}, "magic", "not known; leave it out"),
+        ("completions", {"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", "not supported; leave it out"),
+        ("completions", {"prompt": "a", "stop": [""]}, "stop.0", "at least 1 character"),
+        ("completions", {"prompt": [5, 999_999]}, None, "the prompt holds token 999999"),
+        ("completions", {"prompt": [5] * 512}, None, "the context holds 512"),
+        ("completions", {"prompt": "a", "echo": True, "logprobs": 1}, "logprobs", "leave out echo"),
+        ("completions", {"prompt": "a", "stream_options": {}}, "stream_options", "without stream"),
+        ("completions", {"prompt": "a", "speculative_method": "magic"}, "method", "built for draft_model"),
+        ("completions", {"prompt": "a", "num_speculative_tokens": 3}, "num_speculative_tokens", "built for 1, 2, 4, 7"),
+        ("completions", {"prompt": "\ud800"}, "prompt", "unicode"),
+        ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
+        ("chat/completions", {"messages": [{"role": "cat"}]}, "messages.0.role", "system"),
+        ("chat/completions", {"messages": CHAT, "tools": [{}]}, "tools", "not supported"),
+        ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "without logprobs"),
+        ("chat/completions", {"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", "one"),
+        (
+            "chat/completions",
+            {"messages": CHAT, "chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs",
+            "the server's",
+        ),
+    ],
+)
+def test_a_wrong_request_is_answered_with_the_field(
+    http: httpx.Client, path: str, body: dict[str, Any], param: str | None, words: str
+) -> None:
+    answer = http.post(f"/v1/{path}", content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"{", 400),
+        (b"", 400),
+        (b"[]", 400),
+        (b'"text"', 400),
+        (b'{"prompt": NaN}', 400),
+        (b'{"prompt": "a", "temperature": NaN}', 400),
+        (b"\xff\xfe", 400),
+        (b"[" * 50_000, 400),
+        (b'{"prompt": "' + b"a" * 120_000 + b'"}', 413),
+    ],
+)
+def test_what_is_no_request_is_said_to_be_none(http: httpx.Client, content: bytes, status: int) -> None:
+    answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_does_not_say_how_long_it_is_is_cut_off(http: httpx.Client) -> None:
+    def endless() -> Iterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(200):
+            yield b"a" * 1000
+
+    answer = http.post("/v1/completions", content=endless(), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+    assert "more than 100000 bytes" in answer.json()["error"]["message"]
+
+
+def test_other_models_paths_and_methods(http: httpx.Client, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="model 'gpt-5' is not served; there is 'tiny', 'also'"):
+        client.completions.create(model="gpt-5", prompt="a")
+    for answer, status in ((http.get("/v1/nothing"), 404), (http.get("/v1/completions"), 405)):
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+
+
+def test_an_unforeseen_error_tells_nothing_of_this_machine(
+    http: httpx.Client, tiny: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError("/secret/path: gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny.service.engine.frontend.engine, "encode", broken)
+        answer = http.post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+# --- keys, queues, deadlines, clients that leave ----------------------------------------------------------------------
+
+
+def test_api_keys(folder: Path) -> None:
+    with served(folder, api_keys=["first", "sécond"]) as running, httpx.Client(base_url=running.url) as http:
+        for key, status in (("first", 200), ("sécond", 200), ("firs", 401), ("firstt", 401), (None, 401)):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
+            answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers)  # type: ignore[arg-type]
+            assert answer.status_code == status
+            assert http.get("/v1/models", headers=headers).status_code == status  # type: ignore[arg-type]
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+        for path in ("/health", "/ready", "/metrics"):
+            assert http.get(path).status_code == 200
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{running.url}/v1", api_key="wrong").models.list()
+
+
+def test_a_full_queue_is_said_with_when_to_come_again(folder: Path) -> None:
+    long = {"prompt": "a", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+    with served(folder, max_queue=1) as running, httpx.Client(base_url=running.url, timeout=120) as http:
+        slots = running.service.engine.slots
+        with httpx.Client(base_url=running.url, timeout=120) as others:
+            streams = [others.stream("POST", "/v1/completions", json=long) for _ in range(slots + 1)]
+            for stream in streams:
+                stream.__enter__()
+            answer = http.post("/v1/completions", json=long)
+            assert answer.status_code == 429
+            assert int(answer.headers["Retry-After"]) >= 1
+            assert answer.json()["error"]["code"] == "queue_full"
+            for stream in streams:
+                stream.__exit__(None, None, None)
+        running.idle()
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        many = http.post("/v1/completions", json={"prompt": "a", "n": slots + 2})
+        assert many.status_code == 400
+        assert f"at most {slots + 1}" in many.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_frees_its_slot(tiny: Served, streamed: bool) -> None:
+    body = {"prompt": "a", "max_tokens": 500, "temperature": 0, "ignore_eos": True, "stream": streamed, "n": 3}
+    engine = tiny.service.engine
+    tiny.idle()
+    before = _tokens(tiny)
+    with httpx.Client(base_url=tiny.url, timeout=120) as http:
+        if streamed:
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+        else:
+            thread = threading.Thread(target=_left, args=(http, body))
+            thread.start()
+            while not engine.running:
+                time.sleep(0.001)
+            http.close()
+            thread.join(120)
+    tiny.idle()
+    assert _tokens(tiny) - before < 1400
+
+
+def _left(http: httpx.Client, body: dict[str, Any]) -> None:
+    with contextlib.suppress(httpx.HTTPError, RuntimeError):
+        http.post("/v1/completions", json=body, timeout=0.2)
+
+
+def _tokens(tiny: Served) -> float:
+    value = tiny.service.metrics.registry.get_sample_value("specexport:generation_tokens_total", {"model_name": NAME})
+    assert value is not None
+    return value
+
+
+def test_a_deadline_ends_a_request_with_its_own_error(http: httpx.Client, client: openai.OpenAI) -> None:
+    body = {"prompt": "a", "max_tokens": 500, "temperature": 0, "ignore_eos": True, "timeout": 0.05}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    extra = {"ignore_eos": True, "timeout": 0.05}
+    with pytest.raises(openai.APIError, match=r"not done after 0\.05 seconds"):
+        list(client.completions.create(model=NAME, prompt="a", max_tokens=500, stream=True, extra_body=extra))
+
+
+def test_the_servers_own_deadline_holds(folder: Path) -> None:
+    with served(folder, timeout=0.05) as running, httpx.Client(base_url=running.url, timeout=120) as http:
+        body = {"prompt": "a", "max_tokens": 500, "temperature": 0, "ignore_eos": True, "timeout": 100}
+        assert http.post("/v1/completions", json=body).status_code == 504
+
+
+# --- stopping ---------------------------------------------------------------------------------------------------------
+
+
+def _stream(url: str, max_tokens: int, events: list[str], begun: threading.Event) -> None:
+    body = {"prompt": "a", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=url, timeout=120) as http, http.stream("POST", "/v1/completions", json=body) as answer:
+        for line in answer.iter_lines():
+            if line:
+                events.append(line)
+                begun.set()
+
+
+@pytest.mark.parametrize(("patience", "finished"), [(60.0, True), (0.0, False)])
+def test_stopping_finishes_streams_or_says_that_it_does_not(folder: Path, patience: float, finished: bool) -> None:
+    events: list[str] = []
+    begun = threading.Event()
+    with served(folder, patience=patience) as running:
+        thread = threading.Thread(target=_stream, args=(running.url, 480, events, begun))
+        thread.start()
+        assert begun.wait(120)
+    thread.join(120)
+    assert events[-1] == "data: [DONE]"
+    last = json.loads(events[-2].removeprefix("data: "))
+    if finished:
+        assert last["choices"][0]["finish_reason"] == "length"
+    else:
+        assert last["error"]["code"] == "shutting_down"
+
+
+def test_an_engine_that_drains_is_not_ready(folder: Path) -> None:
+    with served(folder) as running, httpx.Client(base_url=running.url) as http:
+        running.service.engine._closed = True
+        assert http.get("/ready").status_code == 503
+        assert http.get("/health").status_code == 200
+        answer = http.post("/v1/completions", json={"prompt": "a"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+
+
+def test_the_models_context_bounds_outputs_without_a_limit(tiny: Served, http: httpx.Client) -> None:
+    engine: Engine = tiny.service.engine.frontend.engine
+    body = {"prompt": [5] * 500, "max_tokens": None, "temperature": 0, "ignore_eos": True}
+    made = http.post("/v1/completions", json=body).json()
+    assert made["usage"]["completion_tokens"] == engine.manifest.max_seq_len - 500
