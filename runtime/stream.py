@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -89,19 +89,28 @@ class Stream:
         stats: its counters, up to date after every chunk.
         method: how it speculates; None decodes plainly.
         tree: the tree its steps verify; the root alone where it decodes plainly.
+        hypothesis: tokens the output is expected to be.
         constraint: what the output is bound to; None for nothing.
         cancelled: whether :meth:`cancel` was called.
     """
 
     def __init__(
-        self, engine: _Runner, tokens: list[int], params: SamplingParams, method: str | None, tree: TokenTree
+        self,
+        engine: _Runner,
+        tokens: list[int],
+        params: SamplingParams,
+        method: str | None,
+        tree: TokenTree,
+        hypothesis: Sequence[int] = (),
+        constraint: Constraint | None = None,
     ) -> None:
         self.tokens = tokens
         self.params = params
         self.method = method
         self.tree = tree
+        self.hypothesis = hypothesis
+        self.constraint = constraint
         self.stats = Stats(prompt_tokens=len(tokens))
-        self.constraint: Constraint | None = None
         self.cancelled = False
         self._engine = engine
         self._chunks: Iterator[Chunk] | None = None

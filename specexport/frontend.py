@@ -26,11 +26,13 @@ class Choice:
         speculation: False decodes plainly.
         method: one of the bundle's; None for its default.
         num_speculative_tokens: one of the method's sizes; None for its default.
+        hypothesis: what the output is expected to be; leaves the method out.
     """
 
     speculation: bool = True
     method: str | None = None
     num_speculative_tokens: int | None = None
+    hypothesis: str | None = None
 
 
 @dataclass
@@ -163,6 +165,7 @@ class Frontend:
                 speculation=chosen.speculation,
                 method=chosen.method,
                 num_speculative_tokens=chosen.num_speculative_tokens,
+                hypothesis=chosen.hypothesis,
             )
             for index in range(params.n)
         ]

@@ -33,7 +33,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     draft_tensor_parallel_size: Literal[1] = 1
 
 
-_OPTIONS = {"draft_model": "draft", "medusa": "medusa", "ngram": "ngram", "suffix": "suffix"}
+_OPTIONS = {
+    "draft_model": "draft",
+    "medusa": "medusa",
+    "ngram": "ngram",
+    "suffix": "suffix",
+    "hypothesis": "hypothesis",
+}
 """By method: the build option that asks for it."""
 _OF_MODELS = ("draft_model", "medusa")
 """Methods that a model or heads propose for."""

@@ -38,6 +38,13 @@ def client(tiny: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="EMPTY", max_retries=0)
 
 
+@pytest.fixture(scope="module")
+def predicting(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = with_chat_template(bundle("qwen3-lookup"), tmp_path_factory.mktemp("predicting") / "bundle")
+    with served(folder) as running:
+        yield running
+
+
 @pytest.fixture
 def http(tiny: Served) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=tiny.url, timeout=120) as plain:
@@ -214,6 +221,57 @@ def test_an_answer_may_be_sent_back_as_the_client_holds_it(client: openai.OpenAI
     client.chat.completions.create(model=NAME, messages=[*CHAT, message, CHAT[1]], max_tokens=4)
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "old": {"type": "boolean"}},
+    "required": ["kind", "old"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+def test_an_answer_is_bound_to_a_schema(client: openai.OpenAI) -> None:
+    named: Any = {"type": "json_schema", "json_schema": {"name": "pet", "strict": True, "schema": SCHEMA}}
+    for seed in (1, 2, 3):
+        made = client.chat.completions.create(
+            model=NAME, messages=CHAT, response_format=named, seed=seed, temperature=1.2, n=2
+        )
+        for choice in made.choices:
+            assert choice.finish_reason == "stop"
+            assert set(json.loads(choice.message.content or "")) == {"kind", "old"}
+    made = client.chat.completions.create(
+        model=NAME, messages=CHAT, response_format={"type": "json_object"}, temperature=0, max_tokens=12
+    )
+    assert (made.choices[0].message.content or "").startswith("{")
+    client.chat.completions.create(model=NAME, messages=CHAT, response_format={"type": "text"}, max_tokens=1)
+    named["json_schema"]["schema"] = {"type": "magic"}
+    with pytest.raises(openai.BadRequestError, match="Invalid type: magic") as caught:
+        client.chat.completions.create(model=NAME, messages=CHAT, response_format=named)
+    assert caught.value.param == "response_format"
+
+
+def test_a_prediction_is_verified(predicting: Served) -> None:
+    client = openai.OpenAI(base_url=f"{predicting.url}/v1", api_key="EMPTY", max_retries=0)
+    plain = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=32, **GREEDY)
+    text = plain.choices[0].message.content or ""
+    made = client.chat.completions.create(
+        model=NAME, messages=CHAT, max_tokens=32, prediction={"type": "content", "content": text}, **GREEDY
+    )
+    assert made.choices[0].message.content == text
+    assert made.usage is not None
+    details = made.usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens is not None
+    assert details.rejected_prediction_tokens is not None
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
+
+
+def test_a_bundle_that_cannot_verify_predictions_says_so(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="built without the method") as caught:
+        client.chat.completions.create(model=NAME, messages=CHAT, prediction={"type": "content", "content": "a"})
+    assert caught.value.param == "prediction"
+
+
 # --- the other endpoints ----------------------------------------------------------------------------------------------
 
 
@@ -284,11 +342,11 @@ def test_metrics_count_what_happened(http: httpx.Client, client: openai.OpenAI, 
         ("completions", {"prompt": "a", "magic": 1}, "magic", "not known; leave it out"),
         ("completions", {"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", "not supported; leave it out"),
         ("completions", {"prompt": "a", "stop": [""]}, "stop.0", "at least 1 character"),
-        ("completions", {"prompt": [5, 999_999]}, None, "the prompt holds token 999999"),
-        ("completions", {"prompt": [5] * 512}, None, "the context holds 512"),
+        ("completions", {"prompt": [5, 999_999]}, "prompt", "the prompt holds token 999999"),
+        ("completions", {"prompt": [5] * 512}, "prompt", "the context holds 512"),
         ("completions", {"prompt": "a", "echo": True, "logprobs": 1}, "logprobs", "leave out echo"),
         ("completions", {"prompt": "a", "stream_options": {}}, "stream_options", "without stream"),
-        ("completions", {"prompt": "a", "speculative_method": "magic"}, "method", "built for draft_model"),
+        ("completions", {"prompt": "a", "speculative_method": "magic"}, "speculative_method", "built for draft_model"),
         ("completions", {"prompt": "a", "num_speculative_tokens": 3}, "num_speculative_tokens", "built for 1, 2, 4, 7"),
         ("completions", {"prompt": "\ud800"}, "prompt", "unicode"),
         ("chat/completions", {"messages": []}, "messages", "at least 1 item"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -24,6 +25,9 @@ from specexport.server.schema import (
     ChatMessage,
     ChatRequest,
     ChatResponse,
+    JsonObject,
+    JsonSchema,
+    TextPart,
     TopLogprob,
     Usage,
 )
@@ -41,8 +45,9 @@ async def chat(service: Service, request: Request, given: ChatRequest) -> Respon
         raise ApiError(400, "max_tokens: given beside max_completion_tokens; give one of them", param="max_tokens")
     prompt = await chat_tokens(service, given.messages, given.chat_template_kwargs)
     most = given.max_completion_tokens if given.max_tokens is None else given.max_tokens
-    params = service.params(given, most, (given.top_logprobs or 0) if given.logprobs else None)
-    streams = service.start([prompt], params, given)
+    params = service.params(given, most, (given.top_logprobs or 0) if given.logprobs else None, _bound(given))
+    expected = _text(given.prediction.content) if given.prediction is not None else None
+    streams = await service.start([prompt], params, given, expected)
     return await respond(service, request, given, streams, _Format(service, model), len(prompt))
 
 
@@ -57,10 +62,22 @@ async def chat_tokens(service: Service, messages: Sequence[ChatMessage], variabl
 
 def _plain(message: ChatMessage) -> dict[str, str]:
     """A message as chat templates know it: its content is one text."""
-    content = message.content or ""
-    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    text = _text(message.content or "")
     named = {name: getattr(message, name) for name in ("name", "tool_call_id")}
     return {"role": message.role, "content": text, **{name: value for name, value in named.items() if value}}
+
+
+def _text(content: str | Sequence[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _bound(given: ChatRequest) -> str | None:
+    """The schema an answer is bound to, as JSON."""
+    if isinstance(given.response_format, JsonObject):
+        return '{"type": "object"}'
+    if isinstance(given.response_format, JsonSchema):
+        return json.dumps(given.response_format.json_schema.schema_)
+    return None
 
 
 class _Format:

@@ -33,7 +33,7 @@ async def complete(service: Service, request: Request, given: CompletionRequest)
         raise ApiError(400, "logprobs: those of the prompt are not supported; leave out echo", param="logprobs")
     prompts = [await service.encode(prompt) for prompt in _prompts(given.prompt)]
     params = service.params(given, given.max_tokens, given.logprobs)
-    streams = service.start(prompts, params, given)
+    streams = await service.start(prompts, params, given)
     frontend = service.engine.frontend
     echoed = [""] * len(streams)
     if given.echo:

@@ -15,6 +15,15 @@ from specexport.contract.errors import ClosedError, DeadlineError, QueueFullErro
 from specexport.server.schema import ErrorDetail, ErrorResponse
 
 _LOG = logging.getLogger("uvicorn.error")
+_LONG = "the prompt has "
+_PARAMS = {
+    _LONG: "prompt",
+    "the prompt holds ": "prompt",
+    "the JSON schema ": "response_format",
+    "a hypothesis was given": "prediction",
+    "method is ": "speculative_method",
+}
+"""What the engine's messages are about, in the words of the API."""
 _LATER = {"Retry-After": "5"}
 _SHOWN = 300
 """Most characters of a validation message: a request's own text is not sent back whole."""
@@ -66,11 +75,11 @@ def api_error(error: BaseException) -> ApiError:
         )
     if isinstance(error, RequestError):
         text = str(error)
-        long = text.startswith("the prompt has ")
-        name = text.partition(" is ")[0].partition(":")[0]
-        return ApiError(
-            400, text, param=name if name.isidentifier() else None, code="context_length_exceeded" if long else None
-        )
+        param = next((param for start, param in _PARAMS.items() if text.startswith(start)), None)
+        if param is None:
+            name = text.partition(" is ")[0].partition(":")[0]
+            param = name if name.isidentifier() else None
+        return ApiError(400, text, param=param, code="context_length_exceeded" if text.startswith(_LONG) else None)
     _LOG.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed on this request; its log says why", "server_error", code="internal_error")
 

@@ -117,6 +117,42 @@ class ChatMessage(_Request):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
 
 
+class AnyText(_Request):
+    """No bounds."""
+
+    type: Literal["text"]
+
+
+class JsonObject(_Request):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(_Request):
+    """A JSON schema with a name."""
+
+    name: str = Field(max_length=64)
+    # The field is called schema, which pydantic's models have a method of.
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = Field(None, max_length=4096)
+    strict: bool | None = None
+
+
+class JsonSchema(_Request):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class Prediction(_Request):
+    """What the answer is expected to be."""
+
+    type: Literal["content"]
+    content: Text | Annotated[list[TextPart], Field(max_length=256)]
+
+
 class ChatRequest(Generation):
     """``POST /v1/chat/completions``."""
 
@@ -128,8 +164,10 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Any] = Field(
         default_factory=dict, description="Variables the model's chat template knows."
     )
-    response_format: Unsupported = None
-    prediction: Unsupported = None
+    response_format: Annotated[AnyText | JsonObject | JsonSchema, Field(discriminator="type")] | None = Field(
+        None, description="What the answer is bound to."
+    )
+    prediction: Prediction | None = Field(None, description="Verified instead of what the bundle's way would propose.")
     audio: Unsupported = None
     function_call: Unsupported = None
     functions: Unsupported = None
@@ -199,12 +237,20 @@ class SpeculationUsage(BaseModel):
     acceptance_length: float
 
 
+class CompletionTokensDetails(BaseModel):
+    """What became of a prediction's tokens."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails | None = None
     speculation: SpeculationUsage | None = None
 
 

@@ -17,10 +17,10 @@ from starlette.types import Send
 
 from specexport.async_engine import AsyncEngine, AsyncStream
 from specexport.frontend import Choice
-from specexport.runtime import Chunk, SamplingParams, Stats
+from specexport.runtime import Chunk, SamplingParams, Stats, Stream
 from specexport.server.errors import ApiError, api_error
 from specexport.server.metrics import Metrics
-from specexport.server.schema import Generation, SpeculationUsage, Usage
+from specexport.server.schema import ChatRequest, CompletionTokensDetails, Generation, SpeculationUsage, Usage
 
 _GONE = 499
 """Nginx's status for a client that hung up; nobody reads it."""
@@ -60,7 +60,9 @@ class Service:
         """A prompt's tokens. Long texts take long, so other requests go on meanwhile."""
         return await asyncio.to_thread(self.engine.frontend.engine.encode, prompt)
 
-    def params(self, given: Generation, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def params(
+        self, given: Generation, max_tokens: int | None, logprobs: int | None, json_schema: str | None = None
+    ) -> SamplingParams:
         """How a request samples; what it does not say is the model's own."""
         frontend = self.engine.frontend
         chosen = {
@@ -76,23 +78,40 @@ class Service:
             seed=given.seed,
             ignore_eos=given.ignore_eos,
             logprobs=logprobs,
+            json_schema=json_schema,
             **chosen,
         )
 
-    def start(self, prompts: Sequence[Sequence[int]], params: SamplingParams, given: Generation) -> list[AsyncStream]:
+    async def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        given: Generation,
+        prediction: str | None = None,
+    ) -> list[AsyncStream]:
         """Streams of all prompts' outputs, those of the first prompt first."""
-        frontend, chosen = self.engine.frontend, self.engine.frontend.choice
-        if given.num_speculative_tokens == 0:
-            if given.speculative_method is not None:
-                raise ApiError(
-                    400, "speculative_method: given with num_speculative_tokens 0", param="speculative_method"
-                )
-            chosen = Choice(speculation=False)
-        elif given.speculative_method is not None or given.num_speculative_tokens is not None:
-            chosen = Choice(True, given.speculative_method or chosen.method, given.num_speculative_tokens)
+        chosen = self._choice(given, prediction)
+        frontend = self.engine.frontend
         limits = [limit for limit in (self.timeout, given.timeout) if limit is not None]
-        streams = [stream for prompt in prompts for stream in frontend.streams(prompt, params, chosen)]
-        return self.engine.start(streams, min(limits, default=None))
+
+        def made() -> list[Stream]:
+            return [stream for prompt in prompts for stream in frontend.streams(prompt, params, chosen)]
+
+        # A schema or a prediction takes its time, so other requests go on meanwhile.
+        return self.engine.start(await asyncio.to_thread(made), min(limits, default=None))
+
+    def _choice(self, given: Generation, prediction: str | None) -> Choice:
+        own, method, tokens = self.engine.frontend.choice, given.speculative_method, given.num_speculative_tokens
+        for name, value in (("speculative_method", method), ("prediction", prediction)):
+            if tokens == 0 and value is not None:
+                raise ApiError(400, f"{name}: given with num_speculative_tokens 0", param=name)
+        if tokens == 0:
+            return Choice(speculation=False)
+        if prediction is not None:
+            return Choice(True, method, tokens, prediction)
+        if method is not None or tokens is not None:
+            return Choice(True, method or own.method, tokens)
+        return own
 
 
 class Format(Protocol):
@@ -229,6 +248,11 @@ def _usage(given: Generation, streams: list[AsyncStream], prompt_tokens: int) ->
     usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=made, total_tokens=prompt_tokens + made)
     if given.include_speculation:
         usage.speculation = _speculation([stream.stats for stream in streams])
+    if isinstance(given, ChatRequest) and given.prediction is not None:
+        drafted, accepted = (sum(getattr(one.stats, name) for one in streams) for name in ("drafted", "accepted"))
+        usage.completion_tokens_details = CompletionTokensDetails(
+            accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted
+        )
     return usage
 
 

@@ -1,0 +1,152 @@
+"""Outputs bound to JSON schemas: the mask at every node, and what speculation must not change."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import chi2_contingency
+
+from specexport.contract.tree import TokenTree
+from specexport.runtime import Engine, RequestError, SamplingParams
+from specexport.runtime.constraint import Grammars
+
+Engines = Callable[[str], Engine]
+PROMPT = (17, 180, 33, 250)
+# Random models like whitespace as much as anything else, and would never come to an end.
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "alive": {"type": "boolean"},
+        "kind": {"enum": ["cat", "dog", "horse"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["alive", "kind", "age"],
+    "additionalProperties": False,
+    **COMPACT,
+}
+BRANCHES = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+
+
+def fits(text: str) -> bool:
+    value = json.loads(text)
+    assert list(value) == ["alive", "kind", "age"]
+    assert isinstance(value["alive"], bool)
+    assert value["kind"] in ("cat", "dog", "horse")
+    return type(value["age"]) is int and 0 <= value["age"] <= 99
+
+
+def grammars(engine: Engine) -> Grammars:
+    return Grammars(engine.tokenizer, engine.manifest.target.vocab_size, engine.manifest.tokenizer.eos_token_ids)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_node_has_the_mask_of_its_own_path(engine: Engines, seed: int) -> None:
+    made, schema, random = grammars(engine("llama-near")), json.dumps(PERSON), np.random.default_rng(seed)
+    vocab = engine("llama-near").manifest.target.vocab_size
+    text: list[int] = []
+    bound = made.json_schema(schema)
+    while len(text) < 40 and (not text or text[-1] != 1):
+        logits = random.normal(size=(len(BRANCHES), vocab)).astype(np.float32)
+        before = logits.copy()
+        # Some of the draft is what the grammar allows there, and some is anything.
+        likely = np.flatnonzero(np.isfinite(bound.masked(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]))
+        draft = np.where(
+            random.random(len(BRANCHES) - 1) < 0.7,
+            random.choice(likely, len(BRANCHES) - 1),
+            random.integers(0, vocab, len(BRANCHES) - 1),
+        )
+        masked = bound.masked(logits, BRANCHES, draft)
+        assert (logits == before).all()
+        for node in range(len(BRANCHES)):
+            path = [int(draft[at - 1]) for at in np.flatnonzero(BRANCHES.mask[node])[1:]]
+            alone = made.json_schema(schema)
+            expected = alone.masked(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]
+            reached = True
+            for token in (*text, *path):
+                reached = reached and bool(np.isfinite(expected[token])) and token != 1
+                if not reached:
+                    break
+                alone.advance([token])
+                expected = alone.masked(logits[node : node + 1], TokenTree.chain(1), np.empty(0, np.int64))[0]
+            if reached:
+                assert (np.isfinite(masked[node]) == np.isfinite(expected)).all()
+        token = int(masked[0].argmax())
+        bound.advance([token])
+        text.append(token)
+    assert fits(engine("llama-near").tokenizer.decode(text))
+
+
+@pytest.mark.parametrize("name", ["llama-near", "gpt2-tree", "qwen3-medusa"])
+def test_greedy_output_is_the_same_with_and_without_speculation(name: str, engine: Engines) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=60, json_schema=PERSON)  # type: ignore[arg-type]
+    fast, plain = (engine(name).generate(PROMPT, params, speculation=on) for on in (True, False))
+    assert fast.token_ids == plain.token_ids
+    assert fast.finish_reason == "stop"
+    assert fits(fast.text)
+    assert fast.stats.drafted > 0
+
+
+@pytest.mark.parametrize("acceptance", ["lossless", "typical"])
+def test_whatever_is_sampled_fits(engine: Engines, acceptance: Any) -> None:
+    kinds = set()
+    for seed in range(12):
+        params = SamplingParams(
+            temperature=1.5, max_tokens=60, seed=seed, acceptance=acceptance, json_schema=json.dumps(PERSON)
+        )
+        made = engine("llama-near").generate(PROMPT, params)
+        assert made.finish_reason == "stop"
+        assert fits(made.text)
+        kinds.add(json.loads(made.text)["kind"])
+    assert len(kinds) > 1
+
+
+def test_speculation_samples_the_same_masked_distribution(engine: Engines) -> None:
+    schema = json.dumps({"enum": ["a", "b", "cd", "ce", 7]} | COMPACT)
+    counts = []
+    for speculation in (True, False):
+        found: Counter[str] = Counter()
+        for seed in range(200):
+            params = SamplingParams(temperature=1.0, max_tokens=12, seed=seed + 1000 * speculation, json_schema=schema)
+            found[engine("llama-near").generate(PROMPT, params, speculation=speculation).text] += 1
+        counts.append(found)
+    texts = sorted(set(counts[0]) | set(counts[1]))
+    common = [text for text in texts if counts[0][text] + counts[1][text] >= 10]
+    assert len(common) > 1
+    assert chi2_contingency([[found[text] for text in common] for found in counts]).pvalue > 1e-4
+
+
+def test_stop_texts_and_logprobs_go_with_it(engine: Engines) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=60, logprobs=1, stop='"kind"', json_schema=json.dumps(PERSON))
+    made = engine("llama-near").generate(PROMPT, params)
+    assert made.text.startswith('{"alive":')
+    assert made.text.endswith(",")
+    # They are the model's own, which would have said something else.
+    assert any(entry.rank > 1 for entry in made.logprobs)
+    assert all(np.isfinite(entry.logprob) for entry in made.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ("{", "the JSON schema cannot be used"),
+        ('{"type": "magic"}', "Invalid type: magic"),
+        ('{"$ref": "http://localhost/secret"}', "cannot be used"),
+        ('{"type": "string", "pattern": "("}', "cannot be used"),
+        ('{"not": {}}', "Unimplemented keys"),
+        ("3", "cannot be used"),
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_refused(engine: Engines, schema: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        engine("llama-near").stream(PROMPT, SamplingParams(json_schema=schema))
+
+
+def test_a_schema_says_where_the_text_ends() -> None:
+    with pytest.raises(RequestError, match="ignore_eos is True; expected False with a json_schema"):
+        SamplingParams(json_schema="{}", ignore_eos=True)
