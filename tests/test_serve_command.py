@@ -16,6 +16,8 @@ from benchmarks.__main__ import parser
 from benchmarks.serving import server
 from specexport.cli import main
 
+pytestmark = pytest.mark.exporter  # as are the benchmarks, which make models
+
 
 @pytest.mark.parametrize(
     ("words", "expected"),

@@ -51,7 +51,12 @@ def _answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def _generated(model: type[Any]) -> dict[int | str, dict[str, Any]]:
-    streamed = {"text/event-stream": {"schema": {"type": "string"}}}
+    event = {
+        "type": "object",
+        "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON; at last [DONE]."}},
+        "required": ["data"],
+    }
+    streamed = {"text/event-stream": {"schema": event}}
     return {200: {"model": model, "content": streamed}, **_answers(*_WHY)}
 
 
