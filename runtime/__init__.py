@@ -8,6 +8,7 @@
 
 from specexport.contract.errors import BackendError, BundleError, RequestError, SpecExportError
 from specexport.runtime.engine import Engine
+from specexport.runtime.logprobs import TokenLogprobs
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.request import Chunk
 from specexport.runtime.stats import Stats
@@ -24,4 +25,5 @@ __all__ = [
     "SpecExportError",
     "Stats",
     "Stream",
+    "TokenLogprobs",
 ]

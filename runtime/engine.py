@@ -18,7 +18,7 @@ from specexport.runtime.proposers import open_proposer
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Scheduler
 from specexport.runtime.step import ROOT, HostProgram, Speculation
-from specexport.runtime.stream import Completion, Stream
+from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
 
 _WARM_UP_TOKENS = 32
@@ -34,6 +34,7 @@ class Engine:
     Attributes:
         manifest: the bundle's.
         tokenizer: the bundle's.
+        chat_template: the model's, or None.
         speculations: the loaded ways to propose, by the name of their method, the default first.
     """
 
@@ -42,6 +43,7 @@ class Engine:
     ) -> None:
         self.manifest: Manifest = bundle.manifest
         self.tokenizer = bundle.tokenizer()
+        self.chat_template = bundle.chat_template()
         self._target = target
         self.speculations = dict(speculations)
         program = HostProgram(self.manifest, target, self.speculations)
@@ -164,6 +166,8 @@ class Engine:
         if self._closed:
             raise RequestError("the engine is closed; load the bundle again")
         params = params or self.defaults()
+        if params.n != 1:
+            raise RequestError(f"n is {params.n}; a stream is one output: start several, or use LLM")
         tokens = self.encode(prompt)
         limit = self.manifest.max_seq_len
         if len(tokens) >= limit and params.max_tokens:
@@ -183,7 +187,8 @@ class Engine:
 
     def _stream(self, tokens: list[int], params: SamplingParams, method: str | None, tree: TokenTree) -> Stream:
         room = min(params.max_tokens, self.manifest.max_seq_len - len(tokens))
-        text, ends = TextStream(self.tokenizer, params.stop), self.manifest.tokenizer.eos_token_ids
+        ends = params.stop_token_ids + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
+        text = TextStream(self.tokenizer, params.stop)
         return Stream(self._scheduler, Request(tokens, params, method, tree, text, room, ends))
 
     def _choose(self, method: str | None, draft_tokens: int | None) -> tuple[str | None, TokenTree]:
@@ -216,14 +221,11 @@ class Engine:
         num_speculative_tokens: int | None = None,
     ) -> Completion:
         """Runs a request to its end; see :meth:`stream`."""
-        with self.stream(
-            prompt, params, speculation=speculation, method=method, num_speculative_tokens=num_speculative_tokens
-        ) as stream:
-            chunks = list(stream)
-        reason = chunks[-1].finish_reason
-        assert reason is not None
-        text = "".join(chunk.text for chunk in chunks)
-        return Completion(text, tuple(t for chunk in chunks for t in chunk.token_ids), reason, stream.stats)
+        return completed(
+            self.stream(
+                prompt, params, speculation=speculation, method=method, num_speculative_tokens=num_speculative_tokens
+            )
+        )
 
     def _warm_up(self) -> None:
         """Runs a plain step and one of each method, so that the first request does not pay for buffers and pages."""

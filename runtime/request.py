@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from specexport.contract.tree import TokenTree
+from specexport.runtime.logprobs import TokenLogprobs
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposers import SlotView
 from specexport.runtime.stats import Stats
@@ -29,11 +30,13 @@ class Chunk:
         token_ids: new tokens.
         finish_reason: set on the last chunk: ``stop`` (end of text or a stop text), ``length`` (``max_tokens`` or the
             end of the context) or ``cancelled``.
+        logprobs: of each new token, if the request asks for them.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Request:
@@ -84,7 +87,7 @@ class Request:
         self.finished = self.cancelled = self.abandoned = False
         self.error: BaseException | None = None
         self._text = text
-        self._ends = () if params.ignore_eos else tuple(ends)
+        self._ends = ends
 
     @property
     def ready(self) -> bool:
@@ -100,7 +103,7 @@ class Request:
         """Notes which thread starts it."""
         self.owner = threading.get_ident()
 
-    def take(self, new: list[int]) -> Chunk:
+    def take(self, new: list[int], logprobs: tuple[TokenLogprobs, ...] = ()) -> Chunk:
         """Adds a step's tokens to the text, up to its end: what that adds to the output."""
         new = new[: self.room]
         tokens, piece = self.view.tokens, ""
@@ -122,7 +125,7 @@ class Request:
             reason = "length"
         if reason is not None:
             piece += self._text.finish()
-        return Chunk(piece, tuple(new[:kept]), reason)
+        return Chunk(piece, tuple(new[:kept]), reason, logprobs[:kept])
 
     def give(self, chunk: Chunk) -> None:
         """Lays a chunk out for its reader."""

@@ -194,16 +194,20 @@ class Scheduler:
             self._fit()
 
     def _join(self) -> None:
-        """Gives free slots to requests that wait."""
-        while self._queue and self._slots.free:
-            request = self._queue.popleft()
-            if request.cancelled and not request.abandoned:
+        """Gives free slots to requests that wait, the first that came first."""
+        with self._lock:
+            over = [request for request in self._queue if request.over]
+            for request in over:
+                self._queue.remove(request)
+            joining = [self._queue.popleft() for _ in range(min(self._slots.free, len(self._queue)))]
+        for request in over:
+            if not request.abandoned:
                 request.end("cancelled")
-            elif not request.abandoned:
-                request.view.slot = self._slots.take(request.view.tokens)
-                request.stats.queued = self._clock() - request.began
-                self._running.append(request)
-                self._fit()
+        for request in joining:
+            request.view.slot = self._slots.take(request.view.tokens)
+            request.stats.queued = self._clock() - request.began
+            self._running.append(request)
+            self._fit()
 
     def _fit(self) -> None:
         self._program.fit(max(len(request.view.tokens) + request.room for request in self._running))
@@ -242,7 +246,7 @@ def _take(request: Request, outcome: Outcome) -> Chunk | None:
     """Adds what a step made to a request; None where that failed, which ends this one and no other."""
     try:
         request.stats.count_step(outcome.drafted, outcome.depth, outcome.accepted)
-        return request.take(outcome.tokens)
+        return request.take(outcome.tokens, outcome.logprobs)
     except Exception as error:
         request.error = error
         return None

@@ -16,6 +16,7 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Graph
+from specexport.runtime.logprobs import TokenLogprobs, token_logprobs
 from specexport.runtime.proposers import Proposal, Proposer, SlotView
 from specexport.runtime.sampling import accept_greedy, accept_sampled, accept_typical
 
@@ -44,11 +45,13 @@ class Outcome:
         tokens: the accepted ones and the bonus token.
         drafted: draft tokens verified.
         depth: the longest path among them.
+        logprobs: of the tokens, if the request asks for them.
     """
 
     tokens: list[int]
-    drafted: int
-    depth: int
+    drafted: int = 0
+    depth: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def accepted(self) -> int:
@@ -145,11 +148,11 @@ class HostProgram:
             if one.method is not None:
                 self._proposer(one.method).observe(one.slot, outputs[one.slot], path[-1] if path else 0)
             self._target.commit(one.slot, len(one.tokens) - 1, [0, *path])
-            if proposal is None:
-                outcomes.append(Outcome([bonus], 0, 0))
-            else:
-                new = [*(int(proposal.tokens[node - 1]) for node in path), bonus]
-                outcomes.append(Outcome(new, len(proposal.tokens), proposal.tree.depth))
+            new = [*(int(proposal.tokens[node - 1]) for node in path), bonus] if proposal else [bonus]
+            top, logits = one.params.logprobs, outputs[one.slot][tensors.LOGITS]
+            said = token_logprobs(logits, [0, *path], new, top) if top is not None else ()
+            drafted = (len(proposal.tokens), proposal.tree.depth) if proposal else (0, 0)
+            outcomes.append(Outcome(new, *drafted, said))
         return Step(outcomes, proposed - start, verified - proposed, decided - verified)
 
     def _propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
