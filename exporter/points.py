@@ -6,19 +6,18 @@ from collections.abc import Iterable, Sequence
 
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.exporter.methods import Plan
+from specexport.exporter.methods import LOOKUP_DRAFT_TOKENS, Plan
 
 PREFILL_CHUNK = 64
 BATCH_DRAFT_TOKENS = (1, 2)
 """Chains that a full batch may go back to, where a model proposes; lookups have shorter chains of their own."""
-_LOOKUPS = ("ngram", "suffix")
 
 
 def chains(plan: Plan, batches: Sequence[int]) -> tuple[int, ...]:
     """Draft tokens of the chains that steps of a batch may verify beside the methods' own trees."""
     if batches[-1] == 1:
         return ()
-    deepest = max((_depth(trees) for name, trees in plan.items() if name not in _LOOKUPS), default=0)
+    deepest = max((_depth(trees) for name, trees in plan.items() if name not in LOOKUP_DRAFT_TOKENS), default=0)
     return tuple(k for k in BATCH_DRAFT_TOKENS if k < deepest)
 
 

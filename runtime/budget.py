@@ -13,8 +13,8 @@ from specexport.runtime.step import ROOT, Speculation
 class Budget:
     """Chooses the tree each request verifies in a step.
 
-    A request alone gets what it asked for. In a batch a step verifies at most as many tokens as the largest default
-    tree has, shared evenly: that is what the bundle was built to verify at once.
+    A request alone gets what it asked for. In a batch its share of a step is what its method's default tree, made for
+    one, would be for each of them: so a step verifies hardly more tokens than the bundle was built to verify at once.
 
     Args:
         manifest: the bundle's.
@@ -22,22 +22,22 @@ class Budget:
     """
 
     def __init__(self, manifest: Manifest, speculations: Mapping[str, Speculation]) -> None:
-        self._tokens = max((len(one.trees[0]) for one in speculations.values()), default=1)
+        self._tokens = {name: len(one.trees[0]) for name, one in speculations.items()}
         self._smaller = {
             method_name(method): smaller_trees(manifest, method_name(method)) for method in manifest.methods
         }
 
     def assign(self, requests: Sequence[Request]) -> None:
         """Sets the tree of each request's next step."""
-        each = self._tokens // len(requests) if len(requests) > 1 else None
         for request in requests:
             # The last token of an output needs no draft.
-            request.view.tree = ROOT if request.room <= 1 else self._within(request, each)
+            request.view.tree = ROOT if request.room <= 1 else self._share(request, len(requests))
 
-    def _within(self, request: Request, nodes: int | None) -> TokenTree:
+    def _share(self, request: Request, others: int) -> TokenTree:
         method = request.view.method
-        if method is None or nodes is None or len(request.tree) <= nodes:
+        if method is None or others == 1:
             return request.tree
+        nodes = min(self._tokens[method] // others, len(request.tree))
         return next((tree for tree in self._smaller[method] if len(tree) <= nodes), ROOT)
 
 

@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import Manifest, method_name
+from specexport.contract.manifest import HYPOTHESIS, Manifest, method_name
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Graph, open_graph, step_buffers
 from specexport.runtime.budget import Budget
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.hypothesis import Unverified, check_hypothesis, continuation, taken_as_it_is
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposers import open_proposer
+from specexport.runtime.proposers import SlotView, open_proposer
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Scheduler
 from specexport.runtime.step import ROOT, HostProgram, Speculation
@@ -148,6 +150,8 @@ class Engine:
         speculation: bool = True,
         method: str | None = None,
         num_speculative_tokens: int | None = None,
+        hypothesis: str | Sequence[int] | None = None,
+        hypothesis_entropy: float | None = None,
     ) -> Stream:
         """Starts a request; text comes as the returned stream is iterated.
 
@@ -158,10 +162,13 @@ class Engine:
             method: how to speculate, one of the bundle's; None for its default.
             num_speculative_tokens: draft tokens a step, which choose one of the trees the bundle was built for; None
                 for its default.
+            hypothesis: what the output is expected to be, text or token ids; chooses the method ``hypothesis``.
+            hypothesis_entropy: how unsure whoever made it was where that was worst, in nats; for relaxed acceptance
+                with an ``entropy_threshold``.
 
         Raises:
-            RequestError: the prompt does not fit the context, the method or the tree was not built, or the engine is
-                closed.
+            RequestError: the prompt does not fit the context, the method or the tree was not built, a hypothesis was
+                given without a use for it or the other way round, or the engine is closed.
         """
         if self._closed:
             raise RequestError("the engine is closed; load the bundle again")
@@ -182,24 +189,38 @@ class Engine:
             else params.posterior_threshold,
             posterior_alpha=own.posterior_alpha if params.posterior_alpha is None else params.posterior_alpha,
         )
-        chosen, tree = self._choose(method, num_speculative_tokens) if speculation else (None, ROOT)
-        return self._stream(tokens, params, chosen, tree)
+        check_hypothesis(params, speculation, method, hypothesis, hypothesis_entropy)
+        if hypothesis is None:
+            chosen, tree = self._choose(method, num_speculative_tokens) if speculation else (None, ROOT)
+            return Stream(self._scheduler, self._request(tokens, params, chosen, tree))
+        chosen, tree = self._choose(HYPOTHESIS, num_speculative_tokens)
+        request = self._request(tokens, params, chosen, tree, continuation(self, prompt, hypothesis))
+        return Stream(Unverified() if taken_as_it_is(params, hypothesis_entropy) else self._scheduler, request)
 
-    def _stream(self, tokens: list[int], params: SamplingParams, method: str | None, tree: TokenTree) -> Stream:
+    def _request(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        method: str | None,
+        tree: TokenTree,
+        hypothesis: Sequence[int] = (),
+    ) -> Request:
+        view = SlotView(0, tokens, params, np.random.default_rng(params.seed), tree, hypothesis, method)
         room = min(params.max_tokens, self.manifest.max_seq_len - len(tokens))
         ends = params.stop_token_ids + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
-        text = TextStream(self.tokenizer, params.stop)
-        return Stream(self._scheduler, Request(tokens, params, method, tree, text, room, ends))
+        return Request(view, TextStream(self.tokenizer, params.stop), room, ends)
 
     def _choose(self, method: str | None, draft_tokens: int | None) -> tuple[str | None, TokenTree]:
         """The method and tree of a request that speculates; none where the bundle has no way to."""
-        if not self.speculations:
-            asked = f"method is {method!r}" if method else f"num_speculative_tokens is {draft_tokens}"
-            if method or draft_tokens:
-                raise RequestError(f"{asked}, but the bundle was built without a way to speculate")
-            return None, ROOT
+        if method == HYPOTHESIS and method not in self.speculations:
+            raise RequestError("a hypothesis was given, but the bundle was built without the method; use --hypothesis")
         if method is None:
-            method = next(iter(self.speculations))
+            method = next((name for name in self.speculations if name != HYPOTHESIS), None)
+            if method is None and draft_tokens is None:
+                return None, ROOT
+        if not self.speculations or method is None:
+            asked = f"method is {method!r}" if method else f"num_speculative_tokens is {draft_tokens}"
+            raise RequestError(f"{asked}, but the bundle was built without a way to speculate")
         if method not in self.speculations:
             raise RequestError(f"method is {method!r}; the bundle was built for {', '.join(self.speculations)}")
         trees = self.speculations[method].trees
@@ -219,11 +240,19 @@ class Engine:
         speculation: bool = True,
         method: str | None = None,
         num_speculative_tokens: int | None = None,
+        hypothesis: str | Sequence[int] | None = None,
+        hypothesis_entropy: float | None = None,
     ) -> Completion:
         """Runs a request to its end; see :meth:`stream`."""
         return completed(
             self.stream(
-                prompt, params, speculation=speculation, method=method, num_speculative_tokens=num_speculative_tokens
+                prompt,
+                params,
+                speculation=speculation,
+                method=method,
+                num_speculative_tokens=num_speculative_tokens,
+                hypothesis=hypothesis,
+                hypothesis_entropy=hypothesis_entropy,
             )
         )
 
@@ -233,5 +262,5 @@ class Engine:
         start = self.encode([0] * max(2, min(_WARM_UP_TOKENS, self.manifest.max_seq_len - 2)))
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         for method, tree in ((None, ROOT), *(self._choose(name, None) for name in self.speculations)):
-            for _ in self._stream(list(start), params, method, tree):
+            for _ in Stream(self._scheduler, self._request(list(start), params, method, tree, start)):
                 pass

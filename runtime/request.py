@@ -8,17 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
-from specexport.contract.tree import TokenTree
 from specexport.runtime.logprobs import TokenLogprobs
-from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposers import SlotView
 from specexport.runtime.stats import Stats
 from specexport.runtime.text import TextStream
 
 FinishReason = Literal["stop", "length", "cancelled"]
-_NO_SLOT = -1
 
 
 @dataclass(frozen=True)
@@ -43,16 +38,13 @@ class Request:
     """A request, from when it is asked for until its last chunk is read.
 
     Args:
-        tokens: the prompt; the output is added to this list.
-        params: how it samples.
-        method: how it speculates; None decodes plainly.
-        tree: the tree it asks to be verified.
+        view: what a step program sees of it: its prompt, to which the output is added, and the tree it asks for.
         text: makes text of its tokens.
         room: most tokens it may generate.
         ends: tokens that end it.
 
     Attributes:
-        view: what a step program sees of it.
+        view: see above.
         tree: the tree it asks to be verified; in a batch a step may verify a smaller one.
         stats: its counters.
         room: tokens it may still generate.
@@ -68,17 +60,14 @@ class Request:
 
     def __init__(
         self,
-        tokens: list[int],
-        params: SamplingParams,
-        method: str | None,
-        tree: TokenTree,
+        view: SlotView,
         text: TextStream,
         room: int,
         ends: Sequence[int],
     ) -> None:
-        self.view = SlotView(_NO_SLOT, tokens, params, np.random.default_rng(params.seed), tree, method)
-        self.tree = tree
-        self.stats = Stats(prompt_tokens=len(tokens))
+        self.view = view
+        self.tree = view.tree
+        self.stats = Stats(prompt_tokens=view.prompt)
         self.room = room
         self.read = False
         self.began = 0.0
@@ -103,9 +92,15 @@ class Request:
         """Notes which thread starts it."""
         self.owner = threading.get_ident()
 
-    def take(self, new: list[int], logprobs: tuple[TokenLogprobs, ...] = ()) -> Chunk:
-        """Adds a step's tokens to the text, up to its end: what that adds to the output."""
-        new = new[: self.room]
+    def take(self, made: Sequence[int], logprobs: tuple[TokenLogprobs, ...] = (), *, last: bool = False) -> Chunk:
+        """Adds a step's tokens to the text, up to its end: what that adds to the output.
+
+        Args:
+            made: the tokens.
+            logprobs: theirs.
+            last: the output ends after them in any case.
+        """
+        new = made[: self.room]
         tokens, piece = self.view.tokens, ""
         reason: FinishReason | None = None
         kept = 0
@@ -121,6 +116,8 @@ class Request:
                 break
         self.stats.output_tokens += kept
         self.room -= kept
+        if reason is None and last and kept == len(made):
+            reason = "stop"
         if reason is None and self.room == 0:
             reason = "length"
         if reason is not None:

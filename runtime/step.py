@@ -18,7 +18,7 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Graph
 from specexport.runtime.logprobs import TokenLogprobs, token_logprobs
 from specexport.runtime.proposers import Proposal, Proposer, SlotView
-from specexport.runtime.sampling import accept_greedy, accept_sampled, accept_typical
+from specexport.runtime.sampling import accept_greedy, accept_relaxed, accept_sampled, accept_typical
 
 ROOT = TokenTree.chain(1)
 """What a plain step verifies."""
@@ -258,6 +258,8 @@ def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: Sl
         (ROOT, np.empty(0, np.int64), None) if proposal is None else (proposal.tree, proposal.tokens, proposal.q)
     )
     logits = logits[: len(tree)]
+    if view.params.acceptance == "relaxed":
+        return accept_relaxed(logits, tree, drafted, view.params, view.random.random())
     if view.params.greedy:
         return accept_greedy(logits, tree, drafted)
     if view.params.acceptance == "typical":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -28,7 +28,9 @@ class SlotView:
         params: how it samples.
         random: its own noise.
         tree: the tree it wants filled in this step; the root alone where it decodes plainly.
+        hypothesis: tokens the output is expected to be; empty where the request brought none.
         method: how it speculates; None decodes plainly.
+        prompt: how many of the tokens are the prompt.
     """
 
     slot: int
@@ -36,7 +38,12 @@ class SlotView:
     params: SamplingParams
     random: np.random.Generator
     tree: TokenTree
+    hypothesis: Sequence[int] = ()
     method: str | None = None
+    prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
 
 
 @dataclass(frozen=True)

@@ -239,8 +239,8 @@ class SuffixProposer(Proposer):
         """Takes in what is new of a slot's text."""
         text = self._texts.get(sequence.slot)
         if text is None:
-            # Before the first step all of it is prompt. The list is the request's own: it has the whole output later.
-            text = self._texts[sequence.slot] = _Text(sequence.tokens, len(sequence.tokens))
+            # The list is the request's own: it has the whole output later.
+            text = self._texts[sequence.slot] = _Text(sequence.tokens, sequence.prompt)
         new = sequence.tokens[len(text.automaton) :]
         for token in new:
             text.automaton.append(token)

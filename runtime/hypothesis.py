@@ -1,0 +1,95 @@
+"""Requests that bring a hypothesis: what may be asked, and one that is taken as it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+from specexport.contract.errors import RequestError
+from specexport.contract.manifest import HYPOTHESIS
+from specexport.runtime.params import SamplingParams
+from specexport.runtime.request import Chunk, Request
+
+
+def check_hypothesis(
+    params: SamplingParams,
+    speculation: bool,
+    method: str | None,
+    hypothesis: str | Sequence[int] | None,
+    entropy: float | None,
+) -> None:
+    """Checks that a request's hypothesis and what is said about it belong together.
+
+    Raises:
+        RequestError: one was given without the other, or with what excludes it.
+    """
+    if hypothesis is not None:
+        if not speculation:
+            raise RequestError("a hypothesis was given with speculation=False; give one of them")
+        if method not in (None, HYPOTHESIS):
+            raise RequestError(f"a hypothesis was given with method {method!r}; leave the method out")
+        if entropy is not None and not entropy >= 0:
+            raise RequestError(f"hypothesis_entropy is {entropy!r}; expected a number >= 0")
+        return
+    if method == HYPOTHESIS:
+        raise RequestError("method is 'hypothesis', but no hypothesis was given")
+    if entropy is not None:
+        raise RequestError("hypothesis_entropy was given without a hypothesis")
+    if params.acceptance == "relaxed":
+        raise RequestError("acceptance is 'relaxed', but no hypothesis was given; it is for those alone")
+
+
+class _Encoder(Protocol):
+    """What is needed of the engine."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]: ...
+
+
+def continuation(engine: _Encoder, prompt: str | Sequence[int], text: str | Sequence[int]) -> list[int]:
+    """The tokens of a text, or those given, that follow a prompt.
+
+    Raises:
+        RequestError: a token id is outside the vocabulary.
+    """
+    if not isinstance(text, str):
+        return engine.encode(text) if len(text) else []
+    if isinstance(prompt, str) and prompt:
+        # How a text's first token reads may depend on what is before it.
+        before, whole = engine.encode(prompt), engine.encode(prompt + text)
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+    return list(engine.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def taken_as_it_is(params: SamplingParams, entropy: float | None) -> bool:
+    """Whether a hypothesis is sure enough to be the output without the model (arXiv 2603.11243, stage 1).
+
+    Never where log-probabilities are wanted, which only the model can tell.
+    """
+    gate = params.entropy_threshold if params.acceptance == "relaxed" else None
+    return gate is not None and entropy is not None and entropy < gate and params.logprobs is None
+
+
+class Unverified:
+    """Runs requests whose hypothesis is their output: no model is asked, and no slot is taken."""
+
+    def submit(self, request: Request) -> None:
+        """Makes the whole output one chunk."""
+        began = time.perf_counter()
+        chunk = request.take(request.view.hypothesis, last=True)
+        request.stats.total = request.stats.first_token = time.perf_counter() - began
+        request.give(chunk)
+
+    def next_chunk(self, request: Request) -> Chunk | None:
+        """That chunk; None after it, or when the request was abandoned."""
+        return request.chunks.popleft() if request.chunks and not request.abandoned else None
+
+    def abandon(self, request: Request) -> None:
+        """Nobody reads the request any more."""
+        request.abandoned = True
