@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,6 +69,7 @@ class Stream:
         stats: its counters, up to date after every chunk.
         method: how it speculates; None decodes plainly.
         tree: the tree its steps verify, in a batch perhaps a smaller one; the root alone where it decodes plainly.
+        hypothesis: tokens the output is expected to be.
     """
 
     def __init__(self, runner: _Runner, request: Request) -> None:
@@ -94,6 +96,11 @@ class Stream:
     def tree(self) -> TokenTree:
         """The tree it asks its steps to verify."""
         return self._request.tree
+
+    @property
+    def hypothesis(self) -> Sequence[int]:
+        """Tokens the output is expected to be."""
+        return self._request.view.hypothesis
 
     @property
     def stats(self) -> Stats:
