@@ -93,15 +93,22 @@ class Constraint:
             draft_tokens: int64 ``[N-1]``, those of nodes 1 to N-1.
 
         Returns:
-            float32 ``[N,V]``. Nodes that the grammar forbids to reach are left as they are.
-
-        Raises:
-            RequestError: the grammar has become too complex to follow.
+            float32 ``[N,V]``. Nodes that the grammar forbids to reach are left as they are, and so are all where it
+            could not be followed: see :meth:`check`.
         """
         made: Floats = logits.copy()
         tokens = draft_tokens.tolist()
         self._mask(made, tree, tokens, 0)
         return made
+
+    def check(self) -> None:
+        """Tells of what a step could not, as other requests share it.
+
+        Raises:
+            RequestError: the grammar has become too complex to follow.
+        """
+        if self._matcher.is_error():
+            raise RequestError(f"the JSON schema cannot be followed: {self._matcher.get_error().splitlines()[0]}")
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Takes what a step has committed."""
@@ -111,6 +118,8 @@ class Constraint:
     def _mask(self, logits: Floats, tree: TokenTree, tokens: list[int], node: int) -> None:
         """Masks a node and those below it; leaves the matcher where it was."""
         allowed = self._allowed()
+        if self._matcher.is_error():
+            return
         logits[node, ~allowed] = -np.inf
         for child in tree.children[node]:
             token = tokens[child - 1]
@@ -121,6 +130,4 @@ class Constraint:
 
     def _allowed(self) -> Bools:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self._matcher.is_error():
-            raise RequestError(f"the JSON schema cannot be followed: {self._matcher.get_error().splitlines()[0]}")
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(np.bool_)
