@@ -1,11 +1,11 @@
-"""``python -m benchmarks decode | lookup | methods | peers | turns``, on models that ``benchmarks.inflate`` makes."""
+"""``python -m benchmarks batch | decode | lookup | methods | peers | turns``, on inflated models."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from benchmarks import decode, lookup, methods, peers, turns
+from benchmarks import batch, decode, lookup, methods, peers, turns
 
 
 def main() -> int:
@@ -13,6 +13,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in (
+        ("batch", batch),
         ("decode", decode),
         ("lookup", lookup),
         ("methods", methods),
