@@ -1,4 +1,4 @@
-"""``python -m benchmarks decode | lookup | methods | peers | serve | soak | turns``.
+"""``python -m benchmarks batch | decode | lookup | methods | peers | serve | soak | turns``.
 
 The models are those that ``benchmarks.inflate`` makes.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import decode, lookup, methods, peers, serve, soak, turns
+from benchmarks import batch, decode, lookup, methods, peers, serve, soak, turns
 
 
 def parser() -> argparse.ArgumentParser:
@@ -16,6 +16,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     for name, module in (
+        ("batch", batch),
         ("decode", decode),
         ("lookup", lookup),
         ("methods", methods),

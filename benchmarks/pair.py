@@ -86,7 +86,7 @@ def bundle(
 ) -> Path:
     """A bundle of the pair, with chains of draft tokens; built if it is not there yet."""
     name = f"{target.name}-{_digest(target, draft)}"
-    out = work / f"{name}.{precision}.b{block_size}.k{'-'.join(map(str, choices))}.s{max_seq_len}"
+    out = work / f"{name}.{precision}.b{block_size}.k{'-'.join(map(str, choices))}.s{max_seq_len}.x8"
     return built(
         out,
         target,
