@@ -17,7 +17,7 @@ from specexport.contract import tensors
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import Manifest, method_name
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Array, Graph, open_graph, step_buffers
+from specexport.runtime.backend import DEFAULT_UTILIZATION, Array, Backend, Graph, open_backend, step_buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposers import Proposal, Proposer, SlotView, open_proposer
@@ -53,12 +53,16 @@ class Engine:
     Attributes:
         manifest: the bundle's.
         tokenizer: the bundle's.
+        backend: what runs its graphs.
         speculations: the loaded ways to propose, by the name of their method, the default first.
     """
 
-    def __init__(self, bundle: Bundle, target: Graph, speculations: Mapping[str, Speculation]) -> None:
+    def __init__(
+        self, bundle: Bundle, backend: Backend, target: Graph, speculations: Mapping[str, Speculation]
+    ) -> None:
         self.manifest: Manifest = bundle.manifest
         self.tokenizer = bundle.tokenizer()
+        self.backend = backend
         self._target = target
         self.speculations = dict(speculations)
         self._slot = threading.Lock()
@@ -75,6 +79,8 @@ class Engine:
         threads: int | None = None,
         check_hashes: bool = True,
         suffix_store_tokens: int = 0,
+        backend: str | None = None,
+        gpu_memory_utilization: float = DEFAULT_UTILIZATION,
     ) -> Engine:
         """Opens a bundle and loads its graphs.
 
@@ -84,10 +90,13 @@ class Engine:
             check_hashes: compare every file's SHA-256 with the manifest; sizes are always compared.
             suffix_store_tokens: tokens of earlier outputs that the method ``suffix`` looks in too, at about half a
                 kilobyte each; the oldest go first. 0 for none. It changes how much is accepted, never what is said.
+            backend: what runs it, one of ``runtime.backend.BACKENDS``; None for what it was built for.
+            gpu_memory_utilization: for GPU backends, the part of the device's memory that may be in use once the bundle
+                is loaded, other programs' included.
 
         Raises:
             BundleError: the bundle is incomplete, altered or too new.
-            BackendError: its backend is not installed or refuses a graph.
+            BackendError: its backend is not installed, refuses a graph, or has no device or no room for it.
             RequestError: a store was asked for that is too small, or of a bundle without the method.
         """
         opened = Bundle.open(bundle, check_hashes=check_hashes)
@@ -97,14 +106,15 @@ class Engine:
                 f"suffix_store_tokens is {suffix_store_tokens}, but the bundle was built without the method suffix; "
                 "build it with --suffix"
             )
-        target = open_graph(opened, manifest.target, 1, step_buffers(manifest), threads)
+        running = open_backend(opened, backend, threads, gpu_memory_utilization)
+        target = running.open(manifest.target, 1, step_buffers(manifest))
         speculations = {
             method_name(method): Speculation(
-                open_proposer(opened, method, 1, threads, suffix_store_tokens), method.token_trees()
+                open_proposer(opened, method, 1, running, suffix_store_tokens), method.token_trees()
             )
             for method in manifest.methods
         }
-        return cls(opened, target, speculations)
+        return cls(opened, running, target, speculations)
 
     def __enter__(self) -> Engine:
         return self
@@ -124,6 +134,7 @@ class Engine:
         with self._slot:
             if hasattr(self, "_target"):
                 del self._target, self.speculations
+                self.backend.close()
 
     def defaults(self) -> SamplingParams:
         """The model's own sampling parameters, as its checkpoint states them."""
@@ -245,6 +256,7 @@ class Engine:
         """One request from prefill to finish. The target's cache holds all tokens but the last, the step's root."""
         params, stats, tokens = stream.params, stream.stats, stream.tokens
         began = time.perf_counter()
+        stats.execution = self.backend.execution
         view = SlotView(0, tokens, params, np.random.default_rng(params.seed), stream.tree)
         proposer = self.speculations[stream.method].proposer if stream.method is not None else None
         text = TextStream(self.tokenizer, params.stop)

@@ -26,6 +26,8 @@ class Stats:
         host: everything else between the first step and the last: bookkeeping and text.
         first_token: from the start of the request to its first tokens.
         total: from start to end, waiting for the consumer of the stream left out.
+        execution: how the work of a step reached the device: ``host`` where there is none, ``plain`` call by call,
+            ``graph per engine`` by a captured CUDA graph for each model, ``graph per step`` by one for all of a step.
     """
 
     prompt_tokens: int = 0
@@ -42,6 +44,7 @@ class Stats:
     host: float = 0.0
     first_token: float = 0.0
     total: float = 0.0
+    execution: str = "host"
 
     @property
     def acceptance_length(self) -> float:

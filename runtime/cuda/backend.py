@@ -1,0 +1,93 @@
+"""The GPU backends: a device, its stream and what may be used of it, shared by all graphs of a bundle."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from specexport.contract.manifest import Model
+from specexport.runtime.backend import Buffers
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.cuda.api import Cuda
+from specexport.runtime.cuda.executor import Execution, Executor
+from specexport.runtime.cuda.graph import DeviceGraph
+from specexport.runtime.cuda.memory import Budget
+from specexport.runtime.cuda.ort import SessionExecutor, Sessions
+from specexport.runtime.cuda.stream import Stream
+
+_WORST_FIRST: tuple[Execution, ...] = ("plain", "graph per engine", "graph per step")
+
+
+class CudaBackend:
+    """Runs a bundle on a GPU; see :class:`~specexport.runtime.backend.Backend`.
+
+    Args:
+        bundle: what it runs.
+        cuda: the device.
+        utilization: the part of its memory that may be used.
+        executors: makes what runs a model's graph.
+    """
+
+    def __init__(
+        self, bundle: Bundle, cuda: Cuda, utilization: float, executors: Callable[[Stream, Budget], Executors]
+    ) -> None:
+        self._bundle = bundle
+        self._cuda = cuda
+        self._budget = Budget(cuda, utilization)
+        self._stream = Stream(cuda)
+        self._executor = executors(self._stream, self._budget)
+        self._graphs: list[DeviceGraph] = []
+
+    @classmethod
+    def load(cls, bundle: Bundle, utilization: float) -> CudaBackend:
+        """Opens the first GPU that CUDA shows for ONNX Runtime.
+
+        Raises:
+            BackendError: a package, a driver or a device is missing.
+        """
+        cuda = Cuda.load()
+        return cls(bundle, cuda, utilization, functools.partial(onnxruntime_executors, bundle, cuda))
+
+    @property
+    def execution(self) -> Execution:
+        """The least of what its graphs manage."""
+        return min((graph.execution for graph in self._graphs), key=_WORST_FIRST.index, default="plain")
+
+    @property
+    def fallback(self) -> str:
+        """See :class:`~specexport.runtime.backend.Backend`."""
+        return next((graph.fallback for graph in self._graphs if graph.fallback), "")
+
+    def open(self, model: Model, batch: int, buffers: Buffers) -> DeviceGraph:
+        """See :class:`~specexport.runtime.backend.Backend`."""
+        manifest = self._bundle.manifest
+        role = next(role for role, known in manifest.models.items() if known is model)
+        executor = self._executor(model)
+        graph = DeviceGraph(
+            self._cuda, self._stream, self._budget, model, manifest.lowering, batch, buffers, executor, role
+        )
+        self._graphs.append(graph)
+        return graph
+
+    def close(self) -> None:
+        """See :class:`~specexport.runtime.backend.Backend`."""
+        for graph in self._graphs:
+            graph.close()
+        self._graphs.clear()
+        self._stream.close()
+
+
+Executors = Callable[[Model], Executor]
+
+
+def onnxruntime_executors(bundle: Bundle, cuda: Cuda, stream: Stream, budget: Budget) -> Executors:
+    """What runs the static graphs of a bundle's models in onnxruntime."""
+    sessions = Sessions(cuda, stream, budget)
+
+    def make(model: Model) -> SessionExecutor:
+        files = {graph.point: bundle.file(graph.file) for graph in model.graph.points}
+        return SessionExecutor(sessions, files, np.dtype(np.float32))
+
+    return make

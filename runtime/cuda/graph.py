@@ -1,0 +1,204 @@
+"""A model's graph on the device, with its caches and staging: what the engine's loop runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from specexport.contract.errors import BackendError
+from specexport.contract.manifest import LoweredAs, Model
+from specexport.contract.shapes import ShapePoint
+from specexport.runtime.backend import Array, Buffers
+from specexport.runtime.cuda.api import Cuda
+from specexport.runtime.cuda.caches import DeviceCache
+from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
+from specexport.runtime.cuda.memory import Budget, Layout, Plan, Staged, Tensor
+from specexport.runtime.cuda.stream import Captured, Stream
+
+Width = tuple[int, int, int]
+"""T, R and K: a shape point but for its batch and its cache."""
+
+
+@dataclass
+class _Width:
+    """What runs at one width share: their inputs and outputs, and how each cache size is run."""
+
+    inputs: Staged
+    outputs: Staged
+    launches: dict[int, Callable[[], None]] = field(default_factory=dict)
+
+
+class DeviceGraph:
+    """A graph over device memory that is planned and taken when it is opened; see ``runtime.backend.Graph``.
+
+    A run is: inputs to the device, the graph, outputs back, wait. Where the executor lets it, the first three are one
+    captured CUDA graph a shape point, captured when the model is opened. Nothing is allocated afterwards.
+
+    Attributes:
+        execution: how runs reach the device.
+        fallback: why not by a captured graph, where they do not; empty otherwise.
+        cache: the model's.
+
+    Args:
+        cuda: the device.
+        stream: does the work.
+        budget: what may be used of the device.
+        model: its description.
+        lowering: the bundle's.
+        batch: slots.
+        buffers: makes the input and output arrays of a shape point.
+        executor: runs it.
+        role: ``target`` or ``draft``, for messages.
+
+    Raises:
+        BackendError: it does not fit, or the library refuses it.
+    """
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        stream: Stream,
+        budget: Budget,
+        model: Model,
+        lowering: LoweredAs,
+        batch: int,
+        buffers: Buffers,
+        executor: Executor,
+        role: str,
+    ) -> None:
+        self._cuda = cuda
+        self._stream = stream
+        self._executor = executor
+        self._in_place = lowering == "native"
+        self._batch = batch
+        self._points = {point for point in executor.points if point.batch == batch}
+        if not self._points:
+            raise BackendError(f"the {role} was not built for {batch} slots; build the bundle for that batch size")
+        self._sizes = sorted({point.cache for point in self._points})
+        fed = 0 if self._in_place else max(point.fed for point in self._points)
+        self.cache = DeviceCache(cuda, model.cache, batch, executor.cache_dtype, self._sizes, fed)
+        self._made = 0
+        self._captured: list[Captured] = []
+        widths = {_width(point): point for point in self._points}
+        layouts = {width: tuple(map(Layout, buffers(point))) for width, point in widths.items()}
+
+        plan = Plan()
+        self.cache.plan(plan)
+        plan.add("workspace", executor.workspace)
+        for inputs, outputs in layouts.values():  # one width runs at a time
+            plan.add("inputs", inputs.nbytes)
+            plan.add("outputs", outputs.nbytes)
+        self._memory = plan.allocate(cuda, budget, f"the {role}'s cache and buffers")
+        self.cache.place(self._memory, stream.handle)
+        self._widths = {
+            width: _Width(Staged(cuda, inputs, self._memory["inputs"]), Staged(cuda, outputs, self._memory["outputs"]))
+            for width, (inputs, outputs) in layouts.items()
+        }
+        runs = {point: self._ready(point) for point in sorted(self._points)}
+        self.execution: Execution = executor.execution
+        self.fallback = executor.fallback
+        if executor.capturable:
+            self._capture(runs)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache at its present size."""
+        return self.cache.nbytes
+
+    def reserve(self, rows: int) -> None:
+        """See :class:`~specexport.runtime.backend.Graph`; takes no memory, as all of it was taken at first.
+
+        Raises:
+            BackendError: no declared size is large enough.
+        """
+        if rows <= self.cache.rows:
+            return
+        size = next((size for size in self._sizes if size >= rows), None)
+        if size is None:
+            raise BackendError(f"{rows} cache rows wanted, but the bundle's largest cache has {self._sizes[-1]}")
+        self.cache.grow(size, self._stream.handle)
+
+    def release(self) -> None:
+        """See :class:`~specexport.runtime.backend.Graph`."""
+        self.cache.rows = self._sizes[0]
+
+    def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
+        """See :class:`~specexport.runtime.backend.Graph`; done in the stream's order."""
+        self.cache.move(slot, past, nodes, None if self._in_place else self._made, self._stream.handle)
+
+    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0) -> dict[str, Array]:
+        """See :class:`~specexport.runtime.backend.Graph`."""
+        return self._at(tokens, rows, drafts).inputs.host
+
+    def run(self, tokens: int, rows: int = 0, drafts: int = 0) -> dict[str, Array]:
+        """See :class:`~specexport.runtime.backend.Graph`."""
+        width = self._at(tokens, rows, drafts)
+        width.launches[self.cache.rows]()
+        self._stream.synchronize()
+        self._made = ShapePoint(self._batch, tokens, self.cache.rows, rows, drafts).fed
+        return width.outputs.host
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self._stream.synchronize()
+        for captured in self._captured:
+            captured.close()
+        self._executor.close()
+        for width in self._widths.values():
+            width.inputs.close()
+            width.outputs.close()
+        self._memory.close()
+
+    def _at(self, tokens: int, rows: int, drafts: int) -> _Width:
+        point = ShapePoint(self._batch, tokens, self.cache.rows, rows, drafts)
+        if point not in self._points:
+            raise BackendError(f"shape point {point} was not built; this is a defect of specexport, please report it")
+        return self._widths[tokens, rows, drafts]
+
+    def _ready(self, point: ShapePoint) -> Enqueue:
+        """Prepares a point and runs it once, so that libraries have set themselves up before anything is captured."""
+        width = self._widths[_width(point)]
+        enqueue = self.prepare(point, width.inputs.device | width.outputs.device)
+
+        def run() -> None:
+            width.inputs.upload(self._stream.handle)
+            enqueue()
+            width.outputs.download(self._stream.handle)
+
+        run()
+        self._stream.synchronize()
+        width.launches[point.cache] = run
+        return run
+
+    def _capture(self, runs: Mapping[ShapePoint, Enqueue]) -> None:
+        """Captures every point, or none where one cannot be."""
+        try:
+            for run in runs.values():
+                self._captured.append(self._stream.capture(run))
+        except BackendError as error:
+            self.fallback = str(error)
+            for captured in self._captured:
+                captured.close()
+            self._captured.clear()
+            return
+        for point, captured in zip(runs, self._captured, strict=True):
+            self._widths[_width(point)].launches[point.cache] = captured.launch
+        self.execution = "graph per engine"
+
+    def prepare(self, point: ShapePoint, arrays: dict[str, Tensor]) -> Enqueue:
+        """Makes a shape point ready to run over other inputs and outputs than the graph's own, and over its cache.
+
+        Args:
+            point: the shape.
+            arrays: every input and output but the caches.
+        """
+        caches = self.cache.tensors(point.cache)
+        if self._in_place:
+            returned = {name.replace("past_", "present_", 1): cache for name, cache in caches.items()}
+        else:
+            returned = {name.replace("past_", "new_", 1): rows for name, rows in self.cache.new_rows(point.fed).items()}
+        return self._executor.prepare(point, arrays | caches | returned, self._memory["workspace"])
+
+
+def _width(point: ShapePoint) -> Width:
+    return point.tokens, point.rows, point.drafts
