@@ -19,10 +19,11 @@ from specexport.contract.manifest import Manifest, method_name
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import DEFAULT_UTILIZATION, Array, Backend, Graph, open_backend, step_buffers
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.logprobs import token_logprobs
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposers import Proposal, Proposer, SlotView, open_proposer
 from specexport.runtime.sampling import accept_greedy, accept_sampled, accept_typical
-from specexport.runtime.stream import Chunk, Completion, FinishReason, Stream
+from specexport.runtime.stream import Chunk, Completion, FinishReason, Stream, completed
 from specexport.runtime.text import TextStream
 
 _ROOT = TokenTree.chain(1)
@@ -54,6 +55,7 @@ class Engine:
         manifest: the bundle's.
         tokenizer: the bundle's.
         backend: what runs its graphs.
+        chat_template: the model's, or None.
         speculations: the loaded ways to propose, by the name of their method, the default first.
     """
 
@@ -63,6 +65,7 @@ class Engine:
         self.manifest: Manifest = bundle.manifest
         self.tokenizer = bundle.tokenizer()
         self.backend = backend
+        self.chat_template = bundle.chat_template()
         self._target = target
         self.speculations = dict(speculations)
         self._slot = threading.Lock()
@@ -185,6 +188,8 @@ class Engine:
         if self._closed:
             raise RequestError("the engine is closed; load the bundle again")
         params = params or self.defaults()
+        if params.n != 1:
+            raise RequestError(f"n is {params.n}; a stream is one output: start several, or use LLM")
         tokens = self.encode(prompt)
         limit = self.manifest.max_seq_len
         if len(tokens) >= limit and params.max_tokens:
@@ -232,14 +237,11 @@ class Engine:
         num_speculative_tokens: int | None = None,
     ) -> Completion:
         """Runs a request to its end; see :meth:`stream`."""
-        with self.stream(
-            prompt, params, speculation=speculation, method=method, num_speculative_tokens=num_speculative_tokens
-        ) as stream:
-            chunks = list(stream)
-        reason = chunks[-1].finish_reason
-        assert reason is not None
-        text = "".join(chunk.text for chunk in chunks)
-        return Completion(text, tuple(t for chunk in chunks for t in chunk.token_ids), reason, stream.stats)
+        return completed(
+            self.stream(
+                prompt, params, speculation=speculation, method=method, num_speculative_tokens=num_speculative_tokens
+            )
+        )
 
     def _warm_up(self) -> None:
         """Runs a plain step and one of each method, so that the first request does not pay for buffers and pages."""
@@ -280,6 +282,11 @@ class Engine:
                 new = [*(int(proposal.tokens[node - 1]) for node in path), bonus] if proposal else [bonus]
                 self._target.commit(view.slot, len(tokens) - 1, [0, *path])
                 new, piece, reason = self._commit(stream, new[:room], text)
+                said = (
+                    token_logprobs(outputs[tensors.LOGITS][view.slot], [0, *path], new, params.logprobs)
+                    if params.logprobs is not None
+                    else ()
+                )
                 room -= len(new)
                 if reason is None and room == 0:
                     reason = "length"
@@ -296,7 +303,7 @@ class Engine:
                 stats.host += end - decided
                 stats.first_token = stats.first_token or end - began - paused
                 stats.total = end - began - paused
-                yield Chunk(piece, tuple(new), reason)
+                yield Chunk(piece, tuple(new), reason, said)
                 paused += time.perf_counter() - end
             if stats.steps == 0 or reason is None:
                 yield Chunk(text.finish(), (), reason or "cancelled")
@@ -340,7 +347,9 @@ class Engine:
 
     def _commit(self, stream: Stream, new: list[int], text: TextStream) -> tuple[list[int], str, FinishReason | None]:
         """Adds tokens up to an end of text or a stop text: those kept, their text, and why the output ends if so."""
-        ends = () if stream.params.ignore_eos else self.manifest.tokenizer.eos_token_ids
+        ends = stream.params.stop_token_ids
+        if not stream.params.ignore_eos:
+            ends += self.manifest.tokenizer.eos_token_ids
         piece = ""
         for count, token in enumerate(new, start=1):
             stream.tokens.append(token)
