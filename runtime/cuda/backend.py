@@ -23,6 +23,11 @@ _WORST_FIRST: tuple[Execution, ...] = ("plain", "graph per engine", "graph per s
 class CudaBackend:
     """Runs a bundle on a GPU; see :class:`~specexport.runtime.backend.Backend`.
 
+    Attributes:
+        cuda: the device.
+        stream: does its work.
+        graphs: those opened, the target's first.
+
     Args:
         bundle: what it runs.
         cuda: the device.
@@ -34,11 +39,11 @@ class CudaBackend:
         self, bundle: Bundle, cuda: Cuda, utilization: float, executors: Callable[[Stream, Budget], Executors]
     ) -> None:
         self._bundle = bundle
-        self._cuda = cuda
+        self.cuda = cuda
         self._budget = Budget(cuda, utilization)
-        self._stream = Stream(cuda)
-        self._executor = executors(self._stream, self._budget)
-        self._graphs: list[DeviceGraph] = []
+        self.stream = Stream(cuda)
+        self._executor = executors(self.stream, self._budget)
+        self.graphs: list[DeviceGraph] = []
 
     @classmethod
     def load(cls, bundle: Bundle, utilization: float) -> CudaBackend:
@@ -53,12 +58,12 @@ class CudaBackend:
     @property
     def execution(self) -> Execution:
         """The least of what its graphs manage."""
-        return min((graph.execution for graph in self._graphs), key=_WORST_FIRST.index, default="plain")
+        return min((graph.execution for graph in self.graphs), key=_WORST_FIRST.index, default="plain")
 
     @property
     def fallback(self) -> str:
         """See :class:`~specexport.runtime.backend.Backend`."""
-        return next((graph.fallback for graph in self._graphs if graph.fallback), "")
+        return next((graph.fallback for graph in self.graphs if graph.fallback), "")
 
     def open(self, model: Model, batch: int, buffers: Buffers) -> DeviceGraph:
         """See :class:`~specexport.runtime.backend.Backend`."""
@@ -66,17 +71,17 @@ class CudaBackend:
         role = next(role for role, known in manifest.models.items() if known is model)
         executor = self._executor(model)
         graph = DeviceGraph(
-            self._cuda, self._stream, self._budget, model, manifest.lowering, batch, buffers, executor, role
+            self.cuda, self.stream, self._budget, model, manifest.lowering, batch, buffers, executor, role
         )
-        self._graphs.append(graph)
+        self.graphs.append(graph)
         return graph
 
     def close(self) -> None:
         """See :class:`~specexport.runtime.backend.Backend`."""
-        for graph in self._graphs:
+        for graph in self.graphs:
             graph.close()
-        self._graphs.clear()
-        self._stream.close()
+        self.graphs.clear()
+        self.stream.close()
 
 
 Executors = Callable[[Model], Executor]

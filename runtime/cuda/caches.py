@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from specexport.contract import tensors
 from specexport.contract.manifest import CacheLayer
 from specexport.runtime.cuda.api import Cuda
-from specexport.runtime.cuda.memory import Memory, Plan, Tensor
+from specexport.runtime.cuda.memory import Memory, Plan, Tensor, aligned
 
 
 class DeviceCache:
@@ -56,12 +57,10 @@ class DeviceCache:
         """Says what it needs."""
         widest = 0
         for (heads, width), members in self._members.items():
-            planes = len(members) * self._batch * heads
-            row = width * self._dtype.itemsize
-            plan.add(f"{self._name}.{heads}x{width}", planes * self._sizes[-1] * row)
+            plan.add(f"{self._name}.{heads}x{width}", len(members) * self._stride(heads, width, self._sizes[-1]))
             if self._fed:
-                plan.add(f"{self._name}.new.{heads}x{width}", planes * self._fed * row)
-            widest = max(widest, row)
+                plan.add(f"{self._name}.new.{heads}x{width}", len(members) * self._stride(heads, width, self._fed))
+            widest = max(widest, width * self._dtype.itemsize)
         if len(self._sizes) > 1:
             plan.add(f"{self._name}.plane", self._sizes[-2] * widest)
 
@@ -91,11 +90,14 @@ class DeviceCache:
     def _parts(self, kind: str, rows: int) -> dict[str, Tensor]:
         parts = {}
         for (heads, width), members in self._members.items():
-            base = self._base(f"{kind}{heads}x{width}")
-            size = self._batch * heads * rows * width * self._dtype.itemsize
+            base, stride = self._base(f"{kind}{heads}x{width}"), self._stride(heads, width, rows)
             for index, member in enumerate(members):
-                parts[member] = Tensor(base + index * size, self._dtype, (self._batch, heads, rows, width))
+                parts[member] = Tensor(base + index * stride, self._dtype, (self._batch, heads, rows, width))
         return parts
+
+    def _stride(self, heads: int, width: int, rows: int) -> int:
+        """Bytes from one layer's part of a block to the next; each is aligned, as libraries want it."""
+        return aligned(self._batch * heads * rows * width * self._dtype.itemsize)
 
     def _base(self, name: str) -> int:
         assert self._memory is not None
@@ -110,10 +112,12 @@ class DeviceCache:
         old, self.rows = self.rows, rows
         for (heads, width), members in self._members.items():
             base, spare = self._base(f"{heads}x{width}"), self._base("plane")
+            before, after = self._stride(heads, width, old), self._stride(heads, width, rows)
             row = width * self._dtype.itemsize
-            for plane in reversed(range(1, len(members) * self._batch * heads)):
-                self._cuda.copy(spare, base + plane * old * row, old * row, stream)
-                self._cuda.copy(base + plane * rows * row, spare, old * row, stream)
+            for layer, plane in reversed(list(itertools.product(range(len(members)), range(self._batch * heads)))):
+                if layer or plane:  # the first stays where it is
+                    self._cuda.copy(spare, base + layer * before + plane * old * row, old * row, stream)
+                    self._cuda.copy(base + layer * after + plane * rows * row, spare, old * row, stream)
 
     def move(self, slot: int, past: int, nodes: Sequence[int], fed: int | None, stream: int) -> None:
         """Puts kept rows behind a slot's first ``past`` ones, in order.
@@ -127,18 +131,20 @@ class DeviceCache:
         """
         for (heads, width), members in self._members.items():
             row = width * self._dtype.itemsize
-            to, to_pitch = self._base(f"{heads}x{width}") + past * row, self.rows * row
-            source, pitch = (to, to_pitch) if fed is None else (self._base(f"new.{heads}x{width}"), fed * row)
+            to, to_pitch = self._base(f"{heads}x{width}"), self.rows * row
+            to_stride = self._stride(heads, width, self.rows)
+            source, pitch, apart = to + past * row, to_pitch, to_stride
+            if fed is not None:
+                source, pitch, apart = self._base(f"new.{heads}x{width}"), fed * row, self._stride(heads, width, fed)
+            # With one slot the planes of all layers may be the same distance apart; those of a layer always are.
+            together = self._batch == 1 and to_stride == heads * to_pitch and apart == heads * pitch
+            layers, planes = (1, len(members) * heads) if together else (len(members), heads)
             for first, node, count in _runs(nodes, skip=fed is None):
-                # With one slot all planes of all layers are the same distance apart; with more, those of a layer are.
-                groups = 1 if self._batch == 1 else len(members)
-                planes = len(members) * heads if self._batch == 1 else heads
-                for group in range(groups):
-                    plane = (group * self._batch + slot) * heads
+                for layer in range(layers):
                     self._cuda.copy_rows(
-                        to + plane * to_pitch + first * row,
+                        to + layer * to_stride + slot * heads * to_pitch + (past + first) * row,
                         to_pitch,
-                        source + plane * pitch + node * row,
+                        source + layer * apart + slot * heads * pitch + node * row,
                         pitch,
                         count * row,
                         planes,

@@ -144,10 +144,8 @@ def on_device(path: Path, session: Any, refusal: str) -> None:
         for node in part.get_nodes()
     ]
     if elsewhere:
-        kinds = ", ".join(
-            f"{kind} x{count}" for kind, count in Counter(n.split("(")[-1][:-1] for n in elsewhere).items()
-        )
-        shown = ", ".join(elsewhere[:_SHOWN]) + (", ..." if len(elsewhere) > _SHOWN else "")
+        kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(node.op_type for node in elsewhere).items())
+        shown = ", ".join(node.name for node in elsewhere[:_SHOWN]) + (", ..." if len(elsewhere) > _SHOWN else "")
         raise BackendError(
             f"{path}: onnxruntime would run {len(elsewhere)} nodes on the CPU ({kinds}): {shown}. Each would stop the "
             "GPU in every step; run the bundle with --backend onnxruntime, or build it anew with another --precision "
