@@ -32,7 +32,7 @@ compat: $(VENV)/.dev
 	$(BIN)/python -m tests.make_bundles build/test-bundles
 	for python in python3.10 python3.12; do \
 	  $$python -m venv .venv-$$python && \
-	  .venv-$$python/bin/python -m pip install --quiet -e '.[cpu]' pytest hypothesis scipy || exit 1; \
+	  .venv-$$python/bin/python -m pip install --quiet -e '.[cpu]' cuda-bindings pytest hypothesis scipy || exit 1; \
 	done
 	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.10/bin/python -m pytest -m "not exporter" \
 	  -k "not may_be_moved and not no_tokenizer_is_named" \

@@ -13,6 +13,7 @@ Exits with 0 if every check passed, with 1 if one failed, and with 2 where there
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import importlib.util
@@ -35,8 +36,6 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks is no installed package
 
-from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, WIDTH_PER_LAYER  # noqa: E402
-from benchmarks.pair import built, inflated_pair  # noqa: E402
 from specexport.contract import tensors  # noqa: E402
 from specexport.contract.errors import SpecExportError  # noqa: E402
 from specexport.runtime import Completion, Engine, SamplingParams  # noqa: E402
@@ -82,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--params", type=float, default=1e9, help="of the enlarged target (default: 1e9)")
     parser.add_argument("--draft-params", type=float, default=60e6, help="of the enlarged draft (default: 60e6)")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "fp16", "int8", "int4"))
+    parser.add_argument("--lowerings", default="native,portable", help="which graphs to check (default: %(default)s)")
     parser.add_argument("--models", type=Path, default=ROOT / "examples" / "models")
     parser.add_argument("--prompts", type=Path, default=ROOT / "examples" / "prompts" / "held_out.jsonl")
     parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "gpu", help="keeps models and bundles")
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for title, run in plan(args, backend, texts, bandwidth):
             console.print(f"{backend}: {title}")
             try:
-                checks += run()
+                checks += [dataclasses.replace(check, name=f"{title.split(',')[0]}: {check.name}") for check in run()]
             except Exception as error:  # one failure must not hide what the others would say
                 checks.append(Check(backend, title, False, f"{type(error).__name__}: {error}", "no error"))
     report = {
@@ -152,32 +152,43 @@ def plan(
     args: argparse.Namespace, backend: str, texts: list[str], bandwidth: float
 ) -> list[tuple[str, Callable[[], list[Check]]]]:
     """What is done with a backend, in order."""
-    demo = functools.partial(
-        built,
-        args.work / "demo",
-        args.models / "demo-target",
-        draft=str(args.models / "demo-draft"),
-        num_speculative_tokens=K,
-        draft_precision="fp32",
-        max_seq_len=512,
-    )
-    medusa = functools.partial(
-        built, args.work / "demo-medusa", args.models / "demo-target", medusa=str(args.models / "demo-medusa"),
-        draft_precision="fp32", max_seq_len=512,
-    )  # fmt: skip
+    from benchmarks.pair import built  # torch and transformers come with it
+
     samples = 400 if args.quick else 3000
-    made = [
-        ("demo pair: logits", lambda: parity(demo(), backend, texts)),
-        ("demo pair: texts", lambda: lossless(demo(), backend, texts, samples)),
-        ("demo target with heads: trees", lambda: lossless(medusa(), backend, texts, samples)),
-        ("demo pair: launches", lambda: launches(demo(), backend, texts)),
-    ]
-    if args.quick:
-        return made
-    return [
-        *made,
-        ("benchmark-size pair", lambda: benchmark(args, backend, texts, bandwidth)),
-    ]
+    made: list[tuple[str, Callable[[], list[Check]]]] = []
+    for lowering in args.lowerings.split(","):
+        demo, medusa = (
+            functools.partial(
+                built,
+                args.work / f"demo-{name}-{lowering}",
+                args.models / "demo-target",
+                **given,
+                draft_precision="fp32",
+                max_seq_len=512,
+                lowering=lowering,
+            )
+            for name, given in (
+                ("draft", {"draft": str(args.models / "demo-draft"), "num_speculative_tokens": K}),
+                ("medusa", {"medusa": str(args.models / "demo-medusa")}),
+            )
+        )
+        made += [
+            (f"{lowering}, demo pair: logits", functools.partial(_with, parity, demo, backend, texts)),
+            (f"{lowering}, demo pair: texts", functools.partial(_with, lossless, demo, backend, texts, samples)),
+            (
+                f"{lowering}, demo target with heads",
+                functools.partial(_with, lossless, medusa, backend, texts, samples),
+            ),
+            (f"{lowering}, demo pair: launches", functools.partial(_with, launches, demo, backend, texts)),
+        ]
+        if not args.quick:
+            run = functools.partial(benchmark, args, lowering, backend, texts, bandwidth)
+            made.append((f"{lowering}, benchmark-size pair", run))
+    return made
+
+
+def _with(check: Callable[..., list[Check]], folder: Callable[[], Path], *given: Any) -> list[Check]:
+    return check(folder(), *given)
 
 
 def copy_bandwidth(cuda: Cuda, rounds: int = 10) -> float:
@@ -336,18 +347,22 @@ class Watch:
         return gaps
 
 
-def benchmark(args: argparse.Namespace, backend: str, texts: list[str], bandwidth: float) -> list[Check]:
+def benchmark(args: argparse.Namespace, lowering: str, backend: str, texts: list[str], bandwidth: float) -> list[Check]:
     """The benchmark-size pair: a plain step against the bandwidth, speculation against plain and transformers."""
+    from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, WIDTH_PER_LAYER
+    from benchmarks.pair import built, inflated_pair
+
     sizes = {"demo-target": (args.params, WIDTH_PER_LAYER), "demo-draft": (args.draft_params, DRAFT_WIDTH_PER_LAYER)}
     target, draft = inflated_pair(args.models, args.work, sizes=sizes)
     folder = built(
-        args.work / f"bench.{target.name}.{args.precision}",
+        args.work / f"bench.{target.name}.{args.precision}.{lowering}",
         target,
         draft=str(draft),
         num_speculative_tokens=K,
         precision=args.precision,
         draft_precision=args.precision,
         max_seq_len=512,
+        lowering=lowering,
     )
     with Engine.load(folder, backend=backend, check_hashes=False) as engine:
         model = engine.manifest.target
