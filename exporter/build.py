@@ -202,6 +202,8 @@ def _lookups(options: BuildOptions, plan: methods.Plan) -> list[mf.Method]:
                 min_token_prob=methods.MIN_TOKEN_PROB,
             )
         )
+    if options.hypothesis:
+        made.append(mf.Hypothesis(trees=tuple(tree.choices for tree in plan["hypothesis"])))
     return made
 
 

@@ -15,14 +15,15 @@ import numpy.typing as npt
 
 from specexport.contract import tensors
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import Manifest, method_name
+from specexport.contract.manifest import HYPOTHESIS, Manifest, method_name
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import DEFAULT_UTILIZATION, Array, Backend, Graph, open_backend, step_buffers
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.hypothesis import Unverified, check_hypothesis, continuation, taken_as_it_is
 from specexport.runtime.logprobs import token_logprobs
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposers import Proposal, Proposer, SlotView, open_proposer
-from specexport.runtime.sampling import accept_greedy, accept_sampled, accept_typical
+from specexport.runtime.sampling import accept_greedy, accept_relaxed, accept_sampled, accept_typical
 from specexport.runtime.stream import Chunk, Completion, FinishReason, Stream, completed
 from specexport.runtime.text import TextStream
 
@@ -170,6 +171,8 @@ class Engine:
         speculation: bool = True,
         method: str | None = None,
         num_speculative_tokens: int | None = None,
+        hypothesis: str | Sequence[int] | None = None,
+        hypothesis_entropy: float | None = None,
     ) -> Stream:
         """Starts a request; text comes as the returned stream is iterated.
 
@@ -180,10 +183,13 @@ class Engine:
             method: how to speculate, one of the bundle's; None for its default.
             num_speculative_tokens: draft tokens a step, which choose one of the trees the bundle was built for; None
                 for its default.
+            hypothesis: what the output is expected to be, text or token ids; chooses the method ``hypothesis``.
+            hypothesis_entropy: how unsure whoever made it was where that was worst, in nats; for relaxed acceptance
+                with an ``entropy_threshold``.
 
         Raises:
-            RequestError: the prompt does not fit the context, the method or the tree was not built, or the engine is
-                closed.
+            RequestError: the prompt does not fit the context, the method or the tree was not built, a hypothesis was
+                given without a use for it or the other way round, or the engine is closed.
         """
         if self._closed:
             raise RequestError("the engine is closed; load the bundle again")
@@ -204,18 +210,28 @@ class Engine:
             else params.posterior_threshold,
             posterior_alpha=own.posterior_alpha if params.posterior_alpha is None else params.posterior_alpha,
         )
-        chosen, tree = self._choose(method, num_speculative_tokens) if speculation else (None, _ROOT)
-        return Stream(self, tokens, params, chosen, tree)
+        check_hypothesis(params, speculation, method, hypothesis, hypothesis_entropy)
+        if hypothesis is None:
+            chosen, tree = self._choose(method, num_speculative_tokens) if speculation else (None, _ROOT)
+            return Stream(self, tokens, params, chosen, tree)
+        chosen, tree = self._choose(HYPOTHESIS, num_speculative_tokens)
+        expected = continuation(self, prompt, hypothesis)
+        if taken_as_it_is(params, hypothesis_entropy):
+            room = min(params.max_tokens, limit - len(tokens))
+            return Stream(Unverified(self.tokenizer, room), tokens, params, None, _ROOT, expected)
+        return Stream(self, tokens, params, chosen, tree, expected)
 
     def _choose(self, method: str | None, draft_tokens: int | None) -> tuple[str | None, TokenTree]:
         """The method and tree of a request that speculates; none where the bundle has no way to."""
-        if not self.speculations:
-            asked = f"method is {method!r}" if method else f"num_speculative_tokens is {draft_tokens}"
-            if method or draft_tokens:
-                raise RequestError(f"{asked}, but the bundle was built without a way to speculate")
-            return None, _ROOT
+        if method == HYPOTHESIS and method not in self.speculations:
+            raise RequestError("a hypothesis was given, but the bundle was built without the method; use --hypothesis")
         if method is None:
-            method = next(iter(self.speculations))
+            method = next((name for name in self.speculations if name != HYPOTHESIS), None)
+            if method is None and draft_tokens is None:
+                return None, _ROOT
+        if not self.speculations or method is None:
+            asked = f"method is {method!r}" if method else f"num_speculative_tokens is {draft_tokens}"
+            raise RequestError(f"{asked}, but the bundle was built without a way to speculate")
         if method not in self.speculations:
             raise RequestError(f"method is {method!r}; the bundle was built for {', '.join(self.speculations)}")
         trees = self.speculations[method].trees
@@ -235,11 +251,19 @@ class Engine:
         speculation: bool = True,
         method: str | None = None,
         num_speculative_tokens: int | None = None,
+        hypothesis: str | Sequence[int] | None = None,
+        hypothesis_entropy: float | None = None,
     ) -> Completion:
         """Runs a request to its end; see :meth:`stream`."""
         return completed(
             self.stream(
-                prompt, params, speculation=speculation, method=method, num_speculative_tokens=num_speculative_tokens
+                prompt,
+                params,
+                speculation=speculation,
+                method=method,
+                num_speculative_tokens=num_speculative_tokens,
+                hypothesis=hypothesis,
+                hypothesis_entropy=hypothesis_entropy,
             )
         )
 
@@ -249,7 +273,7 @@ class Engine:
         start = self.encode([0] * max(2, min(_WARM_UP_TOKENS, self.manifest.max_seq_len - 2)))
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         for method, tree in ((None, _ROOT), *(self._choose(name, None) for name in self.speculations)):
-            for _ in Stream(self, list(start), params, method, tree):
+            for _ in Stream(self, list(start), params, method, tree, start):
                 pass
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -259,7 +283,7 @@ class Engine:
         params, stats, tokens = stream.params, stream.stats, stream.tokens
         began = time.perf_counter()
         stats.execution = self.backend.execution
-        view = SlotView(0, tokens, params, np.random.default_rng(params.seed), stream.tree)
+        view = SlotView(0, tokens, params, np.random.default_rng(params.seed), stream.tree, stream.hypothesis)
         proposer = self.speculations[stream.method].proposer if stream.method is not None else None
         text = TextStream(self.tokenizer, params.stop)
         room = min(params.max_tokens, self.manifest.max_seq_len - len(tokens))
@@ -384,6 +408,8 @@ def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: Sl
     tree, drafted, q = (
         (_ROOT, np.empty(0, np.int64), None) if proposal is None else (proposal.tree, proposal.tokens, proposal.q)
     )
+    if view.params.acceptance == "relaxed":
+        return accept_relaxed(logits, tree, drafted, view.params, view.random.random())
     if view.params.greedy:
         return accept_greedy(logits, tree, drafted)
     if view.params.acceptance == "typical":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -88,16 +88,24 @@ class Stream:
         stats: its counters, up to date after every chunk.
         method: how it speculates; None decodes plainly.
         tree: the tree its steps verify; the root alone where it decodes plainly.
+        hypothesis: tokens the output is expected to be.
         cancelled: whether :meth:`cancel` was called.
     """
 
     def __init__(
-        self, engine: _Runner, tokens: list[int], params: SamplingParams, method: str | None, tree: TokenTree
+        self,
+        engine: _Runner,
+        tokens: list[int],
+        params: SamplingParams,
+        method: str | None,
+        tree: TokenTree,
+        hypothesis: Sequence[int] = (),
     ) -> None:
         self.tokens = tokens
         self.params = params
         self.method = method
         self.tree = tree
+        self.hypothesis = hypothesis
         self.stats = Stats(prompt_tokens=len(tokens))
         self.cancelled = False
         self._engine = engine
