@@ -87,7 +87,7 @@ class Backend(Protocol):
         """Frees everything that was opened; then does nothing."""
 
 
-BackendName = Literal["onnxruntime", "onnxruntime-cuda"]
+BackendName = Literal["onnxruntime", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 DEFAULT_UTILIZATION = 0.9
 """Of a device's memory; the rest is left to what drivers and libraries take without saying."""
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
@@ -107,19 +107,20 @@ def open_backend(bundle: Bundle, name: str | None, threads: int | None, gpu_memo
         BackendError: there is no such backend, or it or its device is missing.
         RequestError: the part of the memory is out of range.
     """
-    name = name or bundle.manifest.backend
-    if name not in BACKENDS:
+    asked = name or bundle.manifest.backend
+    chosen = next((backend for backend in BACKENDS if backend == asked), None)
+    if chosen is None:
         raise BackendError(f"there is no backend {name!r}; expected one of {', '.join(BACKENDS)}")
     if not 0 < gpu_memory_utilization <= 1:
         raise RequestError(f"gpu_memory_utilization is {gpu_memory_utilization!r}; expected a number in (0, 1]")
     # Imported here: each backend has dependencies that the others' users need not install.
-    if name == "onnxruntime":
+    if chosen == "onnxruntime":
         from specexport.runtime.ort import OnnxRuntimeBackend
 
         return OnnxRuntimeBackend(bundle, threads)
     from specexport.runtime.cuda.backend import CudaBackend
 
-    return CudaBackend.load(bundle, gpu_memory_utilization)
+    return CudaBackend.load(bundle, chosen, gpu_memory_utilization)
 
 
 def open_graph(bundle: Bundle, model: Model, batch: int, buffers: Buffers, threads: int | None) -> Graph:

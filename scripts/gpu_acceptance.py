@@ -141,7 +141,7 @@ def find(cuda: Cuda) -> tuple[dict[str, str], dict[str, str]]:
     for name in ("tensorrt", "tensorrt_rtx"):
         installed = importlib.util.find_spec(name) is not None
         missing[name.replace("_", "-")] = (
-            f"installed, but specexport runs no engines yet; the device is {cuda.device}"
+            f"installed; the demo bundles hold no engines for {cuda.device}: specexport compile makes them"
             if installed
             else "not installed"
         )

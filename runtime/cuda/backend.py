@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 
+from specexport.contract.engines import EngineRuntime
 from specexport.contract.manifest import Model
 from specexport.runtime.backend import Buffers
 from specexport.runtime.bundle import Bundle
@@ -16,6 +18,7 @@ from specexport.runtime.cuda.graph import DeviceGraph
 from specexport.runtime.cuda.memory import Budget
 from specexport.runtime.cuda.ort import SessionExecutor, Sessions
 from specexport.runtime.cuda.stream import Stream
+from specexport.runtime.cuda.trt import EngineExecutor, choose, import_tensorrt
 
 _WORST_FIRST: tuple[Execution, ...] = ("plain", "graph per engine", "graph per step")
 
@@ -46,14 +49,21 @@ class CudaBackend:
         self.graphs: list[DeviceGraph] = []
 
     @classmethod
-    def load(cls, bundle: Bundle, utilization: float) -> CudaBackend:
-        """Opens the first GPU that CUDA shows for ONNX Runtime.
+    def load(cls, bundle: Bundle, runtime: Runtime, utilization: float) -> CudaBackend:
+        """Opens the first GPU that CUDA shows.
+
+        Args:
+            bundle: what is to run.
+            runtime: the library that runs it.
+            utilization: the part of the device's memory that may be used.
 
         Raises:
             BackendError: a package, a driver or a device is missing.
         """
         cuda = Cuda.load()
-        return cls(bundle, cuda, utilization, functools.partial(onnxruntime_executors, bundle, cuda))
+        if runtime == "onnxruntime-cuda":
+            return cls(bundle, cuda, utilization, functools.partial(onnxruntime_executors, bundle, cuda))
+        return cls(bundle, cuda, utilization, functools.partial(tensorrt_executors, bundle, cuda, runtime))
 
     @property
     def execution(self) -> Execution:
@@ -85,6 +95,7 @@ class CudaBackend:
 
 
 Executors = Callable[[Model], Executor]
+Runtime = Literal["onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 
 
 def onnxruntime_executors(bundle: Bundle, cuda: Cuda, stream: Stream, budget: Budget) -> Executors:
@@ -94,5 +105,17 @@ def onnxruntime_executors(bundle: Bundle, cuda: Cuda, stream: Stream, budget: Bu
     def make(model: Model) -> SessionExecutor:
         files = {graph.point: bundle.file(graph.file) for graph in model.graph.points}
         return SessionExecutor(sessions, files, np.dtype(np.float32))
+
+    return make
+
+
+def tensorrt_executors(bundle: Bundle, cuda: Cuda, runtime: EngineRuntime, stream: Stream, budget: Budget) -> Executors:
+    """What runs the engines of a bundle's models in TensorRT or TensorRT-RTX."""
+
+    def make(model: Model) -> EngineExecutor:
+        engines = choose(model.engines, runtime, cuda.device)
+        trt = import_tensorrt(runtime, version_compatible=all(engine.version_compatible for engine in engines))
+        budget.require(sum(bundle.file(engine.file).stat().st_size for engine in engines), "loading its engines")
+        return EngineExecutor(trt, stream, bundle.folder, engines)
 
     return make

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.manifest import LoweredAs, Model
-from specexport.contract.shapes import ShapePoint
+from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 from specexport.runtime.backend import Array, Buffers
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.caches import DeviceCache
@@ -81,6 +82,9 @@ class DeviceGraph:
         self._made = 0
         self._captured: list[Captured] = []
         widths = {_width(point): point for point in self._points}
+        # A compiled propose graph drafts the same number of tokens behind a prefill chunk: nobody reads them.
+        self._instead = _wider_drafts(widths)
+        self._beyond = max((drafts - 1 for _, _, drafts in self._instead.values()), default=0)
         layouts = {width: tuple(map(Layout, buffers(point))) for width, point in widths.items()}
 
         plan = Plan()
@@ -112,6 +116,7 @@ class DeviceGraph:
         Raises:
             BackendError: no declared size is large enough.
         """
+        rows = min(rows + self._beyond, max(rows, self._sizes[-1]))
         if rows <= self.cache.rows:
             return
         size = next((size for size in self._sizes if size >= rows), None)
@@ -134,9 +139,17 @@ class DeviceGraph:
     def run(self, tokens: int, rows: int = 0, drafts: int = 0) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""
         width = self._at(tokens, rows, drafts)
+        drafts = self._instead.get((tokens, rows, drafts), (tokens, rows, drafts))[2]
+        fed = ShapePoint(self._batch, tokens, self.cache.rows, rows, drafts).fed
+        past = int(width.inputs.host[tensors.PAST_LENGTH].max())
+        if past + fed > self.cache.rows:
+            raise BackendError(
+                f"a run would write rows {past} to {past + fed - 1} of a cache of {self.cache.rows}; the text is too "
+                "close to the end of the context, shorten the prompt or build with a larger --max-seq-len"
+            )
         width.launches[self.cache.rows]()
         self._stream.synchronize()
-        self._made = ShapePoint(self._batch, tokens, self.cache.rows, rows, drafts).fed
+        self._made = fed
         return width.outputs.host
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
@@ -157,6 +170,7 @@ class DeviceGraph:
         self._memory.close()
 
     def _at(self, tokens: int, rows: int, drafts: int) -> _Width:
+        tokens, rows, drafts = self._instead.get((tokens, rows, drafts), (tokens, rows, drafts))
         point = ShapePoint(self._batch, tokens, self.cache.rows, rows, drafts)
         if point not in self._points:
             raise BackendError(f"shape point {point} was not built; this is a defect of specexport, please report it")
@@ -209,3 +223,12 @@ class DeviceGraph:
 
 def _width(point: ShapePoint) -> Width:
     return point.tokens, point.rows, point.drafts
+
+
+def _wider_drafts(widths: Collection[Width]) -> dict[Width, Width]:
+    """For each T that is drafted behind, but by no graph with K = 1: the graph with the least K."""
+    found: dict[Width, Width] = {}
+    for tokens, rows, drafts in sorted(widths):
+        if drafts > 1 and tokens > CATCH_UP_TOKENS:
+            found.setdefault((tokens, rows, 1), (tokens, rows, drafts))
+    return {asked: instead for asked, instead in found.items() if asked not in widths}
