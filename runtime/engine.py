@@ -111,14 +111,18 @@ class Engine:
                 "build it with --suffix"
             )
         running = open_backend(opened, backend, threads, gpu_memory_utilization)
-        target = running.open(manifest.target, 1, step_buffers(manifest))
-        speculations = {
-            method_name(method): Speculation(
-                open_proposer(opened, method, 1, running, suffix_store_tokens), method.token_trees()
-            )
-            for method in manifest.methods
-        }
-        return cls(opened, running, target, speculations)
+        try:
+            target = running.open(manifest.target, 1, step_buffers(manifest))
+            speculations = {
+                method_name(method): Speculation(
+                    open_proposer(opened, method, 1, running, suffix_store_tokens), method.token_trees()
+                )
+                for method in manifest.methods
+            }
+            return cls(opened, running, target, speculations)
+        except BaseException:
+            running.close()
+            raise
 
     def __enter__(self) -> Engine:
         return self

@@ -152,6 +152,8 @@ def test_nothing_outlives_its_last_reference(cuda: Cuda, fake: StandIn) -> None:
         stream.synchronize()
         assert memory is not None
         assert len(fake.leaks) == 4
+        stream.close()
+        stream.close()
 
     use()
     gc.collect()

@@ -80,9 +80,13 @@ class CudaBackend:
         manifest = self._bundle.manifest
         role = next(role for role, known in manifest.models.items() if known is model)
         executor = self._executor(model)
-        graph = DeviceGraph(
-            self.cuda, self.stream, self._budget, model, manifest.lowering, batch, buffers, executor, role
-        )
+        try:
+            graph = DeviceGraph(
+                self.cuda, self.stream, self._budget, model, manifest.lowering, batch, buffers, executor, role
+            )
+        except BaseException:
+            executor.close()
+            raise
         self.graphs.append(graph)
         return graph
 

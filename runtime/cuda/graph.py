@@ -159,10 +159,12 @@ class DeviceGraph:
                 width.launches[cache] = functools.partial(around, launch)
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Gives everything back; what the library holds first, as it may still use the stream and our memory."""
         self._stream.synchronize()
         for captured in self._captured:
             captured.close()
+        for width in self._widths.values():
+            width.launches.clear()
         self._executor.close()
         for width in self._widths.values():
             width.inputs.close()

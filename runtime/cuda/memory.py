@@ -113,6 +113,7 @@ class Memory:
     def __init__(self, cuda: Cuda, base: int, regions: Mapping[str, Region]) -> None:
         self._regions = dict(regions)
         self._close = weakref.finalize(self, cuda.free, base)
+        self._close.atexit = False  # the driver frees everything when a process ends
 
     def __getitem__(self, name: str) -> Region:
         return self._regions[name]
@@ -133,6 +134,7 @@ class Pinned:
     def __init__(self, cuda: Cuda, nbytes: int) -> None:
         self.address = cuda.allocate_pinned(max(nbytes, ALIGNMENT))
         self._close = weakref.finalize(self, cuda.free_pinned, self.address)
+        self._close.atexit = False
         self.bytes: Array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
         self.bytes[:] = 0
 

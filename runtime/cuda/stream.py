@@ -13,14 +13,17 @@ from specexport.runtime.cuda.api import Cuda
 class Stream:
     """Work that the device does in the order it was given.
 
+    It lives until it is closed: libraries that were given its handle may use it in their own destructors, and what is
+    collected first is not ours to say.
+
     Attributes:
         handle: what libraries take for it.
     """
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
+        self._closed = False
         self.handle = cuda.create_stream()
-        self._close = weakref.finalize(self, cuda.destroy_stream, self.handle)
 
     def synchronize(self) -> None:
         """Waits for everything given so far."""
@@ -45,8 +48,10 @@ class Stream:
         return Captured(self._cuda, self.handle, self._cuda.instantiate(self._cuda.end_capture(self.handle)))
 
     def close(self) -> None:
-        """Gives the stream back; then does nothing."""
-        self._close()
+        """Gives the stream back after its work; then does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._cuda.destroy_stream(self.handle)
 
 
 class Captured:
@@ -57,6 +62,7 @@ class Captured:
         self._stream = stream
         self._executable = executable
         self._close = weakref.finalize(self, cuda.destroy_executable, executable)
+        self._close.atexit = False  # the driver frees everything when a process ends
 
     def launch(self) -> None:
         """Gives all of it to its stream in one call."""
