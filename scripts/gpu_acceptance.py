@@ -165,6 +165,7 @@ def plan(
                 **given,
                 draft_precision="fp32",
                 max_seq_len=512,
+                max_batch_size=1,
                 lowering=lowering,
             )
             for name, given in (
@@ -247,7 +248,7 @@ def _target(engine: Engine) -> Graph:
 def _logits(graph: Graph, tokens: list[int], width: int) -> np.ndarray:
     """Logits ``[n, V]`` of a text that is read ``width`` tokens at a time."""
     found = []
-    graph.release()
+    graph.fit(1)
     for past in range(0, len(tokens) - width + 1, width):
         graph.reserve(past + width)
         given = graph.inputs(width, width)
@@ -362,6 +363,7 @@ def benchmark(args: argparse.Namespace, lowering: str, backend: str, texts: list
         precision=args.precision,
         draft_precision=args.precision,
         max_seq_len=512,
+        max_batch_size=1,
         lowering=lowering,
     )
     with Engine.load(folder, backend=backend, check_hashes=False) as engine:

@@ -271,13 +271,16 @@ def test_cache_starts_empty_and_grows_in_place(caches: Caches, fake: StandIn) ->
     before = caches.write(caches.arrays(), 0)
     allocations = len(fake.allocations)
     for old, size in itertools.pairwise(SIZES):
-        caches.cache.grow(size, caches.stream.handle)
+        caches.cache.resize(size, caches.stream.handle)
         after = caches.arrays()
         for name, array in after.items():
             assert array.shape[2] == size
             np.testing.assert_array_equal(array[:, :, : SIZES[0]], before[name][:, :, : SIZES[0]], err_msg=f"{old}")
-    assert len(fake.allocations) == allocations
     assert caches.cache.nbytes == sum(array.nbytes for array in after.values())
+    caches.cache.resize(SIZES[0], caches.stream.handle)
+    for name, array in caches.arrays().items():
+        np.testing.assert_array_equal(array, before[name])
+    assert len(fake.allocations) == allocations
 
 
 @pytest.mark.parametrize("nodes", [[0], [0, 1, 2], [0, 2, 3, 5], [0, 1, 4], [0, 5], []])

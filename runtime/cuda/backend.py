@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from specexport.contract.engines import EngineRuntime
+from specexport.contract.errors import BackendError
 from specexport.contract.manifest import Model
 from specexport.runtime.backend import Buffers
 from specexport.runtime.bundle import Bundle
@@ -27,6 +28,7 @@ class CudaBackend:
     """Runs a bundle on a GPU; see :class:`~specexport.runtime.backend.Backend`.
 
     Attributes:
+        batches: whether it runs several slots at once; it does not.
         cuda: the device.
         stream: does its work.
         graphs: those opened, the target's first.
@@ -37,6 +39,8 @@ class CudaBackend:
         utilization: the part of its memory that may be used.
         executors: makes what runs a model's graph.
     """
+
+    batches = False
 
     def __init__(
         self, bundle: Bundle, cuda: Cuda, utilization: float, executors: Callable[[Stream, Budget], Executors]
@@ -75,15 +79,19 @@ class CudaBackend:
         """See :class:`~specexport.runtime.backend.Backend`."""
         return next((graph.fallback for graph in self.graphs if graph.fallback), "")
 
-    def open(self, model: Model, batch: int, buffers: Buffers) -> DeviceGraph:
-        """See :class:`~specexport.runtime.backend.Backend`."""
+    def open(self, model: Model, slots: int, buffers: Buffers) -> DeviceGraph:
+        """See :class:`~specexport.runtime.backend.Backend`.
+
+        Raises:
+            BackendError: more than one slot is asked for, the graph is refused, or it does not fit.
+        """
+        if slots != 1:
+            raise BackendError(f"{slots} requests at once were asked for; GPU backends run one, pass max_batch_size=1")
         manifest = self._bundle.manifest
         role = next(role for role, known in manifest.models.items() if known is model)
         executor = self._executor(model)
         try:
-            graph = DeviceGraph(
-                self.cuda, self.stream, self._budget, model, manifest.lowering, batch, buffers, executor, role
-            )
+            graph = DeviceGraph(self.cuda, self.stream, self._budget, model, manifest.lowering, buffers, executor, role)
         except BaseException:
             executor.close()
             raise

@@ -103,21 +103,22 @@ class DeviceCache:
         assert self._memory is not None
         return self._memory[f"{self._name}.{name}"].address
 
-    def grow(self, rows: int, stream: int) -> None:
-        """Spreads the rows of a smaller cache out to a larger size, in place.
+    def resize(self, rows: int, stream: int) -> None:
+        """Spreads the rows out to a larger size or draws them together to a smaller one, in place.
 
-        From the last plane to the first, each by way of a spare one: where it goes may overlap where it is, and never
-        reaches those before it.
+        Each plane goes by way of a spare one: where it goes may overlap where it is, and never reaches those that are
+        still to be moved if growing begins with the last and shrinking with the first.
         """
         old, self.rows = self.rows, rows
         for (heads, width), members in self._members.items():
             base, spare = self._base(f"{heads}x{width}"), self._base("plane")
             before, after = self._stride(heads, width, old), self._stride(heads, width, rows)
             row = width * self._dtype.itemsize
-            for layer, plane in reversed(list(itertools.product(range(len(members)), range(self._batch * heads)))):
-                if layer or plane:  # the first stays where it is
-                    self._cuda.copy(spare, base + layer * before + plane * old * row, old * row, stream)
-                    self._cuda.copy(base + layer * after + plane * rows * row, spare, old * row, stream)
+            planes = list(itertools.product(range(len(members)), range(self._batch * heads)))[1:]  # the first stays
+            for layer, plane in reversed(planes) if rows > old else planes:
+                kept = min(old, rows) * row
+                self._cuda.copy(spare, base + layer * before + plane * old * row, kept, stream)
+                self._cuda.copy(base + layer * after + plane * rows * row, spare, kept, stream)
 
     def move(self, slot: int, past: int, nodes: Sequence[int], fed: int | None, stream: int) -> None:
         """Puts kept rows behind a slot's first ``past`` ones, in order.

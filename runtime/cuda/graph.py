@@ -10,7 +10,7 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.manifest import LoweredAs, Model
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
-from specexport.runtime.backend import Array, Buffers
+from specexport.runtime.backend import FIRST, Array, Buffers
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.caches import DeviceCache
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
@@ -47,7 +47,6 @@ class DeviceGraph:
         budget: what may be used of the device.
         model: its description.
         lowering: the bundle's.
-        batch: slots.
         buffers: makes the input and output arrays of a shape point.
         executor: runs it.
         role: ``target`` or ``draft``, for messages.
@@ -63,7 +62,6 @@ class DeviceGraph:
         budget: Budget,
         model: Model,
         lowering: LoweredAs,
-        batch: int,
         buffers: Buffers,
         executor: Executor,
         role: str,
@@ -72,14 +70,14 @@ class DeviceGraph:
         self._stream = stream
         self._executor = executor
         self._in_place = lowering == "native"
-        self._batch = batch
-        self._points = {point for point in executor.points if point.batch == batch}
+        self._points = {point for point in executor.points if point.batch == 1}
         if not self._points:
-            raise BackendError(f"the {role} was not built for {batch} slots; build the bundle for that batch size")
+            raise BackendError(f"the {role} was not built for one slot; build the bundle with that batch size")
         self._sizes = sorted({point.cache for point in self._points})
         fed = 0 if self._in_place else max(point.fed for point in self._points)
-        self.cache = DeviceCache(cuda, model.cache, batch, executor.cache_dtype, self._sizes, fed)
+        self.cache = DeviceCache(cuda, model.cache, 1, executor.cache_dtype, self._sizes, fed)
         self._made = 0
+        self._filled = 0
         self._captured: list[Captured] = []
         widths = {_width(point): point for point in self._points}
         # A compiled propose graph drafts the same number of tokens behind a prefill chunk: nobody reads them.
@@ -106,6 +104,11 @@ class DeviceGraph:
             self._capture(runs)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """See :class:`~specexport.runtime.backend.Graph`."""
+        return (1,)
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache at its present size."""
         return self.cache.nbytes
@@ -122,25 +125,39 @@ class DeviceGraph:
         size = next((size for size in self._sizes if size >= rows), None)
         if size is None:
             raise BackendError(f"{rows} cache rows wanted, but the bundle's largest cache has {self._sizes[-1]}")
-        self.cache.grow(size, self._stream.handle)
+        self.cache.resize(size, self._stream.handle)
 
-    def release(self) -> None:
+    def fit(self, rows: int) -> None:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        self.cache.rows = self._sizes[0]
+        size = next((size for size in self._sizes if size >= rows + self._beyond), self._sizes[-1])
+        if size < self.cache.rows:
+            self._filled = min(self._filled, size)
+            self.cache.resize(size, self._stream.handle)
+
+    def filled(self, slot: int) -> int:
+        """See :class:`~specexport.runtime.backend.Graph`."""
+        return self._filled
+
+    def copy(self, source: int, to: int, rows: int) -> None:
+        """See :class:`~specexport.runtime.backend.Graph`; with one slot there is nowhere to copy to."""
+        self._filled = rows
 
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         """See :class:`~specexport.runtime.backend.Graph`; done in the stream's order."""
+        self._filled = past + len(nodes)
         self.cache.move(slot, past, nodes, None if self._in_place else self._made, self._stream.handle)
 
-    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0) -> dict[str, Array]:
+    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        return self._at(tokens, rows, drafts).inputs.host
+        given = self._at(tokens, rows, drafts).inputs.host
+        given[tensors.PAST_LENGTH][:] = self._filled
+        return given
 
-    def run(self, tokens: int, rows: int = 0, drafts: int = 0) -> dict[str, Array]:
+    def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""
         width = self._at(tokens, rows, drafts)
         drafts = self._instead.get((tokens, rows, drafts), (tokens, rows, drafts))[2]
-        fed = ShapePoint(self._batch, tokens, self.cache.rows, rows, drafts).fed
+        fed = ShapePoint(1, tokens, self.cache.rows, rows, drafts).fed
         past = int(width.inputs.host[tensors.PAST_LENGTH].max())
         if past + fed > self.cache.rows:
             raise BackendError(
@@ -173,7 +190,7 @@ class DeviceGraph:
 
     def _at(self, tokens: int, rows: int, drafts: int) -> _Width:
         tokens, rows, drafts = self._instead.get((tokens, rows, drafts), (tokens, rows, drafts))
-        point = ShapePoint(self._batch, tokens, self.cache.rows, rows, drafts)
+        point = ShapePoint(1, tokens, self.cache.rows, rows, drafts)
         if point not in self._points:
             raise BackendError(f"shape point {point} was not built; this is a defect of specexport, please report it")
         return self._widths[tokens, rows, drafts]
