@@ -75,8 +75,8 @@ def test_checks_fail_where_it_is_wrong(
     """A GPU that adds to every copy back, and one that is not captured."""
     download = script.CudaBackend.open.__globals__["DeviceGraph"].run
 
-    def wrong(self: Any, tokens: int, rows: int = 0, drafts: int = 0) -> Any:
-        made = download(self, tokens, rows, drafts)
+    def wrong(self: Any, tokens: int, rows: int = 0, drafts: int = 0, **more: Any) -> Any:
+        made = download(self, tokens, rows, drafts, **more)
         if rows > 1 and "logits" in made:
             made["logits"][..., 7] += 30.0
         return made
