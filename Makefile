@@ -33,7 +33,7 @@ compat: $(VENV)/.dev
 	for python in python3.10 python3.12; do \
 	  $$python -m venv .venv-$$python && \
 	  .venv-$$python/bin/python -m pip install --quiet -e '.[cpu,serve]' \
-	    pytest hypothesis scipy httpx openai schemathesis || exit 1; \
+	    cuda-bindings pytest hypothesis scipy httpx openai schemathesis || exit 1; \
 	done
 	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.10/bin/python -m pytest -m "not exporter" \
 	  -k "not may_be_moved and not no_tokenizer_is_named" \

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,25 @@ MAX_POSITIONS = 8192
 """Declared positions of the inflated models: rotary positions have no table, so a long context may be declared."""
 
 
-def inflated_pair(models: Path, work: Path, seed: int = 0) -> tuple[Path, Path]:
+Sizes = Mapping[str, tuple[float, int]]
+"""Of the enlarged models, by the name of the small one: parameters, and width per layer."""
+SIZES: Sizes = {
+    "demo-target": (TARGET_PARAMETERS, WIDTH_PER_LAYER),
+    "demo-draft": (DRAFT_PARAMETERS, DRAFT_WIDTH_PER_LAYER),
+}
+
+
+def inflated_pair(models: Path, work: Path, seed: int = 0, sizes: Sizes = SIZES) -> tuple[Path, Path]:
     """The demo pair, enlarged to benchmark size without changing what it computes; see ``benchmarks.inflate``.
 
     Args:
         models: holds ``demo-target`` and ``demo-draft``.
         work: where the large models are kept, under the digest of the small ones.
         seed: of the added weights.
+        sizes: of the large ones.
     """
     folders = []
-    for name, parameters, width_per_layer in (
-        ("demo-target", TARGET_PARAMETERS, WIDTH_PER_LAYER),
-        ("demo-draft", DRAFT_PARAMETERS, DRAFT_WIDTH_PER_LAYER),
-    ):
+    for name, (parameters, width_per_layer) in sizes.items():
         digest = hashlib.sha256((models / name / "model.safetensors").read_bytes()).hexdigest()[:12]
         out = work / f"{name}-{parameters / 1e6:.0f}M-w{width_per_layer}-{digest}"
         if not (out / "done").exists():

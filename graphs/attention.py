@@ -233,7 +233,8 @@ class NativeLowering:
             near = self._position_ids[:, :, None] - keys[:, None, :] < window
             self._seen[window] = self._seen[None] & near
         if (group, window) not in self._masks:
-            self._masks[group, window] = self._seen[window][:, None].repeat(1, 1, group, 1)
+            # Not repeat(), which becomes a Tile: onnxruntime has none for booleans on GPUs.
+            self._masks[group, window] = torch.cat([self._seen[window][:, None]] * group, 2)
         return self._masks[group, window]
 
     def attend(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from specexport.contract import tensors
+from specexport.contract.errors import BackendError, RequestError
 from specexport.contract.manifest import DraftModel, Manifest, Medusa, MedusaDraft, Model
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.bundle import Bundle
@@ -78,24 +79,87 @@ class Graph(Protocol):
         """Runs at that shape point; the outputs by name, without the caches."""
 
 
+class Backend(Protocol):
+    """A library that runs a bundle's graphs on one device, and what all of them share there."""
+
+    @property
+    def execution(self) -> str:
+        """How work reaches the device; see ``Stats.execution``."""
+
+    @property
+    def fallback(self) -> str:
+        """Why not in a better way, if there is one; else empty."""
+
+    @property
+    def batches(self) -> bool:
+        """Whether it runs several slots at once."""
+
+    def open(self, model: Model, slots: int, buffers: Buffers) -> Graph:
+        """Loads a model's graph.
+
+        Args:
+            model: the bundle's target or its draft.
+            slots: how many its cache has; one of the bundle's batch sizes.
+            buffers: see :data:`Buffers`.
+
+        Raises:
+            BackendError: the graph is refused, or does not fit.
+        """
+
+    def close(self) -> None:
+        """Frees everything that was opened; then does nothing."""
+
+
+BackendName = Literal["onnxruntime", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
+DEFAULT_UTILIZATION = 0.9
+"""Of a device's memory; the rest is left to what drivers and libraries take without saying."""
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+
+
+def open_backend(bundle: Bundle, name: str | None, threads: int | None, gpu_memory_utilization: float) -> Backend:
+    """Opens what a bundle runs on.
+
+    Args:
+        bundle: the bundle.
+        name: one of :data:`BACKENDS`; None for the one it was built for.
+        threads: for CPU backends; None for every core this process may use.
+        gpu_memory_utilization: for GPU backends, the part of the device's memory that may be used, other programs'
+            included.
+
+    Raises:
+        BackendError: there is no such backend, or it or its device is missing.
+        RequestError: the part of the memory is out of range.
+    """
+    asked = name or bundle.manifest.backend
+    chosen = next((backend for backend in BACKENDS if backend == asked), None)
+    if chosen is None:
+        raise BackendError(f"there is no backend {name!r}; expected one of {', '.join(BACKENDS)}")
+    if not 0 < gpu_memory_utilization <= 1:
+        raise RequestError(f"gpu_memory_utilization is {gpu_memory_utilization!r}; expected a number in (0, 1]")
+    # Imported here: each backend has dependencies that the others' users need not install.
+    if chosen == "onnxruntime":
+        from specexport.runtime.ort import OnnxRuntimeBackend
+
+        return OnnxRuntimeBackend(bundle, threads)
+    from specexport.runtime.cuda.backend import CudaBackend
+
+    return CudaBackend.load(bundle, chosen, gpu_memory_utilization)
+
+
 def open_graph(bundle: Bundle, model: Model, slots: int, buffers: Buffers, threads: int | None) -> Graph:
-    """Loads a model's graph on the bundle's backend.
+    """Loads a model's graph on the CPU, whatever the bundle was built for.
 
     Args:
         bundle: the bundle.
         model: its target or its draft.
         slots: how many its cache has; one of the bundle's batch sizes.
         buffers: see :data:`Buffers`.
-        threads: for CPU backends; None for every core this process may use.
+        threads: None for every core this process may use.
 
     Raises:
         BackendError: the backend is not installed or refuses the graph.
     """
-    # Imported here: each backend has dependencies that the others' users need not install.
-    from specexport.runtime.ort import OnnxRuntimeGraph, available_cores
-
-    cores = threads or available_cores()
-    return OnnxRuntimeGraph(bundle.file(model.graph.master), model, bundle.manifest.lowering, slots, buffers, cores)
+    return open_backend(bundle, "onnxruntime", threads, 1.0).open(model, slots, buffers)
 
 
 def step_buffers(manifest: Manifest) -> Buffers:

@@ -11,7 +11,7 @@ import numpy as np
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import HYPOTHESIS, Manifest, method_name
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Graph, open_graph, step_buffers
+from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, Graph, open_backend, step_buffers
 from specexport.runtime.budget import Budget
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.constraint import Grammars
@@ -38,11 +38,17 @@ class Engine:
         manifest: the bundle's.
         tokenizer: the bundle's.
         chat_template: the model's, or None.
+        backend: what runs its graphs.
         speculations: the loaded ways to propose, by the name of their method, the default first.
     """
 
     def __init__(
-        self, bundle: Bundle, target: Graph, speculations: Mapping[str, Speculation], prefix_cache: bool = True
+        self,
+        bundle: Bundle,
+        backend: Backend,
+        target: Graph,
+        speculations: Mapping[str, Speculation],
+        prefix_cache: bool = True,
     ) -> None:
         self.manifest: Manifest = bundle.manifest
         self.tokenizer = bundle.tokenizer()
@@ -50,6 +56,7 @@ class Engine:
         self._grammars = Grammars(
             self.tokenizer, self.manifest.target.vocab_size, self.manifest.tokenizer.eos_token_ids
         )
+        self.backend = backend
         self._target = target
         self.speculations = dict(speculations)
         program = HostProgram(self.manifest, target, self.speculations)
@@ -67,6 +74,8 @@ class Engine:
         suffix_store_tokens: int = 0,
         max_batch_size: int | None = None,
         prefix_cache: bool = True,
+        backend: str | None = None,
+        gpu_memory_utilization: float = DEFAULT_UTILIZATION,
     ) -> Engine:
         """Opens a bundle and loads its graphs.
 
@@ -76,12 +85,16 @@ class Engine:
             check_hashes: compare every file's SHA-256 with the manifest; sizes are always compared.
             suffix_store_tokens: tokens of earlier outputs that the method ``suffix`` looks in too, at about half a
                 kilobyte each; the oldest go first. 0 for none. It changes how much is accepted, never what is said.
-            max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest.
+            max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest,
+                on a GPU for 1, as nothing there runs more yet.
             prefix_cache: a prompt that begins like a text the cache still holds is read from where they part.
+            backend: what runs it, one of ``runtime.backend.BACKENDS``; None for what it was built for.
+            gpu_memory_utilization: for GPU backends, the part of the device's memory that may be in use once the bundle
+                is loaded, other programs' included.
 
         Raises:
             BundleError: the bundle is incomplete, altered or too new.
-            BackendError: its backend is not installed or refuses a graph.
+            BackendError: its backend is not installed, refuses a graph, or has no device or no room for it.
             RequestError: a store was asked for that is too small, or of a bundle without the method; or the bundle was
                 not built for the batch size.
         """
@@ -92,18 +105,26 @@ class Engine:
                 f"suffix_store_tokens is {suffix_store_tokens}, but the bundle was built without the method suffix; "
                 "build it with --suffix"
             )
-        slots = manifest.batch_sizes[-1] if max_batch_size is None else max_batch_size
-        if slots not in manifest.batch_sizes:
-            built = ", ".join(map(str, manifest.batch_sizes))
-            raise RequestError(f"max_batch_size is {slots}; the bundle was built for {built} (build --max-batch-size)")
-        target = open_graph(opened, manifest.target, slots, step_buffers(manifest), threads)
-        speculations = {
-            method_name(method): Speculation(
-                open_proposer(opened, method, slots, threads, suffix_store_tokens), method.token_trees()
-            )
-            for method in manifest.methods
-        }
-        return cls(opened, target, speculations, prefix_cache)
+        running = open_backend(opened, backend, threads, gpu_memory_utilization)
+        try:
+            most = manifest.batch_sizes[-1] if running.batches else manifest.batch_sizes[0]
+            slots = most if max_batch_size is None else max_batch_size
+            if slots not in manifest.batch_sizes:
+                built = ", ".join(map(str, manifest.batch_sizes))
+                raise RequestError(
+                    f"max_batch_size is {slots}; the bundle was built for {built} (build --max-batch-size)"
+                )
+            target = running.open(manifest.target, slots, step_buffers(manifest))
+            speculations = {
+                method_name(method): Speculation(
+                    open_proposer(opened, method, slots, running, suffix_store_tokens), method.token_trees()
+                )
+                for method in manifest.methods
+            }
+            return cls(opened, running, target, speculations, prefix_cache)
+        except BaseException:
+            running.close()
+            raise
 
     def __enter__(self) -> Engine:
         return self
@@ -122,6 +143,7 @@ class Engine:
         if hasattr(self, "_target"):
             del self._target
             self.speculations.clear()
+            self.backend.close()
 
     def defaults(self) -> SamplingParams:
         """The model's own sampling parameters, as its checkpoint states them."""
@@ -214,7 +236,9 @@ class Engine:
             view.constraint = self._grammars.json_schema(params.json_schema)
         room = min(params.max_tokens, self.manifest.max_seq_len - len(tokens))
         ends = params.stop_token_ids + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
-        return Request(view, TextStream(self.tokenizer, params.stop), room, ends)
+        request = Request(view, TextStream(self.tokenizer, params.stop), room, ends)
+        request.stats.execution = self.backend.execution
+        return request
 
     def _choose(self, method: str | None, draft_tokens: int | None) -> tuple[str | None, TokenTree]:
         """The method and tree of a request that speculates; none where the bundle has no way to."""

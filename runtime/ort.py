@@ -15,6 +15,7 @@ from specexport.contract.errors import BackendError
 from specexport.contract.manifest import LoweredAs, Model
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.backend import FIRST, Array, Buffers
+from specexport.runtime.bundle import Bundle
 
 _Shape = tuple[int, int, int, int]
 """Batch, tokens, rows and drafts: a shape point at any cache size."""
@@ -80,6 +81,31 @@ def open_session(path: Path, threads: int, lowering: LoweredAs) -> Any:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions share no public base
         raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
+
+
+class OnnxRuntimeBackend:
+    """onnxruntime on the CPU; see :class:`~specexport.runtime.backend.Backend`.
+
+    Args:
+        bundle: what it runs.
+        threads: None for every core this process may use.
+    """
+
+    execution = "host"
+    fallback = ""
+    batches = True
+
+    def __init__(self, bundle: Bundle, threads: int | None) -> None:
+        self._bundle = bundle
+        self._threads = threads or available_cores()
+
+    def open(self, model: Model, slots: int, buffers: Buffers) -> OnnxRuntimeGraph:
+        """See :class:`~specexport.runtime.backend.Backend`."""
+        master, lowering = self._bundle.file(model.graph.master), self._bundle.manifest.lowering
+        return OnnxRuntimeGraph(master, model, lowering, slots, buffers, self._threads)
+
+    def close(self) -> None:
+        """See :class:`~specexport.runtime.backend.Backend`; graphs go when nothing refers to them."""
 
 
 class OnnxRuntimeGraph:

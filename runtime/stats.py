@@ -29,6 +29,8 @@ class Stats:
         host: everything else in its steps: bookkeeping and text.
         first_token: from the start of the request to its first tokens.
         total: from start to end. Neither counts time in which nobody read any stream of the engine, so that it rested.
+        execution: how the work of a step reached the device: ``host`` where there is none, ``plain`` call by call,
+            ``graph per engine`` by a captured CUDA graph for each model, ``graph per step`` by one for all of a step.
     """
 
     prompt_tokens: int = 0
@@ -48,6 +50,7 @@ class Stats:
     host: float = 0.0
     first_token: float = 0.0
     total: float = 0.0
+    execution: str = "host"
 
     @property
     def acceptance_length(self) -> float:

@@ -14,6 +14,7 @@ from specexport.cache import cached_bundle
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.runtime import Engine, SamplingParams, Stream
+from specexport.runtime.backend import DEFAULT_UTILIZATION
 from specexport.runtime.chat import Message
 from specexport.speculative import SpeculativeConfig, build_options, choice, read_config
 
@@ -108,7 +109,12 @@ class Frontend:
             chosen = Choice(**choice(config)) if config is not None else chosen
         else:
             folder = _built(str(model), config, max_model_len, build)
-        engine = Engine.load(folder, threads=threads, check_hashes=check_hashes)
+        engine = Engine.load(
+            folder,
+            threads=threads,
+            check_hashes=check_hashes,
+            gpu_memory_utilization=gpu_memory_utilization or DEFAULT_UTILIZATION,
+        )
         most = engine.manifest.max_seq_len
         if max_model_len is not None and not 2 <= max_model_len <= most:
             engine.close()

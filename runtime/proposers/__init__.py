@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specexport.contract.manifest import DraftModel, Hypothesis, Medusa, Method, Ngram, Suffix
-from specexport.runtime.backend import candidates_buffers, open_graph, propose_buffers
+from specexport.runtime.backend import Backend, candidates_buffers, propose_buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposers.base import Proposal, Proposer, SlotView
 from specexport.runtime.proposers.draft_model import DraftModelProposer
@@ -17,7 +17,7 @@ __all__ = ["Proposal", "Proposer", "SlotView", "open_proposer"]
 
 
 def open_proposer(
-    bundle: Bundle, method: Method, slots: int, threads: int | None, suffix_store_tokens: int = 0
+    bundle: Bundle, method: Method, slots: int, backend: Backend, suffix_store_tokens: int = 0
 ) -> Proposer:
     """Loads what a method needs.
 
@@ -25,11 +25,11 @@ def open_proposer(
         bundle: the bundle.
         method: one of its methods.
         slots: how many.
-        threads: for CPU backends; None for every core this process may use.
+        backend: runs its model, if it has one.
         suffix_store_tokens: most tokens of earlier outputs that suffix decoding keeps; 0 for none.
 
     Raises:
-        BackendError: the backend is not installed or refuses a graph.
+        BackendError: the backend refuses a graph.
         RequestError: the store would be too small for any output.
     """
     if isinstance(method, Ngram):
@@ -41,7 +41,7 @@ def open_proposer(
     if isinstance(method, Medusa):
         return MedusaProposer()
     if isinstance(method, DraftModel):
-        graph = open_graph(bundle, method.draft, slots, propose_buffers(method), threads)
+        graph = backend.open(method.draft, slots, propose_buffers(method))
         return DraftModelProposer(graph, bundle.manifest)
-    graph = open_graph(bundle, method.draft, slots, candidates_buffers(method), threads)
+    graph = backend.open(method.draft, slots, candidates_buffers(method))
     return MedusaDraftProposer(graph, bundle.manifest, method)

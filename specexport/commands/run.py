@@ -11,6 +11,7 @@ from typing import Any
 
 from specexport.contract.errors import RequestError
 from specexport.runtime import Engine, Stats, Stream
+from specexport.runtime.backend import BACKENDS, DEFAULT_UTILIZATION
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "acceptance")
 _OF_ACCEPTANCE = {
@@ -57,6 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-speculative-tokens", type=int, metavar="K", help="one the bundle was built for (default: its own)"
     )
+    parser.add_argument(
+        "--backend", choices=BACKENDS, metavar="NAME", help=f"{', '.join(BACKENDS)} (default: what it was built for)"
+    )
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=DEFAULT_UTILIZATION,
+        metavar="PART",
+        help="of the GPU's memory that may be in use (default: %(default)s)",
+    )
     parser.add_argument("--hypothesis", type=Path, metavar="FILE", help="a text the output is expected to be")
     parser.add_argument(
         "--hypothesis-entropy", type=float, metavar="H", help="how unsure its maker was at worst, in nats"
@@ -78,7 +89,12 @@ def main(arguments: argparse.Namespace) -> int:
             )
     hypothesis = _hypothesis(arguments.hypothesis) if arguments.hypothesis is not None else None
     prompt = _prompt(arguments.prompt)
-    with Engine.load(arguments.bundle, threads=arguments.threads) as engine:
+    with Engine.load(
+        arguments.bundle,
+        threads=arguments.threads,
+        backend=arguments.backend,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
+    ) as engine:
         given = {name: getattr(arguments, name) for name in (*_SAMPLING, *_OF_ACCEPTANCE) if hasattr(arguments, name)}
         params = engine.defaults().replace(
             max_tokens=arguments.max_tokens, stop=tuple(arguments.stop), ignore_eos=arguments.ignore_eos, **given
@@ -148,6 +164,8 @@ def describe(stats: Stats) -> str:
         f"a step      propose {stats.propose * per_step:.2f} ms, verify {stats.verify * per_step:.2f} ms, "
         f"accept {stats.accept * per_step:.3f} ms, host {stats.host * per_step:.3f} ms",
     ]
+    if stats.execution != "host":
+        lines.append(f"device      {stats.execution}")
     if stats.drafted:
         lines.insert(1, f"draft       {stats.accepted} of {stats.drafted} accepted; by position {positions}")
     return "\n".join(lines)

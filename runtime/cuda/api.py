@@ -1,0 +1,236 @@
+"""The calls of the CUDA runtime that are used, typed and checked, over ``cuda.bindings.runtime``."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from specexport.contract.errors import BackendError
+
+_NO_DEVICE = ("cudaErrorNoDevice", "cudaErrorInsufficientDriver", "cudaErrorStubLibrary", "cudaErrorInvalidDevice")
+_GIB = 1 << 30
+
+
+class OutOfDeviceMemoryError(BackendError):
+    """The device has no room for what was asked."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU.
+
+    Attributes:
+        index: as CUDA numbers it.
+        name: as the driver names it.
+        capability: compute capability, such as ``(8, 9)``.
+        total: bytes of device memory.
+    """
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
+
+
+class Cuda:
+    """The CUDA runtime on one device, which becomes the calling thread's current one.
+
+    Addresses and handles are plain integers. Every call raises on any status but success.
+
+    Args:
+        bindings: the module ``cuda.bindings.runtime``.
+        index: of the device.
+
+    Raises:
+        BackendError: there is no driver or no such device; says what to do.
+    """
+
+    def __init__(self, bindings: Any, index: int = 0) -> None:
+        self._rt = bindings
+        count = self._call("cudaGetDeviceCount")
+        if index >= count:
+            raise BackendError(f"there is no GPU {index}; CUDA sees {count}. See nvidia-smi and CUDA_VISIBLE_DEVICES")
+        self._call("cudaSetDevice", index)
+        kinds = bindings.cudaDeviceAttr
+        major = self._call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMajor, index)
+        minor = self._call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMinor, index)
+        name = self._call("cudaGetDeviceProperties", index).name
+        self.device = Device(
+            index, name.decode() if isinstance(name, bytes) else str(name), (major, minor), self.memory()[1]
+        )
+
+    @classmethod
+    def load(cls, index: int = 0) -> Cuda:
+        """Opens a device through the installed ``cuda-bindings``.
+
+        Raises:
+            BackendError: the package, a driver or the device is missing.
+        """
+        try:
+            bindings = importlib.import_module("cuda.bindings.runtime")
+        except ImportError as error:
+            raise BackendError(
+                f"cuda-bindings is not installed ({error}), and GPU backends need it; install it with: "
+                "pip install 'specexport[gpu]'"
+            ) from error
+        return cls(bindings, index)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of device memory: free, total."""
+        free, total = self._call("cudaMemGetInfo")
+        return int(free), int(total)
+
+    def allocate(self, nbytes: int) -> int:
+        """Device memory, aligned to 256 bytes at least; its content is whatever was there.
+
+        Raises:
+            OutOfDeviceMemoryError: there is not that much.
+        """
+        return int(self._call("cudaMalloc", nbytes, wanted=nbytes))
+
+    def free(self, address: int) -> None:
+        """Gives device memory back."""
+        self._call("cudaFree", address)
+
+    def allocate_pinned(self, nbytes: int) -> int:
+        """Page-locked host memory, which copies to and from the device without a detour."""
+        return int(self._call("cudaHostAlloc", nbytes, self._rt.cudaHostAllocDefault))
+
+    def free_pinned(self, address: int) -> None:
+        """Gives page-locked memory back."""
+        self._call("cudaFreeHost", address)
+
+    # --- streams and events -------------------------------------------------------------------------------------------
+
+    def create_stream(self) -> int:
+        """A stream that does not wait for the legacy default stream."""
+        return int(self._call("cudaStreamCreateWithFlags", self._rt.cudaStreamNonBlocking))
+
+    def destroy_stream(self, stream: int) -> None:
+        """Ends a stream after its work."""
+        self._call("cudaStreamDestroy", stream)
+
+    def synchronize(self, stream: int) -> None:
+        """Waits until a stream has done everything given to it."""
+        self._call("cudaStreamSynchronize", stream)
+
+    def create_event(self) -> int:
+        """An event that can be timed."""
+        return int(self._call("cudaEventCreateWithFlags", self._rt.cudaEventDefault))
+
+    def record(self, event: int, stream: int) -> None:
+        """Marks a place in a stream's work."""
+        self._call("cudaEventRecord", event, stream)
+
+    def wait(self, event: int) -> None:
+        """Waits until a stream has come to an event."""
+        self._call("cudaEventSynchronize", event)
+
+    def milliseconds(self, start: int, end: int) -> float:
+        """Between two events a stream has come to."""
+        return float(self._call("cudaEventElapsedTime", start, end))
+
+    def destroy_event(self, event: int) -> None:
+        """Gives an event back."""
+        self._call("cudaEventDestroy", event)
+
+    # --- work on a stream ---------------------------------------------------------------------------------------------
+
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Copies bytes; the direction follows from the addresses."""
+        self._call("cudaMemcpyAsync", to, source, nbytes, self._rt.cudaMemcpyKind.cudaMemcpyDefault, stream)
+
+    def copy_rows(
+        self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int
+    ) -> None:
+        """Copies ``rows`` rows of ``width`` bytes that begin a pitch apart; they may not overlap."""
+        kind = self._rt.cudaMemcpyKind.cudaMemcpyDefault
+        self._call("cudaMemcpy2DAsync", to, to_pitch, source, source_pitch, width, rows, kind, stream)
+
+    def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        """Sets every byte of device memory."""
+        self._call("cudaMemsetAsync", address, value, nbytes, stream)
+
+    # --- capture ------------------------------------------------------------------------------------------------------
+
+    def begin_capture(self, stream: int) -> None:
+        """From here on work given to a stream is recorded, not done. Other threads are not affected."""
+        mode = self._rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self._call("cudaStreamBeginCapture", stream, mode)
+
+    def end_capture(self, stream: int) -> int:
+        """The graph of what was recorded."""
+        return int(self._call("cudaStreamEndCapture", stream))
+
+    def abandon_capture(self, stream: int) -> None:
+        """Ends a capture in which something failed, so that the stream can be used again."""
+        status, graph = self._rt.cudaStreamEndCapture(stream)
+        if not int(status) and int(graph):
+            self._call("cudaGraphDestroy", graph)
+        self._rt.cudaGetLastError()
+
+    def instantiate(self, graph: int) -> int:
+        """An executable of a captured graph, which is given back."""
+        executable = int(self._call("cudaGraphInstantiate", graph, 0))
+        self._call("cudaGraphDestroy", graph)
+        return executable
+
+    def launch(self, executable: int, stream: int) -> None:
+        """Gives a whole captured graph to a stream."""
+        self._call("cudaGraphLaunch", executable, stream)
+
+    def destroy_executable(self, executable: int) -> None:
+        """Gives a captured graph back."""
+        self._call("cudaGraphExecDestroy", executable)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, *arguments: Any, wanted: int = 0) -> Any:
+        """The result of a call: nothing, a value, or a tuple of values."""
+        status, *result = getattr(self._rt, name)(*arguments)
+        if int(status):
+            raise self._error(name, status, wanted)
+        return result[0] if len(result) == 1 else tuple(result)
+
+    def _error(self, call: str, status: Any, wanted: int) -> BackendError:
+        found = status.name
+        if found in _NO_DEVICE:
+            return self._no_device(found)
+        self._rt.cudaGetLastError()  # or the next call would report it again
+        if found == "cudaErrorMemoryAllocation":
+            _, free, total = self._rt.cudaMemGetInfo()
+            return OutOfDeviceMemoryError(
+                f"the GPU has no room for {wanted / _GIB:.2f} GiB: {free / _GIB:.2f} of {total / _GIB:.2f} GiB are "
+                "free. End other programs on it (nvidia-smi lists them), or build with a shorter --max-seq-len or "
+                "smaller weights (--precision)"
+            )
+        _, text = self._rt.cudaGetErrorString(status)
+        return BackendError(f"{call} failed with {found}: {text.decode() if isinstance(text, bytes) else text}")
+
+    def _no_device(self, found: str) -> BackendError:
+        _, driver = self._rt.cudaDriverGetVersion()
+        _, runtime = self._rt.cudaRuntimeGetVersion()
+        if not driver:
+            return BackendError(
+                "no NVIDIA driver was found, and this backend runs on a GPU; install the driver, or run the bundle on "
+                "the CPU with --backend onnxruntime"
+            )
+        if found == "cudaErrorInsufficientDriver":
+            return BackendError(
+                f"the NVIDIA driver supports CUDA {_version(driver)}, but cuda-bindings is for {_version(runtime)}; "
+                f"update the driver, or install cuda-bindings=={_version(driver).split('.')[0]}.*"
+            )
+        return BackendError(
+            f"no GPU can be used ({found}); see nvidia-smi and CUDA_VISIBLE_DEVICES, or run the bundle on the CPU with "
+            "--backend onnxruntime"
+        )
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"

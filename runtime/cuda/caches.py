@@ -1,0 +1,173 @@
+"""The KV cache of one model on the device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specexport.contract import tensors
+from specexport.contract.manifest import CacheLayer
+from specexport.runtime.cuda.api import Cuda
+from specexport.runtime.cuda.memory import Memory, Plan, Tensor, aligned
+
+
+class DeviceCache:
+    """Keys and values of all layers: for each shape of a layer's rows one block ``[L,B,Hkv,S,D]``.
+
+    Blocks are as large as the largest cache from the start; a smaller one uses the front of them, so that growing takes
+    no memory.
+
+    Args:
+        cuda: the device.
+        layers: of the model.
+        batch: slots.
+        dtype: of an element.
+        sizes: rows a slot may have, ascending.
+        fed: most rows one run makes, where a graph returns them instead of writing them into the cache; 0 otherwise.
+        name: what its regions are called in a plan.
+    """
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        layers: Sequence[CacheLayer],
+        batch: int,
+        dtype: np.dtype[Any],
+        sizes: Sequence[int],
+        fed: int,
+        name: str = "cache",
+    ) -> None:
+        self._cuda = cuda
+        self._batch = batch
+        self._dtype = dtype
+        self._sizes = tuple(sizes)
+        self._fed = fed
+        self._name = name
+        self._members: dict[tuple[int, int], list[str]] = {}
+        for index, layer in enumerate(layers):
+            self._members.setdefault((layer.heads, layer.key_size), []).append(tensors.past_key(index))
+            self._members.setdefault((layer.heads, layer.value_size), []).append(tensors.past_value(index))
+        self.rows = self._sizes[0]
+        self._memory: Memory | None = None
+
+    def plan(self, plan: Plan) -> None:
+        """Says what it needs."""
+        widest = 0
+        for (heads, width), members in self._members.items():
+            plan.add(f"{self._name}.{heads}x{width}", len(members) * self._stride(heads, width, self._sizes[-1]))
+            if self._fed:
+                plan.add(f"{self._name}.new.{heads}x{width}", len(members) * self._stride(heads, width, self._fed))
+            widest = max(widest, width * self._dtype.itemsize)
+        if len(self._sizes) > 1:
+            plan.add(f"{self._name}.plane", self._sizes[-2] * widest)
+
+    def place(self, memory: Memory, stream: int) -> None:
+        """Takes its regions; rows that were never written are zero."""
+        self._memory = memory
+        for heads, width in self._members:
+            region = memory[f"{self._name}.{heads}x{width}"]
+            self._cuda.fill(region.address, 0, region.nbytes, stream)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the cache at its present size."""
+        return sum(
+            len(members) * self._batch * heads * self.rows * width * self._dtype.itemsize
+            for (heads, width), members in self._members.items()
+        )
+
+    def tensors(self, rows: int) -> dict[str, Tensor]:
+        """The layers' caches by input name, ``[B,Hkv,rows,D]``."""
+        return self._parts("", rows)
+
+    def new_rows(self, fed: int) -> dict[str, Tensor]:
+        """Where a run's new rows go, by the name of the cache they belong to, ``[B,Hkv,fed,D]``."""
+        return self._parts("new.", fed)
+
+    def _parts(self, kind: str, rows: int) -> dict[str, Tensor]:
+        parts = {}
+        for (heads, width), members in self._members.items():
+            base, stride = self._base(f"{kind}{heads}x{width}"), self._stride(heads, width, rows)
+            for index, member in enumerate(members):
+                parts[member] = Tensor(base + index * stride, self._dtype, (self._batch, heads, rows, width))
+        return parts
+
+    def _stride(self, heads: int, width: int, rows: int) -> int:
+        """Bytes from one layer's part of a block to the next; each is aligned, as libraries want it."""
+        return aligned(self._batch * heads * rows * width * self._dtype.itemsize)
+
+    def _base(self, name: str) -> int:
+        assert self._memory is not None
+        return self._memory[f"{self._name}.{name}"].address
+
+    def resize(self, rows: int, stream: int) -> None:
+        """Spreads the rows out to a larger size or draws them together to a smaller one, in place.
+
+        Each plane goes by way of a spare one: where it goes may overlap where it is, and never reaches those that are
+        still to be moved if growing begins with the last and shrinking with the first.
+        """
+        old, self.rows = self.rows, rows
+        for (heads, width), members in self._members.items():
+            base, spare = self._base(f"{heads}x{width}"), self._base("plane")
+            before, after = self._stride(heads, width, old), self._stride(heads, width, rows)
+            row = width * self._dtype.itemsize
+            planes = list(itertools.product(range(len(members)), range(self._batch * heads)))[1:]  # the first stays
+            for layer, plane in reversed(planes) if rows > old else planes:
+                kept = min(old, rows) * row
+                self._cuda.copy(spare, base + layer * before + plane * old * row, kept, stream)
+                self._cuda.copy(base + layer * after + plane * rows * row, spare, kept, stream)
+
+    def move(self, slot: int, past: int, nodes: Sequence[int], fed: int | None, stream: int) -> None:
+        """Puts kept rows behind a slot's first ``past`` ones, in order.
+
+        Args:
+            slot: index into the batch.
+            past: rows it has.
+            nodes: which of a run's tokens are kept, ascending.
+            fed: tokens of that run, whose rows lie apart; None where they lie in the cache, from ``past`` on.
+            stream: does it.
+        """
+        for (heads, width), members in self._members.items():
+            row = width * self._dtype.itemsize
+            to, to_pitch = self._base(f"{heads}x{width}"), self.rows * row
+            to_stride = self._stride(heads, width, self.rows)
+            source, pitch, apart = to + past * row, to_pitch, to_stride
+            if fed is not None:
+                source, pitch, apart = self._base(f"new.{heads}x{width}"), fed * row, self._stride(heads, width, fed)
+            # With one slot the planes of all layers may be the same distance apart; those of a layer always are.
+            together = self._batch == 1 and to_stride == heads * to_pitch and apart == heads * pitch
+            layers, planes = (1, len(members) * heads) if together else (len(members), heads)
+            for first, node, count in _runs(nodes, skip=fed is None):
+                for layer in range(layers):
+                    self._cuda.copy_rows(
+                        to + layer * to_stride + slot * heads * to_pitch + (past + first) * row,
+                        to_pitch,
+                        source + layer * apart + slot * heads * pitch + node * row,
+                        pitch,
+                        count * row,
+                        planes,
+                        stream,
+                    )
+
+
+def _runs(nodes: Sequence[int], *, skip: bool) -> list[tuple[int, int, int]]:
+    """Rows that can be copied at once: where they go, the first node, and how many.
+
+    Args:
+        nodes: ascending; the i-th goes to row i.
+        skip: leave out those that lie where they belong. Then each is copied by itself, as what a longer copy reads
+            could lie in what it writes.
+    """
+    found: list[tuple[int, int, int]] = []
+    for to, node in enumerate(nodes):
+        if skip and to == node:
+            continue
+        if not skip and found and found[-1][1] + found[-1][2] == node:
+            first, start, count = found[-1]
+            found[-1] = (first, start, count + 1)
+        else:
+            found.append((to, node, 1))
+    return found

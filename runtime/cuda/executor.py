@@ -1,0 +1,59 @@
+"""What runs graphs on a device, asked of onnxruntime and TensorRT alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from specexport.contract.shapes import ShapePoint
+from specexport.runtime.cuda.memory import Region, Tensor
+
+Execution = Literal["host", "plain", "graph per engine", "graph per step"]
+"""How work reaches the device: there is none; call by call; one captured graph an engine; one captured graph a step."""
+Enqueue = Callable[[], None]
+"""Gives one run of a graph to the stream, over the addresses it was prepared with."""
+
+
+class Executor(Protocol):
+    """Runs one compiled graph at its shape points, over memory it is given."""
+
+    @property
+    def points(self) -> frozenset[ShapePoint]:
+        """The shapes it runs at."""
+
+    @property
+    def cache_dtype(self) -> np.dtype[Any]:
+        """What an element of the KV cache is; two-byte integers where NumPy has no such type."""
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of scratch memory it wants to be given; 0 where its library takes its own."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its runs may be recorded into a CUDA graph of ours; otherwise it may capture by itself."""
+
+    @property
+    def execution(self) -> Execution:
+        """How it gives its runs to the device when nobody records them."""
+
+    @property
+    def fallback(self) -> str:
+        """Why it does not do better than :attr:`execution`, where it could; else empty."""
+
+    def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
+        """Makes a shape point ready to run.
+
+        Args:
+            point: the shape.
+            tensors: every input and output by name; addresses stay as they are.
+            workspace: scratch memory of at least :attr:`workspace` bytes, shared by all its points.
+
+        Raises:
+            BackendError: the library refuses the graph, the shape or an address.
+        """
+
+    def close(self) -> None:
+        """Frees what the library holds."""

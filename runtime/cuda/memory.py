@@ -1,0 +1,223 @@
+"""Device memory: planned first, taken in one piece, and given back in one piece; and what mirrors it on the host."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specexport.runtime.backend import Array
+from specexport.runtime.cuda.api import Cuda, OutOfDeviceMemoryError
+
+ALIGNMENT = 256
+"""Of every region and every array in one: what TensorRT asks of addresses."""
+_GIB = 1 << 30
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of the alignment."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Budget:
+    """What may be used of a device: a fraction of all its memory, shared by everything a bundle loads.
+
+    Args:
+        cuda: the device.
+        utilization: the fraction, above 0 and at most 1; ``--gpu-memory-utilization``.
+    """
+
+    def __init__(self, cuda: Cuda, utilization: float) -> None:
+        self._utilization = utilization
+        self._total = cuda.device.total
+        self._before = cuda.memory()[0]
+        self._cuda = cuda
+
+    @property
+    def left(self) -> int:
+        """Bytes that may still be taken. What others had taken before counts, what libraries took since does too."""
+        return int(self._total * self._utilization) - (self._total - self._cuda.memory()[0])
+
+    def require(self, nbytes: int, purpose: str) -> None:
+        """Checks that something fits before it is allocated.
+
+        Raises:
+            OutOfDeviceMemoryError: it does not; says how much there is and what to change.
+        """
+        left = self.left
+        if nbytes > left:
+            raise OutOfDeviceMemoryError(
+                f"{purpose} needs {nbytes / _GIB:.2f} GiB of GPU memory, but {max(0, left) / _GIB:.2f} GiB are left of "
+                f"the {self._utilization:.0%} of {self._total / _GIB:.2f} GiB that may be used "
+                f"({(self._total - self._before) / _GIB:.2f} GiB were taken by others). Raise "
+                "--gpu-memory-utilization, end other programs on the GPU, or build with a shorter --max-seq-len or "
+                "smaller weights (--precision)"
+            )
+
+
+@dataclass(frozen=True)
+class Region:
+    """A piece of an allocation.
+
+    Attributes:
+        address: of its first byte, on the device.
+        nbytes: its length.
+    """
+
+    address: int
+    nbytes: int
+
+
+class Plan:
+    """What will be allocated; nothing is until :meth:`allocate`."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all regions together."""
+        return sum(map(aligned, self._sizes.values()))
+
+    def add(self, name: str, nbytes: int) -> None:
+        """Plans a region. One that is planned twice is as large as the larger: it is shared."""
+        self._sizes[name] = max(nbytes, self._sizes.get(name, 0))
+
+    def allocate(self, cuda: Cuda, budget: Budget, purpose: str) -> Memory:
+        """Takes everything at once.
+
+        Args:
+            cuda: the device.
+            budget: what may be used of it.
+            purpose: names it in messages.
+
+        Raises:
+            OutOfDeviceMemoryError: it does not fit.
+        """
+        budget.require(self.nbytes, purpose)
+        base = cuda.allocate(max(self.nbytes, ALIGNMENT))
+        regions, offset = {}, 0
+        for name, nbytes in self._sizes.items():
+            regions[name] = Region(base + offset, nbytes)
+            offset += aligned(nbytes)
+        return Memory(cuda, base, regions)
+
+
+class Memory:
+    """One allocation and its regions by name; given back by :meth:`close`, or when nothing refers to it any more."""
+
+    def __init__(self, cuda: Cuda, base: int, regions: Mapping[str, Region]) -> None:
+        self._regions = dict(regions)
+        self._close = weakref.finalize(self, cuda.free, base)
+        self._close.atexit = False  # the driver frees everything when a process ends
+
+    def __getitem__(self, name: str) -> Region:
+        return self._regions[name]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all regions together."""
+        return sum(aligned(region.nbytes) for region in self._regions.values())
+
+    def close(self) -> None:
+        """Gives it back; then does nothing."""
+        self._close()
+
+
+class Pinned:
+    """Page-locked host memory, as bytes."""
+
+    def __init__(self, cuda: Cuda, nbytes: int) -> None:
+        self.address = cuda.allocate_pinned(max(nbytes, ALIGNMENT))
+        self._close = weakref.finalize(self, cuda.free_pinned, self.address)
+        self._close.atexit = False
+        self.bytes: Array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
+        self.bytes[:] = 0
+
+    def close(self) -> None:
+        """Gives it back; arrays over it must not be used any more."""
+        self._close()
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An array on the device.
+
+    Attributes:
+        address: of its first element.
+        dtype: of its elements.
+        shape: its dimensions.
+    """
+
+    address: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+
+class Layout:
+    """Where arrays lie in one piece of memory, one after the other.
+
+    Args:
+        arrays: by name; their shapes and types count, and their content is what the host's copy starts with.
+    """
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self.arrays = dict(arrays)
+        self.offsets: dict[str, int] = {}
+        self.nbytes = 0
+        for name, array in self.arrays.items():
+            self.offsets[name] = self.nbytes
+            self.nbytes += aligned(array.nbytes)
+
+
+class Staged:
+    """Arrays that are on the host, pinned, and at the same places on the device: one copy moves all of them.
+
+    Attributes:
+        host: the host's, by name.
+        device: the device's, by name.
+
+    Args:
+        cuda: the device.
+        layout: what there is.
+        region: where it is on the device.
+    """
+
+    def __init__(self, cuda: Cuda, layout: Layout, region: Region) -> None:
+        assert layout.nbytes <= region.nbytes
+        self._cuda = cuda
+        self._region = region
+        self._nbytes = layout.nbytes
+        self._pinned = Pinned(cuda, layout.nbytes)
+        self.host: dict[str, Array] = {}
+        self.device: dict[str, Tensor] = {}
+        for name, array in layout.arrays.items():
+            offset = layout.offsets[name]
+            view = self._pinned.bytes[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
+            view[...] = array
+            self.host[name] = view
+            self.device[name] = Tensor(region.address + offset, array.dtype, array.shape)
+
+    def upload(self, stream: int) -> None:
+        """Gives the stream the copy from host to device."""
+        if self._nbytes:
+            self._cuda.copy(self._region.address, self._pinned.address, self._nbytes, stream)
+
+    def download(self, stream: int) -> None:
+        """Gives the stream the copy from device to host; wait for the stream before reading."""
+        if self._nbytes:
+            self._cuda.copy(self._pinned.address, self._region.address, self._nbytes, stream)
+
+    def close(self) -> None:
+        """Gives the host's memory back."""
+        self.host.clear()
+        self._pinned.close()

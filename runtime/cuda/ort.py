@@ -1,0 +1,196 @@
+"""The onnxruntime-cuda backend's sessions: one a shape point, bound to memory of ours, on a stream of ours."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specexport.contract.errors import BackendError
+from specexport.contract.shapes import ShapePoint
+from specexport.runtime.cuda.api import Cuda
+from specexport.runtime.cuda.executor import Enqueue, Execution
+from specexport.runtime.cuda.memory import Budget, Region, Tensor
+from specexport.runtime.cuda.stream import Stream
+
+MINIMUM = (1, 31)
+"""Older releases were not looked at: what is asked of a session below may not be there."""
+PROVIDER = "CUDAExecutionProvider"
+_RECORD_ASSIGNMENT = "session.record_ep_graph_assignment_info"
+_SHOWN = 5
+
+
+def import_onnxruntime() -> Any:
+    """The onnxruntime that runs on GPUs.
+
+    Raises:
+        BackendError: it is missing, too old, or the one for CPUs, which has the same module's name.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise BackendError(
+            "onnxruntime-gpu is not installed, and the backend onnxruntime-cuda needs it; install it with: "
+            "pip install 'specexport[gpu]'"
+        ) from error
+    found = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+    if PROVIDER not in onnxruntime.get_available_providers():
+        raise BackendError(
+            f"onnxruntime {onnxruntime.__version__} is installed without {PROVIDER}; onnxruntime and onnxruntime-gpu "
+            "provide the same module, so install one: pip uninstall -y onnxruntime && pip install 'specexport[gpu]'"
+        )
+    if found < MINIMUM:
+        raise BackendError(
+            f"onnxruntime-gpu {onnxruntime.__version__} is too old; expected {MINIMUM[0]}.{MINIMUM[1]} or newer. "
+            "Upgrade with: pip install -U 'specexport[gpu]'"
+        )
+    # CUDA's and cuDNN's libraries may lie in packages of their own, where the loader would not look.
+    onnxruntime.preload_dlls()
+    return onnxruntime
+
+
+class Sessions:
+    """Opens sessions on a device and enqueues their runs.
+
+    Args:
+        cuda: the device.
+        stream: does the work.
+        budget: what may be used of the device; a session takes its weights and scratch memory from it.
+
+    Raises:
+        BackendError: onnxruntime-gpu is missing or too old.
+    """
+
+    def __init__(self, cuda: Cuda, stream: Stream, budget: Budget) -> None:
+        self._ort = import_onnxruntime()
+        self._device = cuda.device.index
+        self._stream = stream
+        self._budget = budget
+        self._options = self._ort.RunOptions()
+        # The loop waits once a step, for what it reads back.
+        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+
+    def open(self, path: Path) -> tuple[Any, str]:
+        """A session over a static graph, all of it on the device, and why it does not capture its runs, or nothing.
+
+        Raises:
+            BackendError: onnxruntime refuses the graph, or would run some of it on the CPU; names those nodes.
+        """
+        refusal = ""
+        try:
+            session = self._session(path, captures=True)
+        except Exception as first:  # onnxruntime's exceptions share no public base
+            refusal = str(first)
+            try:
+                session = self._session(path, captures=False)
+            except Exception as error:
+                raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
+        on_device(path, session, refusal)
+        return session, refusal
+
+    def _session(self, path: Path, *, captures: bool) -> Any:
+        options = self._ort.SessionOptions()
+        options.log_severity_level = 3
+        options.add_session_config_entry(_RECORD_ASSIGNMENT, "1")
+        provider = {
+            "device_id": str(self._device),
+            "user_compute_stream": str(self._stream.handle),
+            "gpu_mem_limit": str(max(0, self._budget.left)),
+            "arena_extend_strategy": "kSameAsRequested",
+            "enable_cuda_graph": str(int(captures)),
+            "use_tf32": "0",  # fp32 is to mean fp32: what is accepted is compared with the CPU token by token
+        }
+        return self._ort.InferenceSession(str(path), options, providers=[(PROVIDER, provider)])
+
+    def bind(self, session: Any, tensors: Mapping[str, Tensor]) -> Enqueue:
+        """A run of a session over fixed addresses."""
+        binding = session.io_binding()
+        for value in session.get_inputs():
+            tensor = tensors[value.name]
+            binding.bind_input(value.name, "cuda", self._device, tensor.dtype.type, tensor.shape, tensor.address)
+        for value in session.get_outputs():
+            tensor = tensors[value.name]
+            binding.bind_output(value.name, "cuda", self._device, tensor.dtype.type, tensor.shape, tensor.address)
+
+        def enqueue() -> None:
+            session.run_with_iobinding(binding, self._options)
+
+        return enqueue
+
+
+def on_device(path: Path, session: Any, refusal: str) -> None:
+    """Checks that a session runs nothing on the CPU.
+
+    Args:
+        path: the graph.
+        session: opened with its assignment recorded.
+        refusal: what onnxruntime said against capturing it, if it did.
+
+    Raises:
+        BackendError: names the nodes that are elsewhere, or says that nothing can be on the GPU.
+    """
+    if PROVIDER not in session.get_providers():
+        raise BackendError(
+            f"onnxruntime's {PROVIDER} could not be loaded; it needs the libraries of CUDA 13 and cuDNN 9, which "
+            "pip install 'specexport[gpu]' brings, and a driver for CUDA 13"
+        )
+    elsewhere = [
+        node
+        for part in session.get_provider_graph_assignment_info()
+        if part.ep_name != PROVIDER
+        for node in part.get_nodes()
+    ]
+    if elsewhere:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(node.op_type for node in elsewhere).items())
+        shown = ", ".join(node.name for node in elsewhere[:_SHOWN]) + (", ..." if len(elsewhere) > _SHOWN else "")
+        raise BackendError(
+            f"{path}: onnxruntime would run {len(elsewhere)} nodes on the CPU ({kinds}): {shown}. Each would stop the "
+            "GPU in every step; run the bundle with --backend onnxruntime, or build it anew with another --precision "
+            f"or --lowering{f'. onnxruntime said: {refusal}' if refusal else ''}"
+        )
+
+
+class SessionExecutor:
+    """Runs the static graphs of a model, a session for each; see :class:`~specexport.runtime.cuda.executor.Executor`.
+
+    Only the largest cache is run at: every session has its own copy of the weights, and on a GPU attention over unused
+    rows is cheap beside reading them.
+
+    Args:
+        sessions: opens them.
+        files: the static graph of each shape point.
+        cache_dtype: of an element of the KV cache.
+    """
+
+    workspace = 0
+    capturable = False  # onnxruntime allocates and synchronises where it pleases; it captures by itself
+
+    def __init__(self, sessions: Sessions, files: Mapping[ShapePoint, Path], cache_dtype: np.dtype[Any]) -> None:
+        largest = {point.batch: 0 for point in files}
+        for point in files:
+            largest[point.batch] = max(largest[point.batch], point.cache)
+        self._sessions = sessions
+        self._files = {point: path for point, path in files.items() if point.cache == largest[point.batch]}
+        self._opened: list[Any] = []
+        self.fallback = ""
+        self.points = frozenset(self._files)
+        self.cache_dtype = cache_dtype
+
+    @property
+    def execution(self) -> Execution:
+        """By onnxruntime's own capture, unless it refused one of the graphs."""
+        return "plain" if self.fallback else "graph per engine"
+
+    def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
+        """See :class:`~specexport.runtime.cuda.executor.Executor`."""
+        session, refusal = self._sessions.open(self._files[point])
+        self.fallback = self.fallback or refusal
+        self._opened.append(session)
+        return self._sessions.bind(session, tensors)
+
+    def close(self) -> None:
+        """See :class:`~specexport.runtime.cuda.executor.Executor`."""
+        self._opened.clear()

@@ -1,0 +1,73 @@
+"""A stream, and work on it that is captured once and launched many times."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+
+from specexport.contract.errors import BackendError
+from specexport.runtime.cuda.api import Cuda
+
+
+class Stream:
+    """Work that the device does in the order it was given.
+
+    It lives until it is closed: libraries that were given its handle may use it in their own destructors, and what is
+    collected first is not ours to say.
+
+    Attributes:
+        handle: what libraries take for it.
+    """
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._closed = False
+        self.handle = cuda.create_stream()
+
+    def synchronize(self) -> None:
+        """Waits for everything given so far."""
+        self._cuda.synchronize(self.handle)
+
+    def capture(self, enqueue: Callable[[], None]) -> Captured:
+        """Records what a function gives to this stream, without doing it.
+
+        Nothing may be allocated and nothing waited for meanwhile, and every address must stay valid for as long as the
+        graph is launched.
+
+        Raises:
+            BackendError: something that cannot be captured was given to the stream; it is usable as before.
+        """
+        self._cuda.begin_capture(self.handle)
+        try:
+            enqueue()
+        except BaseException:
+            with contextlib.suppress(BackendError):
+                self._cuda.abandon_capture(self.handle)
+            raise
+        return Captured(self._cuda, self.handle, self._cuda.instantiate(self._cuda.end_capture(self.handle)))
+
+    def close(self) -> None:
+        """Gives the stream back after its work; then does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._cuda.destroy_stream(self.handle)
+
+
+class Captured:
+    """A CUDA graph of work on one stream."""
+
+    def __init__(self, cuda: Cuda, stream: int, executable: int) -> None:
+        self._cuda = cuda
+        self._stream = stream
+        self._executable = executable
+        self._close = weakref.finalize(self, cuda.destroy_executable, executable)
+        self._close.atexit = False  # the driver frees everything when a process ends
+
+    def launch(self) -> None:
+        """Gives all of it to its stream in one call."""
+        self._cuda.launch(self._executable, self._stream)
+
+    def close(self) -> None:
+        """Gives the graph back; then does nothing."""
+        self._close()

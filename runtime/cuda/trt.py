@@ -1,0 +1,209 @@
+"""Engines of TensorRT and TensorRT-RTX, which share one Python interface under two names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specexport.contract.engines import ComputedIn, Engine, EngineRuntime
+from specexport.contract.errors import BackendError
+from specexport.contract.shapes import ShapePoint
+from specexport.runtime.cuda.api import Device
+from specexport.runtime.cuda.executor import Enqueue, Execution
+from specexport.runtime.cuda.memory import Region, Tensor
+from specexport.runtime.cuda.stream import Stream
+
+_MODULES: dict[EngineRuntime, tuple[str, ...]] = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx",)}
+_LEAN: dict[EngineRuntime, tuple[str, ...]] = {"tensorrt": ("tensorrt_lean", "tensorrt_dispatch"), "tensorrt-rtx": ()}
+"""Smaller modules that only run engines; those that are version compatible, and no others."""
+_CACHE: dict[ComputedIn, np.dtype[Any]] = {
+    "fp32": np.dtype(np.float32),
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(np.uint16),  # two bytes, which nobody here looks into
+}
+
+
+def import_tensorrt(runtime: EngineRuntime, *, version_compatible: bool) -> Any:
+    """The module that runs engines of a library.
+
+    Args:
+        runtime: the library.
+        version_compatible: whether the engines are, so that a smaller module will do.
+
+    Raises:
+        BackendError: there is none; names the extra.
+    """
+    names = (*_MODULES[runtime], *(_LEAN[runtime] if version_compatible else ()))
+    found = next((name for name in names if importlib.util.find_spec(name) is not None), None)
+    if found is not None:
+        return importlib.import_module(found)
+    raise BackendError(
+        f"{runtime} is not installed, and this bundle is to run on it; install it with: "
+        f"pip install 'specexport[{runtime}]'"
+    )
+
+
+def choose(engines: Sequence[Engine], runtime: EngineRuntime, device: Device) -> list[Engine]:
+    """The engines of a graph that run on a device, those compiled for just it rather than compatible ones.
+
+    Args:
+        engines: all of the graph's.
+        runtime: the library that is to run them.
+        device: the GPU.
+
+    Raises:
+        BackendError: there are none; says which there are and what to do.
+    """
+    ours = [engine for engine in engines if engine.runtime == runtime]
+    if not ours:
+        raise BackendError(
+            f"the bundle holds no engines for {runtime}; compile it with: specexport compile BUNDLE --backend {runtime}"
+        )
+    capability = "{}.{}".format(*device.capability)
+    running = [engine for engine in ours if engine.runs_on(device.capability)]
+    if not running:
+        built = sorted({text for engine in ours for text in engine.compute_capabilities})
+        raise BackendError(
+            f"the bundle's {runtime} engines were compiled for compute capability {', '.join(built)}, and this GPU is "
+            f"{device}; compile it here with: specexport compile BUNDLE --backend {runtime}, or build it with "
+            f"--compute-capability {capability.replace('.', '')}"
+        )
+    return [engine for engine in running if capability in engine.compute_capabilities] or running
+
+
+def check_version(engine: Engine, installed: str) -> None:
+    """Checks that an engine can be read by the installed library.
+
+    Raises:
+        BackendError: it was made by a release this one cannot read.
+    """
+    if engine.version == installed:
+        return
+    built_by, here = _release(engine.version), _release(installed)
+    if engine.version_compatible and built_by[:1] == here[:1] and here >= built_by:
+        return
+    raise BackendError(
+        f"{engine.file}: compiled by {engine.runtime} {engine.version}, and {installed} is installed, which reads "
+        f"{'later engines of its own major version' if engine.version_compatible else 'only its own engines'}; install "
+        f"{engine.runtime} {engine.version}, or compile again: specexport compile BUNDLE --backend {engine.runtime}"
+    )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+@dataclass(frozen=True)
+class _Profile:
+    """Where a shape point runs: a loaded engine, and which of its optimization profiles."""
+
+    engine: Any
+    index: int
+    file: str
+
+
+class EngineExecutor:
+    """Runs a model's engines, an execution context a shape point; see
+    :class:`~specexport.runtime.cuda.executor.Executor`.
+
+    Contexts share one piece of scratch memory, as one of them runs at a time.
+
+    Args:
+        trt: the module.
+        stream: does the work.
+        folder: the bundle's.
+        engines: the graph's, for this device.
+
+    Raises:
+        BackendError: an engine cannot be loaded.
+    """
+
+    capturable = True
+    execution: Execution = "plain"
+    fallback = ""
+
+    def __init__(self, trt: Any, stream: Stream, folder: Path, engines: Sequence[Engine]) -> None:
+        self._trt = trt
+        self._stream = stream
+        self._logger = trt.Logger(trt.Logger.ERROR)
+        self._runtime = trt.Runtime(self._logger)
+        self._profiles: dict[ShapePoint, _Profile] = {}
+        self._contexts: list[Any] = []
+        self.workspace = 0
+        for engine in engines:
+            check_version(engine, str(trt.__version__))
+            loaded = self._load(folder, engine)
+            for index, point in enumerate(engine.profiles):
+                self._profiles.setdefault(point, _Profile(loaded, index, engine.file))
+                self.workspace = max(self.workspace, int(loaded.get_device_memory_size_for_profile_v2(index)))
+        self.points = frozenset(self._profiles)
+        self.cache_dtype = _CACHE[engines[0].compute]
+
+    def _load(self, folder: Path, engine: Engine) -> Any:
+        if engine.version_compatible:
+            # A version compatible engine carries code that runs on the host; the bundle's hashes vouch for it.
+            self._runtime.engine_host_code_allowed = True
+        loaded = self._runtime.deserialize_cuda_engine((folder / engine.file).read_bytes())
+        if loaded is None:
+            raise BackendError(
+                f"{engine.file}: {engine.runtime} {self._trt.__version__} cannot load the engine (its own message is "
+                "above); compile it on this machine with: specexport compile BUNDLE"
+            )
+        if engine.stripped:
+            refitter = self._trt.Refitter(loaded, self._logger)
+            parser = self._trt.OnnxParserRefitter(refitter, self._logger)
+            if not parser.refit_from_file(str(folder / engine.source)) or not refitter.refit_cuda_engine():
+                raise BackendError(f"{engine.file}: the weights of {engine.source} do not fit it; compile it again")
+        return loaded
+
+    def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
+        """See :class:`~specexport.runtime.cuda.executor.Executor`."""
+        profile, stream = self._profiles[point], self._stream.handle
+        engine, file = profile.engine, profile.file
+        context = engine.create_execution_context(self._trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if context is None:
+            raise BackendError(f"{file}: no execution context could be made for {point}; see the message above")
+        context.set_device_memory(workspace.address, workspace.nbytes)
+        if not context.set_optimization_profile_async(profile.index, stream):
+            raise BackendError(f"{file}: there is no optimization profile {profile.index} for {point}")
+        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        for name in sorted(names, key=lambda name: engine.get_tensor_mode(name) != self._trt.TensorIOMode.INPUT):
+            if name not in tensors:
+                raise BackendError(f"{file}: the engine has a tensor {name!r}, which no graph of a bundle has")
+            self._bind(engine, context, file, name, tensors[name])
+        self._contexts.append(context)
+
+        def enqueue() -> None:
+            if not context.execute_async_v3(stream):
+                raise BackendError(f"{file}: the engine did not run at {point}; see the message above")
+
+        return enqueue
+
+    def _bind(self, engine: Any, context: Any, file: str, name: str, tensor: Tensor) -> None:
+        is_input = engine.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT
+        if is_input and not context.set_input_shape(name, tensor.shape):
+            raise BackendError(f"{file}: the engine does not take {name} of shape {list(tensor.shape)}")
+        shape = tuple(context.get_tensor_shape(name))
+        if shape != tensor.shape:
+            raise BackendError(
+                f"{file}: {name} has shape {list(shape)}, expected {list(tensor.shape)}; compile it again"
+            )
+        size = int(engine.get_tensor_dtype(name).itemsize)
+        if size != tensor.dtype.itemsize:
+            raise BackendError(
+                f"{file}: an element of {name} takes {size} bytes, expected {tensor.dtype.itemsize} ({tensor.dtype}); "
+                "compile it again"
+            )
+        if not context.set_tensor_address(name, tensor.address):
+            raise BackendError(f"{file}: the engine refused the memory of {name}")
+
+    def close(self) -> None:
+        """See :class:`~specexport.runtime.cuda.executor.Executor`."""
+        self._contexts.clear()
+        self._profiles.clear()

@@ -1,0 +1,101 @@
+"""onnxruntime as if it had a GPU: real sessions on the CPU, run in the order of a stand-in's stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnxruntime as real
+
+from tests.cuda_stand_in import StandIn
+
+CUDA = "CUDAExecutionProvider"
+
+
+class OnnxRuntimeGpu:
+    """The part of the module ``onnxruntime`` that the backend uses.
+
+    Attributes:
+        on_cpu: types of nodes it cannot place on the GPU.
+        refuse_capture: whether sessions that capture are refused.
+        without_libraries: sessions silently run on the CPU, as where CUDA's libraries cannot be loaded.
+        providers: the options of every session opened.
+    """
+
+    __version__ = real.__version__
+    RunOptions = real.RunOptions
+
+    def __init__(self, cuda: StandIn) -> None:
+        self.cuda = cuda
+        self.on_cpu: tuple[str, ...] = ()
+        self.refuse_capture = False
+        self.without_libraries = False
+        self.providers: list[dict[str, str]] = []
+        self.SessionOptions = real.SessionOptions
+
+    def get_available_providers(self) -> list[str]:
+        return [CUDA, "CPUExecutionProvider"]
+
+    def preload_dlls(self) -> None: ...
+
+    def InferenceSession(self, path: str, options: Any, providers: Sequence[tuple[str, dict[str, str]]]) -> Any:
+        (name, given), *others = providers
+        assert name == CUDA and not others and Path(path).is_file()
+        self.providers.append(given)
+        if self.refuse_capture and given["enable_cuda_graph"] == "1":
+            raise RuntimeError("this session cannot use the CUDA Graph feature")
+        options.intra_op_num_threads = 1
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
+        session = real.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        return Session(self, session, int(given["user_compute_stream"]))
+
+
+class Session:
+    def __init__(self, module: OnnxRuntimeGpu, session: Any, stream: int) -> None:
+        self._module, self._session, self._stream = module, session, stream
+        self.get_inputs, self.get_outputs = session.get_inputs, session.get_outputs
+
+    def get_providers(self) -> list[str]:
+        return ["CPUExecutionProvider"] if self._module.without_libraries else [CUDA, "CPUExecutionProvider"]
+
+    def get_provider_graph_assignment_info(self) -> list[Any]:
+        nodes = [n for part in self._session.get_provider_graph_assignment_info() for n in part.get_nodes()]
+        assert nodes, "nothing was recorded"
+        away = [n for n in nodes if n.op_type in self._module.on_cpu or self._module.without_libraries]
+        kept = [n for n in nodes if n not in away]
+        return [
+            SimpleNamespace(ep_name=name, get_nodes=lambda nodes=nodes: nodes)
+            for name, nodes in ((CUDA, kept), ("CPUExecutionProvider", away))
+            if nodes
+        ]
+
+    def io_binding(self) -> Binding:
+        return Binding(self._module.cuda, self._session.io_binding())
+
+    def run_with_iobinding(self, binding: Binding, options: Any) -> None:
+        assert options.get_run_config_entry("disable_synchronize_execution_providers") == "1"
+        assert not self._module.cuda.capturing, "onnxruntime's runs cannot be captured from outside"
+        self._module.cuda.give(self._stream, lambda: self._session.run_with_iobinding(binding.real), *binding.spans)
+
+
+class Binding:
+    def __init__(self, cuda: StandIn, binding: Any) -> None:
+        self.real, self._cuda, self.spans = binding, cuda, list[tuple[int, int]]()
+
+    def bind_input(self, name: str, device: str, index: int, dtype: Any, shape: Any, address: int) -> None:
+        self._check(device, index, dtype, shape, address)
+        self.real.bind_input(name, "cpu", 0, dtype, shape, address)
+
+    def bind_output(self, name: str, device: str, index: int, dtype: Any, shape: Any, address: int) -> None:
+        self._check(device, index, dtype, shape, address)
+        self.real.bind_output(name, "cpu", 0, dtype, shape, address)
+
+    def _check(self, device: str, index: int, dtype: Any, shape: Any, address: int) -> None:
+        assert (device, index) == ("cuda", 0)
+        assert address % 256 == 0 or np.prod(shape) == 0
+        span = (address, int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize)
+        self._cuda.check(*span)
+        self.spans.append(span)

@@ -1,0 +1,314 @@
+"""The CUDA layer against a recording stand-in (``tests/cuda_stand_in.py``): there is no GPU here."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from specexport.contract.errors import BackendError
+from specexport.contract.manifest import CacheLayer
+from specexport.runtime.cuda.api import Cuda, OutOfDeviceMemoryError
+from specexport.runtime.cuda.caches import DeviceCache
+from specexport.runtime.cuda.memory import Budget, Layout, Plan, Staged
+from specexport.runtime.cuda.stream import Stream
+from tests.cuda_stand_in import FRESH, StandIn, real
+
+
+@pytest.fixture
+def fake() -> StandIn:
+    return StandIn()
+
+
+@pytest.fixture
+def cuda(fake: StandIn) -> Cuda:
+    return Cuda(fake)
+
+
+def _staged(cuda: Cuda, arrays: dict[str, np.ndarray]) -> tuple[Staged, object]:
+    layout, plan = Layout(arrays), Plan()
+    plan.add("all", layout.nbytes)
+    memory = plan.allocate(cuda, Budget(cuda, 0.9), "a test")
+    return Staged(cuda, layout, memory["all"]), memory
+
+
+def test_stand_in_has_the_signatures_of_the_real_package() -> None:
+    """And so what is tested against it is called as the real calls are."""
+    calls = [name for name in vars(StandIn) if name.startswith("cuda") and inspect.isfunction(vars(StandIn)[name])]
+    assert len(calls) > 25
+    for name in calls:
+        declared = (getattr(real, name).__doc__ or "").strip().splitlines()[0]
+        arguments = re.fullmatch(rf"{name}\((.*)\)", declared)
+        assert arguments is not None, declared
+        expected = [re.split(r"[ :]+", part.strip()) for part in arguments[1].split(",") if part.strip()]
+        # "size_t count" and "kind: cudaMemcpyKind" alike
+        names = [
+            part[0] if ":" in whole else part[-1]
+            for part, whole in zip(expected, arguments[1].split(","), strict=False)
+        ]
+        assert [n.lstrip("*") for n in names] == list(inspect.signature(getattr(StandIn(), name)).parameters), name
+
+
+def test_real_package_takes_what_is_given_and_says_there_is_no_driver() -> None:
+    """On a machine without a GPU: the real calls, with arguments of the kinds we pass, and their real statuses."""
+    status, count = real.cudaGetDeviceCount()
+    if not int(status) and count:
+        pytest.skip("there is a GPU here; scripts/gpu_acceptance.py tests on it")
+    with pytest.raises(BackendError, match=r"no NVIDIA driver was found.*--backend onnxruntime|no GPU can be used"):
+        Cuda.load()
+    cuda = object.__new__(Cuda)
+    cuda._rt = real  # what Cuda.__init__ refuses to make without a device
+    kinds = "no NVIDIA driver|no GPU|supports CUDA"
+    for call in (
+        lambda: cuda.allocate(64),
+        lambda: cuda.free(256),
+        lambda: cuda.allocate_pinned(64),
+        lambda: cuda.free_pinned(256),
+        lambda: cuda.create_stream(),
+        lambda: cuda.synchronize(16),
+        lambda: cuda.copy(256, 512, 8, 16),
+        lambda: cuda.copy_rows(256, 8, 512, 8, 8, 1, 16),
+        lambda: cuda.fill(256, 0, 8, 16),
+        lambda: cuda.begin_capture(16),
+        lambda: cuda.end_capture(16),
+        lambda: cuda.instantiate(16),
+        lambda: cuda.launch(16, 16),
+        lambda: cuda.destroy_executable(16),
+        lambda: cuda.create_event(),
+        lambda: cuda.record(16, 16),
+        lambda: cuda.wait(16),
+        lambda: cuda.milliseconds(16, 16),
+        lambda: cuda.memory(),
+    ):
+        with pytest.raises(BackendError, match=kinds):
+            call()
+    cuda.abandon_capture(16)
+
+
+class NoDriver(StandIn):
+    def cudaGetDeviceCount(self) -> object:
+        return real.cudaError_t.cudaErrorInsufficientDriver, None
+
+    def cudaDriverGetVersion(self) -> object:
+        return real.cudaError_t.cudaSuccess, 12040
+
+
+class NoGpu(StandIn):
+    def cudaGetDeviceCount(self) -> object:
+        return real.cudaError_t.cudaErrorNoDevice, None
+
+
+def test_errors_say_what_to_do(fake: StandIn) -> None:
+    with pytest.raises(BackendError, match=r"supports CUDA 12\.4, but cuda-bindings is for 13\.0.*cuda-bindings==12"):
+        Cuda(NoDriver())
+    with pytest.raises(BackendError, match="CUDA_VISIBLE_DEVICES"):
+        Cuda(NoGpu())
+    with pytest.raises(BackendError, match="no GPU 3; CUDA sees 1"):
+        Cuda(fake, 3)
+    cuda = Cuda(fake)
+    assert str(cuda.device) == "Stand-in (compute capability 8.9)"
+    with pytest.raises(OutOfDeviceMemoryError, match=r"no room for 2\.00 GiB: 1\.00 of 1\.00 GiB are free"):
+        cuda.allocate(2 << 30)
+
+
+def test_budget_counts_what_others_took(cuda: Cuda, fake: StandIn) -> None:
+    fake.cudaMalloc(512 << 20)
+    budget = Budget(cuda, 0.75)
+    assert budget.left == 256 << 20
+    plan = Plan()
+    plan.add("cache", 257 << 20)
+    with pytest.raises(OutOfDeviceMemoryError) as refused:
+        plan.allocate(cuda, budget, "the target's cache")
+    for part in ("the target's cache needs 0.25 GiB", "0.25 GiB are left", "75%", "0.50 GiB were taken by others"):
+        assert part in str(refused.value)
+    assert fake.used() == 512 << 20
+
+
+def test_plan_takes_everything_at_once(cuda: Cuda, fake: StandIn) -> None:
+    plan = Plan()
+    for name, nbytes in (("a", 1000), ("b", 1), ("shared", 10), ("shared", 300), ("none", 0)):
+        plan.add(name, nbytes)
+    memory = plan.allocate(cuda, Budget(cuda, 0.9), "a test")
+    assert fake.calls.count("cudaMalloc") == 1
+    regions = [memory[name] for name in ("a", "b", "shared")]
+    assert all(region.address % 256 == 0 for region in regions)
+    assert [region.nbytes for region in regions] == [1000, 1, 300]
+    assert all(x.address + x.nbytes <= y.address for x, y in itertools.pairwise(regions))
+    memory.close()
+    memory.close()
+    assert fake.leaks == []
+
+
+def test_nothing_outlives_its_last_reference(cuda: Cuda, fake: StandIn) -> None:
+    def use() -> None:
+        staged, memory = _staged(cuda, {"x": np.zeros(7)})
+        stream = Stream(cuda)
+        captured = stream.capture(lambda: staged.upload(stream.handle))
+        captured.launch()
+        stream.synchronize()
+        assert memory is not None
+        assert len(fake.leaks) == 4
+        stream.close()
+        stream.close()
+
+    use()
+    gc.collect()
+    assert fake.leaks == []
+
+
+def test_staged_arrays_travel_in_one_copy(cuda: Cuda, fake: StandIn) -> None:
+    arrays = {"ids": np.arange(5), "mask": np.eye(3, dtype=np.bool_), "empty": np.zeros((0, 4), np.float32)}
+    staged, memory = _staged(cuda, arrays)
+    stream = Stream(cuda)
+    fake.calls.clear()
+    staged.upload(stream.handle)
+    ids = staged.device["ids"]
+    assert fake.array(ids.address, np.uint8, (8,)).tolist() == [FRESH] * 8  # not yet: nobody waited
+    stream.synchronize()
+    assert fake.calls == ["cudaMemcpyAsync", "cudaStreamSynchronize"]
+    for name, array in arrays.items():
+        tensor = staged.device[name]
+        assert tensor.address % 256 == 0
+        if array.size:
+            np.testing.assert_array_equal(fake.array(tensor.address, tensor.dtype, tensor.shape), array)
+    staged.host["ids"][:] = 0
+    staged.download(stream.handle)
+    stream.synchronize()
+    assert staged.host["ids"].tolist() == [0, 1, 2, 3, 4]
+    assert memory is not None
+
+
+def test_capture_records_and_launches(cuda: Cuda, fake: StandIn) -> None:
+    staged, memory = _staged(cuda, {"x": np.arange(4)})
+    stream = Stream(cuda)
+    captured = stream.capture(lambda: staged.upload(stream.handle))
+    address = staged.device["x"].address
+    stream.synchronize()
+    assert fake.array(address, np.uint8, (1,))[0] == FRESH  # recorded, not done
+    for value in (7, 9):  # what the host holds at the time of a launch is what travels
+        staged.host["x"][:] = value
+        captured.launch()
+        stream.synchronize()
+        assert fake.array(address, np.int64, (4,)).tolist() == [value] * 4
+    assert fake.launches == 2
+    assert memory is not None
+
+
+@pytest.mark.parametrize("forbidden", ["allocate", "synchronize"])
+def test_capture_must_neither_allocate_nor_wait(cuda: Cuda, fake: StandIn, forbidden: str) -> None:
+    stream = Stream(cuda)
+    with pytest.raises(BackendError, match="cudaErrorStreamCaptureUnsupported"):
+        stream.capture((lambda: cuda.allocate(64) and None) if forbidden == "allocate" else stream.synchronize)
+    stream.capture(lambda: None).close()  # usable as before
+    stream.synchronize()
+    assert "cudaGraphInstantiate" in fake.calls
+
+
+def test_a_failed_capture_leaves_the_stream_usable(cuda: Cuda, fake: StandIn) -> None:
+    stream = Stream(cuda)
+    fake.refuse_capture = True
+    with pytest.raises(BackendError, match="cudaErrorStreamCaptureInvalidated"):
+        stream.capture(lambda: None)
+    with pytest.raises(KeyError):
+        stream.capture(lambda: {}["none"])
+    fake.refuse_capture = False
+    stream.capture(lambda: None).close()
+
+
+def test_stale_addresses_are_noticed(cuda: Cuda) -> None:
+    """Of the stand-in itself: what it is trusted to find, it finds."""
+    staged, memory = _staged(cuda, {"x": np.arange(4)})
+    stream = Stream(cuda)
+    captured = stream.capture(lambda: staged.upload(stream.handle))
+    memory.close()  # type: ignore[attr-defined]
+    captured.launch()
+    with pytest.raises(AssertionError, match="given back"):
+        stream.synchronize()
+    with pytest.raises(AssertionError, match="no allocation"):
+        cuda.copy(staged.device["x"].address - (1 << 40), staged.device["x"].address, 1, stream.handle)
+
+
+LAYERS = (CacheLayer(heads=2, key_size=3, value_size=5), CacheLayer(heads=2, key_size=3, value_size=3))
+SIZES = (8, 12, 20)
+FED = 6
+
+
+class Caches:
+    """A cache on the device beside what it should hold: by layer and kind ``[B,Hkv,S,D]``."""
+
+    def __init__(self, cuda: Cuda, fake: StandIn, batch: int, fed: int) -> None:
+        self.fake, self.stream = fake, Stream(cuda)
+        self.cache = DeviceCache(cuda, LAYERS, batch, np.dtype(np.float32), SIZES, fed)
+        plan = Plan()
+        self.cache.plan(plan)
+        self.memory = plan.allocate(cuda, Budget(cuda, 0.9), "a test")
+        self.cache.place(self.memory, self.stream.handle)
+        self.stream.synchronize()
+
+    def arrays(self, *, new: int = 0) -> dict[str, np.ndarray]:
+        self.stream.synchronize()
+        found = self.cache.new_rows(new) if new else self.cache.tensors(self.cache.rows)
+        return {name: self.fake.array(t.address, t.dtype, t.shape) for name, t in found.items()}
+
+    def write(self, arrays: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+        random = np.random.default_rng(seed)
+        for array in arrays.values():
+            array[...] = random.standard_normal(array.shape)
+        return {name: array.copy() for name, array in arrays.items()}
+
+
+@pytest.fixture(params=[1, 3])
+def caches(cuda: Cuda, fake: StandIn, request: pytest.FixtureRequest) -> Caches:
+    return Caches(cuda, fake, request.param, FED)
+
+
+def test_cache_starts_empty_and_grows_in_place(caches: Caches, fake: StandIn) -> None:
+    assert all((array == 0).all() for array in caches.arrays().values())
+    before = caches.write(caches.arrays(), 0)
+    allocations = len(fake.allocations)
+    for old, size in itertools.pairwise(SIZES):
+        caches.cache.resize(size, caches.stream.handle)
+        after = caches.arrays()
+        for name, array in after.items():
+            assert array.shape[2] == size
+            np.testing.assert_array_equal(array[:, :, : SIZES[0]], before[name][:, :, : SIZES[0]], err_msg=f"{old}")
+    assert caches.cache.nbytes == sum(array.nbytes for array in after.values())
+    caches.cache.resize(SIZES[0], caches.stream.handle)
+    for name, array in caches.arrays().items():
+        np.testing.assert_array_equal(array, before[name])
+    assert len(fake.allocations) == allocations
+
+
+@pytest.mark.parametrize("nodes", [[0], [0, 1, 2], [0, 2, 3, 5], [0, 1, 4], [0, 5], []])
+def test_rows_of_a_path_are_put_together(caches: Caches, nodes: list[int]) -> None:
+    slot, past = 0 if caches.cache._batch == 1 else 1, 2
+    before = caches.write(caches.arrays(), 1)
+    caches.cache.move(slot, past, nodes, None, caches.stream.handle)
+    for name, array in caches.arrays().items():
+        expected = before[name].copy()
+        expected[slot, :, past : past + len(nodes)] = before[name][slot][:, [past + node for node in nodes]]
+        np.testing.assert_array_equal(array[slot, :, : past + len(nodes)], expected[slot, :, : past + len(nodes)])
+        others = [s for s in range(array.shape[0]) if s != slot]
+        np.testing.assert_array_equal(array[others], before[name][others])
+
+
+@pytest.mark.parametrize("nodes", [[0], [0, 1, 2], [0, 2, 3, 5], [0, 1, 4]])
+def test_new_rows_are_copied_behind_the_old(caches: Caches, nodes: list[int]) -> None:
+    slot, past = caches.cache._batch - 1, 2
+    before = caches.write(caches.arrays(), 2)
+    new = caches.write(caches.arrays(new=FED), 3)
+    caches.cache.move(slot, past, nodes, FED, caches.stream.handle)
+    for name, array in caches.arrays().items():
+        expected = before[name].copy()
+        expected[slot, :, past : past + len(nodes)] = new[name][slot][:, nodes]
+        np.testing.assert_array_equal(array, expected)
+
+
+def test_a_chain_lowered_natively_costs_nothing(caches: Caches, fake: StandIn) -> None:
+    fake.calls.clear()
+    caches.cache.move(0, 2, [0, 1, 2, 3], None, caches.stream.handle)
+    assert fake.calls == []

@@ -1,0 +1,168 @@
+"""Engines through the whole engine, with real graphs on the CPU in place of a GPU's (see the stand-ins)."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from specexport.contract import engines as ce
+from specexport.contract import manifest as mf
+from specexport.contract.errors import BackendError
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.cuda import api, backend, graph, trt
+from tests import tensorrt_stand_in
+from tests.cuda_stand_in import StandIn
+from tests.tensorrt_stand_in import TensorRT
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)
+VERSION = TensorRT.__version__
+
+
+def compiled(source: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of a bundle with engines of the stand-in: for each K of a model one, all its shapes the profiles."""
+    shutil.copytree(source, folder)
+    manifest = mf.read_manifest(folder)
+    made: dict[str, mf.Model] = {}
+    for role, model in manifest.models.items():
+        by_drafts: dict[int, list[mf.PointGraph]] = {}
+        for point in model.graph.points:
+            by_drafts.setdefault(point.point.drafts, []).append(point)
+        engines = []
+        for drafts, points in by_drafts.items():
+            file = f"{role}/k{drafts}.engine"
+            (folder / file).write_text(json.dumps([point.file for point in points]))
+            described = {
+                "file": file,
+                "source": model.graph.master,
+                "runtime": "tensorrt-rtx",
+                "version": VERSION,
+                "compute_capabilities": ("8.9",),
+                "compute": "fp32",
+                "profiles": tuple(point.point for point in points),
+            }
+            engines.append(ce.Engine(**(described | changes)))
+        made[role] = msgspec.structs.replace(model, engines=tuple(engines))
+    methods = tuple(
+        msgspec.structs.replace(m, draft=made["draft"]) if hasattr(m, "draft") else m for m in manifest.methods
+    )
+    files = (*manifest.files, *(mf.file_entry(folder, e.file) for model in made.values() for e in model.engines))
+    mf.write_manifest(
+        folder,
+        msgspec.structs.replace(manifest, backend="tensorrt-rtx", target=made["target"], methods=methods, files=files),
+    )
+    return folder
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TensorRT]:
+    cuda = StandIn()
+    module = TensorRT(cuda, tmp_path / "bundle")
+    monkeypatch.setattr(api.Cuda, "load", lambda: api.Cuda(cuda))
+    monkeypatch.setattr(backend, "import_tensorrt", lambda runtime, version_compatible: module)
+    yield module
+    gc.collect()
+    assert cuda.leaks == []
+
+
+@pytest.mark.parametrize("name", ["llama-near", "gpt2-tree-portable", "qwen3-medusa"])
+def test_says_what_the_cpu_says(
+    name: str, bundle: Callable[[str], Path], engine: Callable[[str], Engine], gpu: TensorRT
+) -> None:
+    """Also where the cache grows while a text does: every size has graphs captured when the bundle was loaded."""
+    cpu = engine(name)
+    with Engine.load(compiled(bundle(name), gpu.folder)) as there:
+        loaded = len(gpu.cuda.allocations)
+        for params, prompt in ((GREEDY, [7, 9, 11]), (SAMPLED, list(range(3, 90))), (GREEDY, [5] * 245)):
+            for speculation in (True, False):
+                ours = there.generate(prompt, params, speculation=speculation)
+                theirs = cpu.generate(prompt, params, speculation=speculation)
+                assert ours.token_ids == theirs.token_ids
+                assert ours.stats.accepted == theirs.stats.accepted
+                assert ours.stats.execution == "graph per engine"
+        assert len(gpu.cuda.allocations) == loaded
+        assert gpu.cuda.launches > 0
+        workspaces = {context.memory for context in gpu.contexts}
+        assert len(workspaces) == len(there.manifest.models)  # contexts of a model share theirs
+
+
+def test_without_capture_it_runs_plainly_and_says_so(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+    gpu.cuda.refuse_capture = True
+    with Engine.load(compiled(bundle("qwen3-medusa"), gpu.folder)) as there:
+        assert there.generate([5, 6, 7], GREEDY).stats.execution == "plain"
+        assert "cudaErrorStreamCaptureInvalidated" in there.backend.fallback
+        assert gpu.cuda.launches == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compute_capabilities": ("8.6", "12.0")}, r"capability 12\.0, 8\.6, and this GPU is Stand-in.*y 89"),
+        ({"runtime": "tensorrt"}, "holds no engines for tensorrt-rtx; compile it with"),
+        ({"version": "1.6.0.1"}, r"compiled by tensorrt-rtx 1\.6\.0\.1, and 1\.7\.1\.116 is installed"),
+        ({"compute": "fp16"}, r"element of past_key\.0 takes 4 bytes, expected 2|element of present"),
+    ],
+)  # fmt: skip
+def test_engines_that_do_not_run_here(
+    changes: dict[str, Any], message: str, bundle: Callable[[str], Path], gpu: TensorRT
+) -> None:
+    with pytest.raises(BackendError, match=message):
+        Engine.load(compiled(bundle("qwen3-medusa"), gpu.folder, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"version": "1.5.0", "version_compatible": True}, {"compute_capabilities": ("8.0",), "hardware_compatible": True}],
+)
+def test_compatible_engines_run_here(changes: dict[str, Any], bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+    with Engine.load(compiled(bundle("qwen3-medusa"), gpu.folder, **changes)) as there:
+        assert there.generate([5, 6, 7], GREEDY).stats.output_tokens == 24
+
+
+def test_an_unreadable_engine_is_named(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+    gpu.cannot_load = True
+    with pytest.raises(BackendError, match=r"target/k0\.engine: tensorrt-rtx 1\.7\.1\.116 cannot load the engine"):
+        Engine.load(compiled(bundle("qwen3-medusa"), gpu.folder))
+
+
+def test_a_missing_library_is_named() -> None:
+    if importlib.util.find_spec("tensorrt") is None:
+        for compatible in (False, True):
+            with pytest.raises(BackendError, match=r"tensorrt is not installed.*specexport\[tensorrt\]"):
+                trt.import_tensorrt("tensorrt", version_compatible=compatible)
+
+
+def test_the_engine_for_just_this_device_is_preferred() -> None:
+    device = api.Device(0, "x", (8, 9), 1)
+    base: dict[str, Any] = {"source": "s", "runtime": "tensorrt", "version": "10.3", "compute": "fp16"}
+    base["profiles"] = (ce.ShapePoint(1, 1, 256, 1),)
+    ampere = ce.Engine(file="a", compute_capabilities=("8.0",), hardware_compatible=True, **base)
+    ada = ce.Engine(file="b", compute_capabilities=("8.9",), **base)
+    hopper = ce.Engine(file="c", compute_capabilities=("9.0",), **base)
+    assert trt.choose((hopper, ampere, ada), "tensorrt", device) == [ada]
+    assert trt.choose((hopper, ampere), "tensorrt", device) == [ampere]
+
+
+def test_a_prefill_chunk_may_be_drafted_behind() -> None:
+    widths = {(2, 0, 4): 0, (64, 0, 4): 0, (64, 0, 7): 0, (2, 0, 7): 0}
+    assert graph._wider_drafts(widths) == {(64, 0, 1): (64, 0, 4)}
+    assert graph._wider_drafts({**widths, (64, 0, 1): 0}) == {}
+
+
+def test_stand_in_has_the_names_of_the_real_package() -> None:
+    real = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
+    pairs = {"Runtime": "Runtime", "CudaEngine": "ICudaEngine", "ExecutionContext": "IExecutionContext"}
+    for ours, theirs in pairs.items():
+        names = [name for name in vars(getattr(tensorrt_stand_in, ours)) if not name.startswith("_")]
+        assert [name for name in names if not hasattr(getattr(real, theirs), name)] == []
+    assert real.ExecutionContextAllocationStrategy.USER_MANAGED
+    assert real.TensorIOMode.INPUT
+    assert real.DataType.INT64.itemsize == 8
