@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -12,6 +11,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter import static
+from specexport.exporter.folders import exchange_manifest
 
 
 def set_default_tree(folder: Path, name: str, tree: TokenTree) -> mf.Manifest:
@@ -58,7 +58,7 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> mf.Manifest:
     used = [graph.file for model in new.models.values() for graph in model.graph.points]
     added = tuple(mf.file_entry(folder, file) for file in dict.fromkeys(used) if file not in listed)
     new = msgspec.structs.replace(new, files=(*manifest.files, *added))
-    _exchange(folder, new)
+    exchange_manifest(folder, new)
     return new
 
 
@@ -74,11 +74,3 @@ def _with_points(folder: Path, model: mf.Model, wanted: list[tuple[int, int, int
                 static.pin(master, point, file)
                 points[point] = mf.PointGraph(point=point, file=file.relative_to(folder).as_posix())
     return msgspec.structs.replace(model, graph=msgspec.structs.replace(model.graph, points=tuple(points.values())))
-
-
-def _exchange(folder: Path, manifest: mf.Manifest) -> None:
-    """Checks a manifest as a reader would, then puts it in the place of the old one."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.tree-") as beside:
-        mf.write_manifest(Path(beside), manifest)
-        mf.read_manifest(Path(beside))
-        (Path(beside) / mf.MANIFEST_NAME).replace(folder / mf.MANIFEST_NAME)
