@@ -14,6 +14,7 @@ import onnx_ir.passes.common as passes
 import torch
 
 from specexport.contract import manifest as mf
+from specexport.contract.engines import ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint, cache_buckets
 from specexport.exporter import check, compose, methods, quality, static, trace
@@ -128,7 +129,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
     tokenizer.tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
     if tokenizer.chat_template is not None:
         (folder / "tokenizer" / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
-    program = ()
+    program: tuple[ProgramGraph, ...] = ()
     if options.backend != "onnxruntime":
         progress("tracing the step program", 0, 1)
         program = write_program(folder, made, target_info.cache, options.lowering)

@@ -28,7 +28,8 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> mf.Manifest:
         The new manifest.
 
     Raises:
-        BuildError: the bundle lacks the method, or its cache has no room for so wide a step.
+        BuildError: the bundle lacks the method, its cache has no room for so wide a step, or it has graphs and engines
+            that are made for its trees.
         BundleError: the bundle is not whole, or the method cannot fill the tree.
     """
     manifest = mf.read_manifest(folder)
@@ -36,6 +37,11 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> mf.Manifest:
     method = manifest.method(name)
     if method is None:
         raise BuildError(f"{folder}: has no method {name!r}")
+    if manifest.program or manifest.engines:
+        raise BuildError(
+            f"{folder}: is built for {manifest.backend}; its step program and engines are made for its trees, so "
+            f"build it again with this tree: {[list(path) for path in tree.choices]}"
+        )
     caches = sorted({graph.point.cache for graph in manifest.target.graph.points})
     if manifest.max_seq_len + len(tree) > caches[-1] + 1:
         raise BuildError(

@@ -61,7 +61,8 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
     listed = {entry.path for entry in manifest.files}
     compiler = _Compiler(folder, listed, options, library, _capabilities(library, options), report)
     models = {role: compiler.model(model, manifest) for role, model in manifest.models.items()}
-    program = tuple(compiler.program(graph, manifest) for graph in manifest.program)
+    graphs = manifest.program or _traced_program(folder, manifest)
+    program = tuple(compiler.program(graph, manifest) for graph in graphs)
     new = msgspec.structs.replace(
         manifest,
         backend=options.runtime,
@@ -224,6 +225,24 @@ def _this_device() -> Capability:
     return int(properties.major), int(properties.minor)
 
 
+def _traced_program(folder: Path, manifest: mf.Manifest) -> tuple[ProgramGraph, ...]:
+    """The step program of a bundle that was built without one.
+
+    Raises:
+        BuildError: torch is not installed.
+    """
+    if not manifest.methods:
+        return ()
+    try:
+        from specexport.exporter.engines.program import write_program
+    except ImportError as error:
+        raise BuildError(
+            f"{folder}: was built for {manifest.backend} and lacks the step program's graphs, which torch traces "
+            f"({error}); build it with --backend tensorrt --no-compile, or compile where the [export] extra is"
+        ) from error
+    return write_program(folder, manifest.methods, manifest.target.cache, manifest.lowering)
+
+
 def _with_draft(method: mf.Method, models: dict[str, mf.Model]) -> mf.Method:
     if isinstance(method, mf.DraftModel | mf.MedusaDraft):
         return msgspec.structs.replace(method, draft=models["draft"])
@@ -232,15 +251,14 @@ def _with_draft(method: mf.Method, models: dict[str, mf.Model]) -> mf.Method:
 
 def _listed(folder: Path, old: mf.Manifest, new: mf.Manifest) -> mf.Manifest:
     """The new manifest with entries of its engines' files, and none of those that only the old one used."""
-    programs = {graph.file for graph in new.program}
-    before, used = (_files(folder, manifest) - programs for manifest in (old, new))
+    before, used = (_files(folder, manifest) for manifest in (old, new))
     kept = tuple(entry for entry in old.files if entry.path not in before | used)
     return msgspec.structs.replace(new, files=(*kept, *(mf.file_entry(folder, path) for path in sorted(used))))
 
 
 def _files(folder: Path, manifest: mf.Manifest) -> set[str]:
-    """The engines of a manifest, the graphs they were compiled from, and weights converted for those."""
-    found: set[str] = set()
+    """The step program's graphs, the engines, the graphs they were compiled from, and weights converted for those."""
+    found = {graph.file for graph in manifest.program}
     for engine in manifest.engines:
         converted = Path(engine.source).with_suffix(".bin").as_posix()
         found |= {engine.file, engine.source} | ({converted} if (folder / converted).is_file() else set())

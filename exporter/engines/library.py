@@ -42,7 +42,7 @@ def load_library(runtime: EngineRuntime) -> Library:
     name = _MODULES[runtime]
     try:
         trt = importlib.import_module(name)
-        config = importlib.import_module("polygraphy.config")
+        config: Any = importlib.import_module("polygraphy.config")
     except ImportError as error:
         raise BuildError(
             f"compiling for {runtime} needs the [{runtime}] and [compile] extras ({error}); install them with: "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import onnx_ir as ir
 
@@ -12,6 +14,12 @@ from specexport.contract.engines import Accept, Commit, Fill, ProgramGraph
 from specexport.exporter import trace
 
 FOLDER = "program"
+
+
+@functools.lru_cache(maxsize=8)
+def _accept(rule: Literal["lossless", "typical"], max_children: int, candidates: int) -> bytes:
+    """A traced accept graph: hundreds of nodes that take long to trace and are the same for every model."""
+    return ir.to_proto(trace.trace_accept(rule, max_children, candidates)).SerializeToString()
 
 
 def write_program(
@@ -31,7 +39,7 @@ def write_program(
     trees = [tree for method in methods for tree in method.token_trees()]
     if not trees:
         return ()
-    (folder / FOLDER).mkdir()
+    (folder / FOLDER).mkdir(exist_ok=True)
 
     def save(name: str, model: ir.Model) -> str:
         file = f"{FOLDER}/{name}.onnx"
@@ -43,12 +51,12 @@ def write_program(
     supports = {method.candidates for method in drafts} | ({1} if len(drafts) < len(methods) else set())
     made: list[ProgramGraph] = []
     for support in sorted(supports):
-        traced = trace.trace_accept("lossless", children, support)
-        made.append(
-            Accept(file=save(f"accept.m{support}", traced), rule="lossless", candidates=support, max_children=children)
-        )
-    typical = trace.trace_accept("typical", children, 1)
-    made.append(Accept(file=save("accept.typical", typical), rule="typical", candidates=1, max_children=children))
+        file = f"{FOLDER}/accept.m{support}.onnx"
+        (folder / file).write_bytes(_accept("lossless", children, support))
+        made.append(Accept(file=file, rule="lossless", candidates=support, max_children=children))
+    file = f"{FOLDER}/accept.typical.onnx"
+    (folder / file).write_bytes(_accept("typical", 1, 1))
+    made.append(Accept(file=file, rule="typical", candidates=1, max_children=children))
     for method in drafts:
         if not all(tree.is_chain for tree in method.token_trees()):
             file = save("fill", trace.trace_fill(method.candidates))

@@ -197,7 +197,7 @@ class _Rewriter:
 
     def _node(self, op_type: str, inputs: list[ir.Value | None], name: str, attributes: dict[str, int]) -> ir.Node:
         # TensorRT wants nodes to have other names than weights.
-        node = ir.node(op_type, inputs, attributes=attributes, name=f"{name}.node")  # type: ignore[arg-type]
+        node = ir.node(op_type, inputs, attributes=attributes, name=f"{name}.node")
         node.outputs[0].name = name
         return node
 

@@ -22,14 +22,9 @@ def restore_tables(graph: ir.Graph, store: Store) -> int:
     """
     found = 0
     for node in list(graph):
-        rows, scales = (
-            (producer(value, "Gather") for value in node.inputs[:2])
-            if node.op_type == "DequantizeLinear"
-            else (
-                None,
-                None,
-            )
-        )
+        if node.op_type != "DequantizeLinear":
+            continue
+        rows, scales = (producer(value, "Gather") for value in node.inputs[:2])
         if rows is None or scales is None:
             continue
         stored, ids = rows.inputs
@@ -37,7 +32,7 @@ def restore_tables(graph: ir.Graph, store: Store) -> int:
         name = f"{stored.name}.restored"
         if name not in graph.initializers:
             tensor = store(name, ir.DataType.FLOAT16, _restored(stored, scales.inputs[0]))
-            value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
+            value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=stored.shape, const_value=tensor)
             graph.register_initializer(value)
             found += 1
         wide = ir.node(
