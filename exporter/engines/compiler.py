@@ -121,7 +121,7 @@ def _attempt(
                 (builder, network, parser), config, save_timing_cache=_path(options.timing_cache)
             )
         except PolygraphyException as error:
-            raise _RefusedError(reason(said.getvalue()), attentions) from error
+            raise _RefusedError(reason(said), attentions) from error
     return serialized, int(network.num_layers), attentions
 
 

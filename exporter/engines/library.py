@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -65,19 +64,25 @@ def _other(runtime: EngineRuntime) -> EngineRuntime:
 
 
 @contextlib.contextmanager
-def messages() -> Iterator[io.StringIO]:
-    """Collects what the library and polygraphy would print, errors only."""
+def messages() -> Iterator[list[str]]:
+    """Collects the errors that the library and polygraphy would print; they print nothing meanwhile."""
     from polygraphy.logger import G_LOGGER
 
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), G_LOGGER.verbosity(G_LOGGER.ERROR):
+    said: list[str] = []
+
+    def collect(message: Any, severity: int, *_: Any, **__: Any) -> None:
+        if severity >= G_LOGGER.ERROR:
+            said.append(str(message() if callable(message) else message))
+
+    previous, G_LOGGER.log = G_LOGGER.log, collect
+    try:
         yield said
+    finally:
+        G_LOGGER.log = previous
 
 
-def reason(said: str) -> str:
+def reason(said: list[str]) -> str:
     """The first error among a library's messages, in one line."""
-    for line in said.splitlines():
-        # Without a driver every message is preceded by one that there is none; compiling needs none.
-        if line.startswith("[E]") and "cudaError 35" not in line:
-            return line.removeprefix("[E]").strip()
-    return said.strip().splitlines()[-1] if said.strip() else "it gave no reason"
+    # Without a driver some messages only say that there is none; compiling needs none.
+    telling = [message for message in said if "cudaError 35" not in message]
+    return " ".join(telling[0].split()) if telling else "it gave no reason"

@@ -27,7 +27,7 @@ class EngineOptions:
         workspace: most bytes of scratch memory a layer may take; None for all there is.
         timing_cache: a file in which TensorRT keeps how long kernels take; makes a second compilation faster.
         strip_weights: leave weights out of the engine; they are put in from the ONNX graph when it is loaded.
-        version_compatible: let later versions of the library with the same major number run the engine.
+        version_compatible: let later versions of TensorRT with the same major number run the engine.
         hardware_compatible: let TensorRT's engine run on every device of capability 8.0 or higher.
         plain: also compile for one token at a time. Kernels for one token want weights in an order of their own, so
             this stores them a second time; without it plain decoding runs padded to the narrowest tree.
@@ -54,6 +54,14 @@ class EngineOptions:
             raise BuildError(
                 "hardware_compatible is for TensorRT; TensorRT-RTX compiles for a list of devices, which is given with "
                 "compute_capability and by default is all it knows"
+            )
+        if self.runtime == "tensorrt-rtx" and self.version_compatible:
+            raise BuildError(
+                "version_compatible is for TensorRT; TensorRT-RTX comes without the lean runtime that such engines need"
+            )
+        if self.runtime == "tensorrt-rtx" and self.strip_weights and len(self.capabilities) != 1:
+            raise BuildError(
+                "strip_weights needs one compute_capability; TensorRT-RTX strips engines of one device only"
             )
         if self.runtime == "tensorrt-rtx" and self.timing_cache is not None:
             raise BuildError(

@@ -19,7 +19,8 @@ FOLDER = "program"
 @functools.lru_cache(maxsize=8)
 def _accept(rule: Literal["lossless", "typical"], max_children: int, candidates: int) -> bytes:
     """A traced accept graph: hundreds of nodes that take long to trace and are the same for every model."""
-    return ir.to_proto(trace.trace_accept(rule, max_children, candidates)).SerializeToString()
+    serialized: bytes = ir.to_proto(trace.trace_accept(rule, max_children, candidates)).SerializeToString()
+    return serialized
 
 
 def write_program(

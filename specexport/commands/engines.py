@@ -30,8 +30,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--workspace", type=int, metavar="MB", help="most scratch memory a layer may take")
     group.add_argument("--timing-cache", type=Path, metavar="FILE", help="TensorRT: keep what was timed for next time")
-    group.add_argument("--strip-weights", action="store_true", help="put weights in when an engine is loaded")
-    group.add_argument("--version-compatible", action="store_true", help="let later minor versions run the engines")
+    group.add_argument(
+        "--strip-weights",
+        action="store_true",
+        help="put weights in when an engine is loaded; TensorRT-RTX: for one device",
+    )
+    group.add_argument(
+        "--version-compatible", action="store_true", help="TensorRT: let later minor versions run the engines"
+    )
     group.add_argument(
         "--hardware-compatible", action="store_true", help="TensorRT: let every device from 8.0 on run the engines"
     )
