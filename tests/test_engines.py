@@ -161,22 +161,13 @@ def test_engines_of_several_devices_lie_side_by_side(uncompiled: Bundles, tmp_pa
     assert both.target.engines[:1] == first.target.engines
     assert [engine.compute_capabilities for engine in both.target.engines] == [("8.9",), ("12.0",)]
     assert len({engine.source for engine in both.target.engines}) == 1
-    compile_bundle(folder, dataclasses.replace(other, plain=True, strip_weights=True))
+    compile_bundle(folder, dataclasses.replace(other, plain=True))
     again = read_manifest(folder)
     check_files(folder, again, hashes=True)
     replaced = next(engine for engine in again.target.engines if engine.runs_on((12, 0)))
     assert len(again.target.engines) == 2
-    assert replaced.stripped and _widths(replaced) == [1, 4, 64]
+    assert _widths(replaced) == [1, 4, 64]
     assert len(list(folder.rglob("target/*.engine"))) == 2  # what was replaced is gone
-
-
-def test_a_stripped_engine_holds_no_weights(uncompiled: Bundles, tmp_path: Path) -> None:
-    folder = shutil.copytree(uncompiled("fp16-portable-ngram"), tmp_path / "bundle")
-    one = dataclasses.replace(RTX, capabilities=((8, 9),))
-    with_weights = compile_bundle(folder, one).engines[0]
-    without = compile_bundle(folder, dataclasses.replace(one, strip_weights=True)).engines[0]
-    weights = (folder / read_manifest(folder).target.weights).stat().st_size
-    assert without.size < with_weights.size - weights // 2
 
 
 def test_fp32_attention_is_decomposed_and_said_so(uncompiled: Bundles, tmp_path: Path) -> None:
