@@ -153,6 +153,10 @@ class _Method(_Strict, frozen=True):
         """The trees, the default first."""
         return tuple(TokenTree.from_choices(choices) for choices in self.trees)
 
+    def misfit(self, tree: TokenTree) -> str | None:
+        """Why a tree is none that this method can fill; None for one that it can."""
+        raise NotImplementedError
+
 
 class _Ranked(_Method, frozen=True):
     """A way to propose by a model that knows several tokens at each depth.
@@ -162,6 +166,21 @@ class _Ranked(_Method, frozen=True):
     """
 
     candidates: Size
+
+    def misfit(self, tree: TokenTree) -> str | None:
+        """See :class:`_Method`."""
+        return (
+            f"rank {max(tree.ranks)}, with {self.candidates} candidates" if max(tree.ranks) >= self.candidates else None
+        )
+
+
+class _Chained(_Method, frozen=True):
+    """A way to propose by looking in text: chains, of which steps verify shorter ones where less is found."""
+
+    def misfit(self, tree: TokenTree) -> str | None:
+        """See :class:`_Method`."""
+        chain = TokenTree.chain(len(tree))
+        return f"the one of {len(tree) - 1} draft tokens is not a chain" if tree.choices != chain.choices else None
 
 
 class DraftModel(_Ranked, frozen=True, tag_field="name", tag="draft_model"):
@@ -174,6 +193,11 @@ class DraftModel(_Ranked, frozen=True, tag_field="name", tag="draft_model"):
     """
 
     draft: Model
+
+    def misfit(self, tree: TokenTree) -> str | None:
+        """See :class:`_Method`."""
+        spine = "only the most probable token of each depth can have children"
+        return super().misfit(tree) or (None if tree.has_spine else spine)
 
 
 class Medusa(_Ranked, frozen=True, tag_field="name", tag="medusa"):
@@ -191,6 +215,11 @@ class Medusa(_Ranked, frozen=True, tag_field="name", tag="medusa"):
     parameters: Positive
     weights: StoredAs
 
+    def misfit(self, tree: TokenTree) -> str | None:
+        """See :class:`_Method`."""
+        deep = f"depth {tree.depth}, with {self.heads} heads" if tree.depth > self.heads else None
+        return super().misfit(tree) or deep
+
 
 class MedusaDraft(_Ranked, frozen=True, tag_field="name", tag="medusa_draft"):
     """Speculation by a smaller model with Medusa heads, which proposes a whole tree in one pass.
@@ -205,8 +234,13 @@ class MedusaDraft(_Ranked, frozen=True, tag_field="name", tag="medusa_draft"):
     source: str
     draft: Model
 
+    def misfit(self, tree: TokenTree) -> str | None:
+        """See :class:`_Method`."""
+        deep = f"depth {tree.depth}, with {self.heads} heads" if tree.depth > self.heads + 1 else None
+        return super().misfit(tree) or deep
 
-class Ngram(_Method, frozen=True, tag_field="name", tag="ngram"):
+
+class Ngram(_Chained, frozen=True, tag_field="name", tag="ngram"):
     """Speculation by n-gram prompt lookup: what followed the text's last tokens when they came before. Chains only.
 
     A request's tree is the longest chain; steps verify shorter ones of the trees where less is found.
@@ -220,7 +254,7 @@ class Ngram(_Method, frozen=True, tag_field="name", tag="ngram"):
     prompt_lookup_min: LookupSize
 
 
-class Suffix(_Method, frozen=True, tag_field="name", tag="suffix"):
+class Suffix(_Chained, frozen=True, tag_field="name", tag="suffix"):
     """Speculation by a suffix automaton (SuffixDecoding, arXiv 2411.04975). Chains only, as for :class:`Ngram`.
 
     Attributes:
@@ -232,11 +266,17 @@ class Suffix(_Method, frozen=True, tag_field="name", tag="suffix"):
     min_token_prob: Probability
 
 
+class Hypothesis(_Chained, frozen=True, tag_field="name", tag="hypothesis"):
+    """Speculation by a text given with the request, the output as somebody expects it. Chains only, as for Ngram."""
+
+
 Ranked = DraftModel | Medusa | MedusaDraft
 """Methods in which a model proposes; their trees may branch."""
-Lookup = Ngram | Suffix
+Lookup = Ngram | Suffix | Hypothesis
 """Methods that look in text, and need neither a model nor files."""
-Method = DraftModel | Medusa | MedusaDraft | Ngram | Suffix
+Method = DraftModel | Medusa | MedusaDraft | Ngram | Suffix | Hypothesis
+HYPOTHESIS = "hypothesis"
+"""The one method that proposes nothing unless a request brings something."""
 
 
 def method_name(method: Method) -> str:
@@ -441,16 +481,8 @@ def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:
         if len(tree) in sizes or len(tree) == 1:
             raise BundleError(f"{path}: {name}: trees: two have {len(tree) - 1} draft tokens, or one has none")
         sizes.add(len(tree))
-        if isinstance(method, Lookup):
-            if tree.choices != TokenTree.chain(len(tree)).choices:
-                raise BundleError(f"{path}: {name}: trees: the one of {len(tree) - 1} draft tokens is not a chain")
-            continue
-        if max(tree.ranks) >= method.candidates:
-            raise BundleError(f"{path}: {name}: trees: rank {max(tree.ranks)}, with {method.candidates} candidates")
-        if isinstance(method, DraftModel) and not tree.has_spine:
-            raise BundleError(f"{path}: {name}: trees: only the most probable token of each depth can have children")
-        if not isinstance(method, DraftModel) and tree.depth > method.heads + isinstance(method, MedusaDraft):
-            raise BundleError(f"{path}: {name}: trees: depth {tree.depth}, with {method.heads} heads")
+        if (misfit := method.misfit(tree)) is not None:
+            raise BundleError(f"{path}: {name}: trees: {misfit}")
     return sizes
 
 

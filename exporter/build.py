@@ -85,7 +85,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
     progress("loading the target", 1, 1)
     draft_path = None
     if options.draft is not None:
-        from specexport.exporter.checkpoint import locate
+        from specexport.exporter.locate import locate
 
         draft_path = locate(options.draft)
         require_same_tokenizer(tokenizer.tokenizer, load_tokenizer(draft_path).tokenizer, target.path, draft_path)
@@ -225,6 +225,8 @@ def _lookups(options: BuildOptions, plan: methods.Plan) -> list[mf.Method]:
                 min_token_prob=methods.MIN_TOKEN_PROB,
             )
         )
+    if options.hypothesis:
+        made.append(mf.Hypothesis(trees=tuple(tree.choices for tree in plan["hypothesis"])))
     return made
 
 

@@ -13,8 +13,8 @@ from specexport.graphs.propose import MAX_CANDIDATES
 
 DEFAULT_DRAFT_TOKENS = 4
 """Chosen for CPUs, where every node of a step costs; ``specexport tune tree`` measures what a device can take."""
-LOOKUP_DRAFT_TOKENS = (8, 4, 2)
-"""Of n-gram lookup and of suffix decoding, which take a shorter chain where they have found less."""
+LOOKUP_DRAFT_TOKENS = {"ngram": (8, 4, 2), "suffix": (8, 4, 2), "hypothesis": (16, 8, 4, 2)}
+"""Of the methods that look in text, which take a shorter chain where they have found less."""
 MAX_SPEC_FACTOR, MIN_TOKEN_PROB = 1.5, 0.1
 """Of suffix decoding. With the chains above a match of one token, often chance, proposes nothing."""
 
@@ -65,8 +65,9 @@ def plan(options: BuildOptions, heads: HeadsOutline | None, draft_heads: HeadsOu
         found["medusa_draft"] = _of_heads(options, of_draft, draft_heads, 1, vocab)
     if heads is not None:
         found["medusa"] = _of_heads(options, named, heads, 0, vocab)
-    chains = tuple(TokenTree.chain(size + 1) for size in options.sizes or LOOKUP_DRAFT_TOKENS)
-    return found | dict.fromkeys(options.lookups, chains)
+    for name in options.lookups:
+        found[name] = tuple(TokenTree.chain(size + 1) for size in options.sizes or LOOKUP_DRAFT_TOKENS[name])
+    return found
 
 
 def _of_heads(options: BuildOptions, named: Trees, heads: HeadsOutline, own: int, vocab: int) -> Trees:

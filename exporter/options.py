@@ -31,8 +31,10 @@ class BuildOptions:
         prompt_lookup_max: most tokens it matches.
         prompt_lookup_min: fewest.
         suffix: also propose by a suffix automaton.
+        hypothesis: also verify texts that requests bring.
         num_speculative_tokens: draft tokens a step of every method: of a chain, or of the tree of that size that suits
-            the heads; None for 4, for none at all where trees are given, and for 8, 4 and 2 where text is looked up.
+            the heads; None for 4, for none at all where trees are given, and for 8, 4 and 2 where text is looked up,
+            after 16 for a hypothesis.
         speculative_choices: further sizes that requests may choose.
         trees: what to verify, the default first: presets, JSON files or trees. With ``draft`` and ``medusa`` they are
             the heads'; text that is looked up is proposed in chains.
@@ -60,6 +62,7 @@ class BuildOptions:
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
     suffix: bool = False
+    hypothesis: bool = False
     num_speculative_tokens: int | None = None
     speculative_choices: tuple[int, ...] = ()
     trees: tuple[str | Path | TokenTree, ...] = ()
@@ -93,8 +96,8 @@ class BuildOptions:
                 raise BuildError("trees was given without a draft or Medusa heads; nothing would fill them")
             if self.sizes and not self.lookups:
                 raise BuildError(
-                    "num_speculative_tokens was given without a draft or Medusa heads, ngram or suffix; nothing would "
-                    "propose those tokens"
+                    "num_speculative_tokens was given without a draft or Medusa heads, ngram or suffix or hypothesis; "
+                    "nothing would propose those tokens"
                 )
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         if not 1 <= most <= mf.MAX_LOOKUP:
@@ -136,7 +139,7 @@ class BuildOptions:
     @property
     def lookups(self) -> tuple[str, ...]:
         """The methods that need neither a model nor heads."""
-        return (*(("ngram",) if self.ngram else ()), *(("suffix",) if self.suffix else ()))
+        return tuple(name for name in ("ngram", "suffix", "hypothesis") if getattr(self, name))
 
     @property
     def sizes(self) -> tuple[int, ...]:

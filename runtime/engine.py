@@ -15,14 +15,16 @@ import numpy.typing as npt
 
 from specexport.contract import tensors
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import Manifest, method_name
+from specexport.contract.manifest import HYPOTHESIS, Manifest, method_name
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Graph, open_graph, step_buffers
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.hypothesis import Unverified, check_hypothesis, continuation, taken_as_it_is
+from specexport.runtime.logprobs import token_logprobs
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposers import Proposal, Proposer, SlotView, open_proposer
-from specexport.runtime.sampling import accept_greedy, accept_sampled, accept_typical
-from specexport.runtime.stream import Chunk, Completion, FinishReason, Stream
+from specexport.runtime.sampling import accept_greedy, accept_relaxed, accept_sampled, accept_typical
+from specexport.runtime.stream import Chunk, Completion, FinishReason, Stream, completed
 from specexport.runtime.text import TextStream
 
 _ROOT = TokenTree.chain(1)
@@ -53,12 +55,14 @@ class Engine:
     Attributes:
         manifest: the bundle's.
         tokenizer: the bundle's.
+        chat_template: the model's, or None.
         speculations: the loaded ways to propose, by the name of their method, the default first.
     """
 
     def __init__(self, bundle: Bundle, target: Graph, speculations: Mapping[str, Speculation]) -> None:
         self.manifest: Manifest = bundle.manifest
         self.tokenizer = bundle.tokenizer()
+        self.chat_template = bundle.chat_template()
         self._target = target
         self.speculations = dict(speculations)
         self._slot = threading.Lock()
@@ -156,6 +160,8 @@ class Engine:
         speculation: bool = True,
         method: str | None = None,
         num_speculative_tokens: int | None = None,
+        hypothesis: str | Sequence[int] | None = None,
+        hypothesis_entropy: float | None = None,
     ) -> Stream:
         """Starts a request; text comes as the returned stream is iterated.
 
@@ -166,14 +172,19 @@ class Engine:
             method: how to speculate, one of the bundle's; None for its default.
             num_speculative_tokens: draft tokens a step, which choose one of the trees the bundle was built for; None
                 for its default.
+            hypothesis: what the output is expected to be, text or token ids; chooses the method ``hypothesis``.
+            hypothesis_entropy: how unsure whoever made it was where that was worst, in nats; for relaxed acceptance
+                with an ``entropy_threshold``.
 
         Raises:
-            RequestError: the prompt does not fit the context, the method or the tree was not built, or the engine is
-                closed.
+            RequestError: the prompt does not fit the context, the method or the tree was not built, a hypothesis was
+                given without a use for it or the other way round, or the engine is closed.
         """
         if self._closed:
             raise RequestError("the engine is closed; load the bundle again")
         params = params or self.defaults()
+        if params.n != 1:
+            raise RequestError(f"n is {params.n}; a stream is one output: start several, or use LLM")
         tokens = self.encode(prompt)
         limit = self.manifest.max_seq_len
         if len(tokens) >= limit and params.max_tokens:
@@ -188,18 +199,28 @@ class Engine:
             else params.posterior_threshold,
             posterior_alpha=own.posterior_alpha if params.posterior_alpha is None else params.posterior_alpha,
         )
-        chosen, tree = self._choose(method, num_speculative_tokens) if speculation else (None, _ROOT)
-        return Stream(self, tokens, params, chosen, tree)
+        check_hypothesis(params, speculation, method, hypothesis, hypothesis_entropy)
+        if hypothesis is None:
+            chosen, tree = self._choose(method, num_speculative_tokens) if speculation else (None, _ROOT)
+            return Stream(self, tokens, params, chosen, tree)
+        chosen, tree = self._choose(HYPOTHESIS, num_speculative_tokens)
+        expected = continuation(self, prompt, hypothesis)
+        if taken_as_it_is(params, hypothesis_entropy):
+            room = min(params.max_tokens, limit - len(tokens))
+            return Stream(Unverified(self.tokenizer, room), tokens, params, None, _ROOT, expected)
+        return Stream(self, tokens, params, chosen, tree, expected)
 
     def _choose(self, method: str | None, draft_tokens: int | None) -> tuple[str | None, TokenTree]:
         """The method and tree of a request that speculates; none where the bundle has no way to."""
-        if not self.speculations:
-            asked = f"method is {method!r}" if method else f"num_speculative_tokens is {draft_tokens}"
-            if method or draft_tokens:
-                raise RequestError(f"{asked}, but the bundle was built without a way to speculate")
-            return None, _ROOT
+        if method == HYPOTHESIS and method not in self.speculations:
+            raise RequestError("a hypothesis was given, but the bundle was built without the method; use --hypothesis")
         if method is None:
-            method = next(iter(self.speculations))
+            method = next((name for name in self.speculations if name != HYPOTHESIS), None)
+            if method is None and draft_tokens is None:
+                return None, _ROOT
+        if not self.speculations or method is None:
+            asked = f"method is {method!r}" if method else f"num_speculative_tokens is {draft_tokens}"
+            raise RequestError(f"{asked}, but the bundle was built without a way to speculate")
         if method not in self.speculations:
             raise RequestError(f"method is {method!r}; the bundle was built for {', '.join(self.speculations)}")
         trees = self.speculations[method].trees
@@ -219,16 +240,21 @@ class Engine:
         speculation: bool = True,
         method: str | None = None,
         num_speculative_tokens: int | None = None,
+        hypothesis: str | Sequence[int] | None = None,
+        hypothesis_entropy: float | None = None,
     ) -> Completion:
         """Runs a request to its end; see :meth:`stream`."""
-        with self.stream(
-            prompt, params, speculation=speculation, method=method, num_speculative_tokens=num_speculative_tokens
-        ) as stream:
-            chunks = list(stream)
-        reason = chunks[-1].finish_reason
-        assert reason is not None
-        text = "".join(chunk.text for chunk in chunks)
-        return Completion(text, tuple(t for chunk in chunks for t in chunk.token_ids), reason, stream.stats)
+        return completed(
+            self.stream(
+                prompt,
+                params,
+                speculation=speculation,
+                method=method,
+                num_speculative_tokens=num_speculative_tokens,
+                hypothesis=hypothesis,
+                hypothesis_entropy=hypothesis_entropy,
+            )
+        )
 
     def _warm_up(self) -> None:
         """Runs a plain step and one of each method, so that the first request does not pay for buffers and pages."""
@@ -236,7 +262,7 @@ class Engine:
         start = self.encode([0] * max(2, min(_WARM_UP_TOKENS, self.manifest.max_seq_len - 2)))
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         for method, tree in ((None, _ROOT), *(self._choose(name, None) for name in self.speculations)):
-            for _ in Stream(self, list(start), params, method, tree):
+            for _ in Stream(self, list(start), params, method, tree, start):
                 pass
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -245,7 +271,7 @@ class Engine:
         """One request from prefill to finish. The target's cache holds all tokens but the last, the step's root."""
         params, stats, tokens = stream.params, stream.stats, stream.tokens
         began = time.perf_counter()
-        view = SlotView(0, tokens, params, np.random.default_rng(params.seed), stream.tree)
+        view = SlotView(0, tokens, params, np.random.default_rng(params.seed), stream.tree, stream.hypothesis)
         proposer = self.speculations[stream.method].proposer if stream.method is not None else None
         text = TextStream(self.tokenizer, params.stop)
         room = min(params.max_tokens, self.manifest.max_seq_len - len(tokens))
@@ -268,6 +294,11 @@ class Engine:
                 new = [*(int(proposal.tokens[node - 1]) for node in path), bonus] if proposal else [bonus]
                 self._target.commit(view.slot, len(tokens) - 1, [0, *path])
                 new, piece, reason = self._commit(stream, new[:room], text)
+                said = (
+                    token_logprobs(outputs[tensors.LOGITS][view.slot], [0, *path], new, params.logprobs)
+                    if params.logprobs is not None
+                    else ()
+                )
                 room -= len(new)
                 if reason is None and room == 0:
                     reason = "length"
@@ -284,7 +315,7 @@ class Engine:
                 stats.host += end - decided
                 stats.first_token = stats.first_token or end - began - paused
                 stats.total = end - began - paused
-                yield Chunk(piece, tuple(new), reason)
+                yield Chunk(piece, tuple(new), reason, said)
                 paused += time.perf_counter() - end
             if stats.steps == 0 or reason is None:
                 yield Chunk(text.finish(), (), reason or "cancelled")
@@ -328,7 +359,9 @@ class Engine:
 
     def _commit(self, stream: Stream, new: list[int], text: TextStream) -> tuple[list[int], str, FinishReason | None]:
         """Adds tokens up to an end of text or a stop text: those kept, their text, and why the output ends if so."""
-        ends = () if stream.params.ignore_eos else self.manifest.tokenizer.eos_token_ids
+        ends = stream.params.stop_token_ids
+        if not stream.params.ignore_eos:
+            ends += self.manifest.tokenizer.eos_token_ids
         piece = ""
         for count, token in enumerate(new, start=1):
             stream.tokens.append(token)
@@ -363,6 +396,8 @@ def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: Sl
     tree, drafted, q = (
         (_ROOT, np.empty(0, np.int64), None) if proposal is None else (proposal.tree, proposal.tokens, proposal.q)
     )
+    if view.params.acceptance == "relaxed":
+        return accept_relaxed(logits, tree, drafted, view.params, view.random.random())
     if view.params.greedy:
         return accept_greedy(logits, tree, drafted)
     if view.params.acceptance == "typical":

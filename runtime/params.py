@@ -9,6 +9,8 @@ from typing import Literal
 
 from specexport.contract.errors import RequestError
 
+MAX_LOGPROBS = 20
+"""Most alternatives a request may ask the log-probabilities of, a token."""
 _GREEDY_BELOW = 1e-5
 """Temperatures this low would overflow what they divide."""
 
@@ -28,12 +30,22 @@ class SamplingParams:
         min_p: drop tokens less probable than this fraction of the most probable one; 0 keeps all.
         seed: makes the text reproducible on the same bundle and machine; None draws a fresh one.
         stop: texts that end the output; they are not part of it.
+        stop_token_ids: tokens that end the output as an end-of-text token does: its last token, not in its text.
+        n: outputs for one prompt. A stream is one output; ``LLM`` and the server make several.
+        logprobs: with each token give its log-probability and those of this many most probable tokens; 0 gives its own
+            alone, None nothing. They are the target's own, before temperature and filters.
         ignore_eos: go on past end-of-text tokens, as benchmarks do.
         acceptance: ``lossless``, or ``typical``: a draft token stays if it is likely enough, so more are accepted and
-            what is sampled is no longer the model's own distribution. Greedy decoding is lossless either way.
+            what is sampled is no longer the model's own distribution. Greedy decoding is lossless either way. Or
+            ``relaxed``, for requests with a hypothesis: its tokens stay while the model finds them likely enough, in
+            greedy decoding too (arXiv 2603.11243); not lossless.
         posterior_threshold: epsilon of typical acceptance (Medusa, arXiv 2401.10774); None for the bundle's.
         posterior_alpha: its alpha: a token of probability p stays if p > min(epsilon, alpha * exp(-entropy)); None for
             the bundle's.
+        likelihood_threshold: of relaxed acceptance: a token stays if the model gives it more probability than this, at
+            temperature 1 and before top-k, top-p and min-p. The paper has 0.2 for accuracy and 0.1 for speed.
+        entropy_threshold: of relaxed acceptance: a hypothesis whose own entropy, in nats, is below this is the output
+            as it is, without the model. The paper has 0.7 for accuracy and 3.0 for speed. None asks the model always.
 
     Raises:
         RequestError: a value is out of range; names the field.
@@ -46,29 +58,43 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    logprobs: int | None = None
     ignore_eos: bool = False
-    acceptance: Literal["lossless", "typical"] = "lossless"
+    acceptance: Literal["lossless", "typical", "relaxed"] = "lossless"
     posterior_threshold: float | None = None
     posterior_alpha: float | None = None
+    likelihood_threshold: float = 0.2
+    entropy_threshold: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         else:
             object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _require("max_tokens", self.max_tokens, _whole(self.max_tokens) and self.max_tokens >= 0, "a whole number >= 0")
         _require("temperature", self.temperature, _finite(self.temperature) and self.temperature >= 0, "a number >= 0")
         _require("top_p", self.top_p, _finite(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
         _require("top_k", self.top_k, _whole(self.top_k) and self.top_k >= -1, "a whole number >= -1")
         _require("min_p", self.min_p, _finite(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]")
         _require("seed", self.seed, self.seed is None or (_whole(self.seed) and self.seed >= 0), "a whole number >= 0")
-        known = ("lossless", "typical")
+        known = ("lossless", "typical", "relaxed")
         _require("acceptance", self.acceptance, self.acceptance in known, " or ".join(map(repr, known)))
         for name in ("posterior_threshold", "posterior_alpha"):
             value = getattr(self, name)
             _require(name, value, value is None or (_finite(value) and 0 <= value <= 1), "a number in [0, 1]")
+        least, entropy = self.likelihood_threshold, self.entropy_threshold
+        _require("likelihood_threshold", least, _finite(least) and 0 <= least <= 1, "a number in [0, 1]")
+        _require("entropy_threshold", entropy, entropy is None or (_finite(entropy) and entropy >= 0), "a number >= 0")
         texts = all(isinstance(text, str) and text for text in self.stop)
         _require("stop", self.stop, texts, "texts that are not empty")
+        ids = all(_whole(token) and token >= 0 for token in self.stop_token_ids)
+        _require("stop_token_ids", self.stop_token_ids, ids, "whole numbers >= 0")
+        _require("n", self.n, _whole(self.n) and self.n >= 1, "a whole number >= 1")
+        few = self.logprobs is None or (_whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS)
+        _require("logprobs", self.logprobs, few, f"a whole number from 0 to {MAX_LOGPROBS}")
 
     @property
     def greedy(self) -> bool:

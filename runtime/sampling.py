@@ -191,6 +191,34 @@ def accept_typical(
     return path, draw(p_at(node), uniform)
 
 
+def accept_relaxed(
+    logits: Floats, tree: TokenTree, draft_tokens: Ints, params: SamplingParams, uniform: float
+) -> tuple[list[int], int]:
+    """Likelihood acceptance of a hypothesis (arXiv 2603.11243): a token the model finds likely stays. Not lossless.
+
+    A token x stays if p(x) > ``likelihood_threshold``, with p the model's distribution at temperature 1, unfiltered,
+    and everything before x stayed. The token after the last that stayed is drawn as the request says.
+
+    Args:
+        logits: float32 ``[N,V]``.
+        tree: its N nodes, a chain.
+        draft_tokens: int64 ``[N-1]``, those of nodes 1 to N-1.
+        params: gives the threshold, and how the token after the path is drawn.
+        uniform: noise in [0,1) for that token.
+
+    Returns:
+        The nodes accepted, in order, and the token that follows them.
+    """
+    path: list[int] = []
+    for node in range(1, len(tree)):
+        row = logits[node - 1].astype(np.float64)
+        log_p = row[int(draft_tokens[node - 1])] - row.max() - np.log(np.exp(row - row.max()).sum())
+        if not np.exp(log_p) > params.likelihood_threshold:
+            break
+        path.append(node)
+    return path, draw(target_distribution(logits[len(path)], params), uniform)
+
+
 def entropy(p: Doubles) -> float:
     """Entropy of a distribution in nats."""
     some = p[p > 0]

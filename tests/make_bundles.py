@@ -93,13 +93,14 @@ RECIPES = {
     "qwen3-medusa": Recipe("qwen3", None, heads="target", trees=(_BUSHY, _SMALL, TokenTree.chain(HEADS + 1))),
     "qwen3-medusa-draft": Recipe("qwen3", "equal", (3,), 6, heads="draft"),
     "gpt2-tree": Recipe("gpt2", "near", trees=(_SPINE,), choices=(2,)),
-    "qwen3-lookup": Recipe("qwen3", "equal", lookups=("ngram", "suffix")),
+    "qwen3-lookup": Recipe("qwen3", "equal", lookups=("ngram", "suffix", "hypothesis")),
     **{f"dice-{draft}": Recipe("llama", draft, (1, 3), 5, _DICE) for draft in ("equal", "near", "bad")},
     "dice-tree": Recipe("llama", "near", config=_DICE, trees=(_SPINE,)),
     "dice-medusa": Recipe("llama", None, config=_DICE, heads="target", trees=(_BUSHY,)),
     "dice-medusa-draft": Recipe("llama", "near", config=_DICE, heads="draft", trees=(_BUSHY,)),
     "dice-ngram": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("ngram",)),
     "dice-suffix": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("suffix",)),
+    "dice-hypothesis": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("hypothesis",)),
 }
 PORTABLE = ("llama-near", "gemma2-equal", "gpt2-tree", "qwen3-medusa", "qwen3-medusa-draft")
 """These are there lowered portably too, as ``{name}-portable``."""
@@ -135,6 +136,7 @@ def make(name: str, root: Path) -> Path:
                     ngram="ngram" in recipe.lookups,
                     prompt_lookup_min=1 if recipe.config else 2,
                     suffix="suffix" in recipe.lookups,
+                    hypothesis="hypothesis" in recipe.lookups,
                     lowering=recipe.lowering,
                     draft_precision="fp32",  # where the draft is the target, everything must be accepted
                 )

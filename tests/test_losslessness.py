@@ -96,6 +96,7 @@ def ways(engine: Engine) -> list[dict[str, Any]]:
     return [
         {"method": name, "num_speculative_tokens": len(tree) - 1}
         for name, speculation in engine.speculations.items()
+        if name != "hypothesis"  # see test_hypothesis.py
         for tree in speculation.trees
     ]
 
@@ -113,6 +114,7 @@ class Setting:
     draft: str
     K: int
     params: SamplingParams
+    hypothesis: Text | None = None
 
     def __str__(self) -> str:
         p = self.params
@@ -131,6 +133,8 @@ ENGINE_SETTINGS = (
     Setting("ngram", 1, SamplingParams(top_p=0.9)),
     Setting("suffix", 5, SamplingParams()),
     Setting("suffix", 3, SamplingParams(temperature=0.7, top_k=8)),
+    Setting("hypothesis", 5, SamplingParams(temperature=0.9), hypothesis=(8, 5, 8, 5, 8, 5)),
+    Setting("hypothesis", 1, SamplingParams(top_p=0.9), hypothesis=(3, 8, 11, 8)),
 )
 
 
@@ -167,7 +171,7 @@ def engine_texts(engine: Engine, setting: Setting, runs: int) -> tuple[list[Text
     texts, drafted, accepted = [], 0, 0
     for seed in range(runs):
         params = setting.params.replace(max_tokens=LENGTH, seed=seed, ignore_eos=True)
-        done = engine.generate(PROMPT, params, num_speculative_tokens=setting.K)
+        done = engine.generate(PROMPT, params, num_speculative_tokens=setting.K, hypothesis=setting.hypothesis)
         texts.append(done.token_ids)
         drafted += done.stats.drafted
         accepted += done.stats.accepted

@@ -27,6 +27,7 @@ class SlotView:
         params: how it samples.
         random: its own noise.
         tree: the tree it wants filled.
+        hypothesis: tokens the output is expected to be; empty where the request brought none.
     """
 
     slot: int
@@ -34,6 +35,7 @@ class SlotView:
     params: SamplingParams
     random: np.random.Generator
     tree: TokenTree
+    hypothesis: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--suffix", action="store_true", help="propose the most frequent continuation of the longest suffix seen before"
     )
     parser.add_argument(
+        "--hypothesis", action="store_true", help="verify texts that requests give up front (run --hypothesis)"
+    )
+    parser.add_argument(
         "--num-speculative-tokens",
         type=_draft_tokens,
         metavar="K[,K...]",
-        help="draft tokens a step (default: 4; 8,4,2 for --ngram and --suffix): a chain, or the tree of that size that "
-        "suits the heads; of several the first is the default and requests may choose the others",
+        help="draft tokens a step (default: 4; 8,4,2 for --ngram and --suffix, 16,8,4,2 for --hypothesis): a chain, or "
+        "the tree of that size that suits the heads; of several the first is the default and requests may choose the "
+        "others",
     )
     parser.add_argument(
         "--tree",
@@ -140,6 +144,7 @@ def main(arguments: argparse.Namespace) -> int:
         draft_medusa=arguments.draft_medusa,
         ngram=arguments.ngram,
         suffix=arguments.suffix,
+        hypothesis=arguments.hypothesis,
         **lookup,
         num_speculative_tokens=wanted[0],
         speculative_choices=wanted[1:],

@@ -13,7 +13,6 @@ from rich.table import Table
 from specexport.commands.draw import svg, terminal_tree
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import (
-    DraftModel,
     Lookup,
     Manifest,
     Medusa,
@@ -21,6 +20,7 @@ from specexport.contract.manifest import (
     Method,
     Model,
     Ngram,
+    Suffix,
     check_files,
     method_name,
     read_manifest,
@@ -133,9 +133,10 @@ def _by(method: Method) -> str:
         return f"medusa_draft, {method.heads} heads on the draft"
     if isinstance(method, Ngram):
         return f"ngram, matches of {method.prompt_lookup_max} to {method.prompt_lookup_min} tokens"
-    if isinstance(method, DraftModel):
-        return "draft_model"
-    return f"suffix, at most {method.max_spec_factor:g} a matched token, down to probability {method.min_token_prob:g}"
+    if isinstance(method, Suffix):
+        least = f"down to probability {method.min_token_prob:g}"
+        return f"suffix, at most {method.max_spec_factor:g} a matched token, {least}"
+    return method_name(method)
 
 
 def _cache(model: Model) -> str:

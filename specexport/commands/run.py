@@ -12,7 +12,14 @@ from typing import Any
 from specexport.contract.errors import RequestError
 from specexport.runtime import Engine, Stats, Stream
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "acceptance", "posterior_threshold", "posterior_alpha")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "acceptance")
+_OF_ACCEPTANCE = {
+    "posterior_threshold": "typical",
+    "posterior_alpha": "typical",
+    "likelihood_threshold": "relaxed",
+    "entropy_threshold": "relaxed",
+}
+"""Parameters that belong to one rule of acceptance."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float, default=unset, help="0 keeps all tokens (default: the model's own)")
     parser.add_argument("--seed", type=int, default=unset, help="makes the text reproducible")
     parser.add_argument(
-        "--acceptance", choices=("lossless", "typical"), default=unset, help="typical accepts more and is not lossless"
+        "--acceptance",
+        choices=("lossless", "typical", "relaxed"),
+        default=unset,
+        help="typical accepts more and is not lossless; nor is relaxed, which is for --hypothesis",
     )
     parser.add_argument("--posterior-threshold", type=float, default=unset, help="epsilon of typical acceptance")
     parser.add_argument("--posterior-alpha", type=float, default=unset, help="alpha of typical acceptance")
+    parser.add_argument(
+        "--likelihood-threshold", type=float, default=unset, help="of relaxed acceptance (default: 0.2)"
+    )
+    parser.add_argument("--entropy-threshold", type=float, default=unset, help="of relaxed acceptance (default: none)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
     parser.add_argument(
@@ -43,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-speculative-tokens", type=int, metavar="K", help="one the bundle was built for (default: its own)"
     )
+    parser.add_argument("--hypothesis", type=Path, metavar="FILE", help="a text the output is expected to be")
+    parser.add_argument(
+        "--hypothesis-entropy", type=float, metavar="H", help="how unsure its maker was at worst, in nats"
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
 
 
@@ -50,18 +68,18 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport run``."""
     if arguments.threads is not None and arguments.threads < 1:
         raise RequestError(f"--threads is {arguments.threads}; expected at least 1")
-    for name in ("num_speculative_tokens", "method"):
+    for name in ("num_speculative_tokens", "method", "hypothesis"):
         if arguments.no_speculation and getattr(arguments, name) is not None:
             raise RequestError(f"--{name.replace('_', '-')} was given with --no-speculation; give one of them")
-    if getattr(arguments, "acceptance", "lossless") != "typical":
-        for name in ("posterior_threshold", "posterior_alpha"):
-            if hasattr(arguments, name):
-                raise RequestError(
-                    f"--{name.replace('_', '-')} was given without --acceptance typical, which it is for"
-                )
+    for name, acceptance in _OF_ACCEPTANCE.items():
+        if hasattr(arguments, name) and getattr(arguments, "acceptance", "lossless") != acceptance:
+            raise RequestError(
+                f"--{name.replace('_', '-')} was given without --acceptance {acceptance}, which it is for"
+            )
+    hypothesis = _hypothesis(arguments.hypothesis) if arguments.hypothesis is not None else None
     prompt = _prompt(arguments.prompt)
     with Engine.load(arguments.bundle, threads=arguments.threads) as engine:
-        given = {name: getattr(arguments, name) for name in _SAMPLING if hasattr(arguments, name)}
+        given = {name: getattr(arguments, name) for name in (*_SAMPLING, *_OF_ACCEPTANCE) if hasattr(arguments, name)}
         params = engine.defaults().replace(
             max_tokens=arguments.max_tokens, stop=tuple(arguments.stop), ignore_eos=arguments.ignore_eos, **given
         )
@@ -71,6 +89,8 @@ def main(arguments: argparse.Namespace) -> int:
             speculation=not arguments.no_speculation,
             method=arguments.method,
             num_speculative_tokens=arguments.num_speculative_tokens,
+            hypothesis=hypothesis,
+            hypothesis_entropy=arguments.hypothesis_entropy,
         ) as stream:
             if arguments.json:
                 print(json.dumps(_result(prompt, stream) | {"params": dataclasses.asdict(params)}))
@@ -87,6 +107,13 @@ def _prompt(given: str | None) -> str:
     if given is None and sys.stdin.isatty():
         print("reading the prompt from standard input; end it with Ctrl-D", file=sys.stderr)
     return sys.stdin.read()
+
+
+def _hypothesis(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: cannot be read as text: {error}; expected what the output may be") from error
 
 
 def _result(prompt: str, stream: Stream) -> dict[str, Any]:

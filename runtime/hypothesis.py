@@ -1,0 +1,117 @@
+"""Requests that bring a hypothesis: what may be asked, and one that is taken as it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+from specexport.contract.errors import RequestError
+from specexport.contract.manifest import HYPOTHESIS
+from specexport.runtime.params import SamplingParams
+from specexport.runtime.stream import Chunk, FinishReason, Stream
+from specexport.runtime.text import TextStream
+
+
+def check_hypothesis(
+    params: SamplingParams,
+    speculation: bool,
+    method: str | None,
+    hypothesis: str | Sequence[int] | None,
+    entropy: float | None,
+) -> None:
+    """Checks that a request's hypothesis and what is said about it belong together.
+
+    Raises:
+        RequestError: one was given without the other, or with what excludes it.
+    """
+    if hypothesis is not None:
+        if not speculation:
+            raise RequestError("a hypothesis was given with speculation=False; give one of them")
+        if method not in (None, HYPOTHESIS):
+            raise RequestError(f"a hypothesis was given with method {method!r}; leave the method out")
+        if entropy is not None and not entropy >= 0:
+            raise RequestError(f"hypothesis_entropy is {entropy!r}; expected a number >= 0")
+        return
+    if method == HYPOTHESIS:
+        raise RequestError("method is 'hypothesis', but no hypothesis was given")
+    if entropy is not None:
+        raise RequestError("hypothesis_entropy was given without a hypothesis")
+    if params.acceptance == "relaxed":
+        raise RequestError("acceptance is 'relaxed', but no hypothesis was given; it is for those alone")
+
+
+class _Encoder(Protocol):
+    """What is needed of the engine."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]: ...
+
+
+def continuation(engine: _Encoder, prompt: str | Sequence[int], text: str | Sequence[int]) -> list[int]:
+    """The tokens of a text, or those given, that follow a prompt.
+
+    Raises:
+        RequestError: a token id is outside the vocabulary.
+    """
+    if not isinstance(text, str):
+        return engine.encode(text) if len(text) else []
+    if isinstance(prompt, str) and prompt:
+        # How a text's first token reads may depend on what is before it.
+        before, whole = engine.encode(prompt), engine.encode(prompt + text)
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+    return list(engine.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def taken_as_it_is(params: SamplingParams, entropy: float | None) -> bool:
+    """Whether a hypothesis is sure enough to be the output without the model (arXiv 2603.11243, stage 1).
+
+    Never where log-probabilities are wanted, which only the model can tell.
+    """
+    gate = params.entropy_threshold if params.acceptance == "relaxed" else None
+    return gate is not None and entropy is not None and entropy < gate and params.logprobs is None
+
+
+class Unverified:
+    """Runs a stream whose hypothesis is its output: no model is asked, and no slot is taken.
+
+    Args:
+        tokenizer: the bundle's.
+        room: most tokens of output.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, room: int) -> None:
+        self._tokenizer = tokenizer
+        self._room = room
+
+    def _acquire(self, stream: Stream) -> None:
+        pass
+
+    def _release(self) -> None:
+        pass
+
+    def _run(self, stream: Stream) -> Iterator[Chunk]:
+        """The whole output as one chunk."""
+        began = time.perf_counter()
+        text, piece, taken = TextStream(self._tokenizer, stream.params.stop), "", []
+        reason: FinishReason = "stop" if len(stream.hypothesis) <= self._room else "length"
+        for token in stream.hypothesis[: self._room]:
+            taken.append(token)
+            if token in stream.params.stop_token_ids:
+                reason = "stop"
+                break
+            piece += text.push(token)
+            if text.stopped:
+                reason = "stop"
+                break
+        piece += text.finish()
+        stream.tokens += taken
+        stats = stream.stats
+        stats.output_tokens = len(taken)
+        stats.total = stats.first_token = time.perf_counter() - began
+        yield Chunk(piece, tuple(taken), reason)

@@ -1,0 +1,130 @@
+"""A text given up front as the draft: what somebody expects the output to be, followed as far as it is right."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specexport.contract.manifest import Hypothesis
+from specexport.runtime.backend import Array
+from specexport.runtime.proposers.base import Chains, Proposal, SlotView
+
+LONGEST_MATCH = 4
+"""Tokens that are compared to find the place again; a longer match says no more."""
+TRUST = 4
+"""Draft tokens a matched token is worth after the place was found again."""
+NEAR = 16
+"""How far ahead of the place where it was lost a single token is taken for the place where it goes on."""
+GUESS = 2
+"""Draft tokens after a token that is taken to stand for another one."""
+
+
+class Follower:
+    """Where an output is in a hypothesis, and how sure that is.
+
+    While the output says what the hypothesis says there is nothing to find. Where it departs, the place it goes on at
+    is looked for by the output's last tokens: most tokens first, and of several places the nearest ahead of where both
+    last agreed for a while, else the nearest behind. A single token is common, so it must be found near. One token
+    that differs, and matches nowhere, is taken to stand for one of the hypothesis.
+
+    A token costs one entry for each match length when the hypothesis is read, and one look-up each when it is followed,
+    however long the texts are.
+
+    Args:
+        tokens: the hypothesis.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = list(tokens)
+        # Where the hypothesis goes on after some tokens, ascending.
+        self._after: dict[tuple[int, ...], list[int]] = {}
+        for end in range(1, len(self._tokens) + 1):
+            for n in range(1, min(LONGEST_MATCH, end) + 1):
+                self._after.setdefault(tuple(self._tokens[end - n : end]), []).append(end)
+        self._said: list[int] = []
+        self._at = self._agreed = self._departed = 0
+        # A hypothesis is a claim about the output's beginning, so it starts out trusted.
+        self._matched = len(self._tokens)
+
+    def extend(self, said: Iterable[int]) -> None:
+        """Takes in what was said since."""
+        for token in said:
+            self._said = [*self._said[1 - LONGEST_MATCH :], token]
+            if not self._departed and self._at < len(self._tokens) and self._tokens[self._at] == token:
+                self._matched, self._at = self._matched + 1, self._at + 1
+            elif (found := self._find()) is not None:
+                self._matched, self._at = found
+                self._departed = 0
+            else:
+                self._departed += 1
+            if not self._departed and self._matched >= LONGEST_MATCH:
+                self._agreed = self._at
+
+    def _find(self) -> tuple[int, int] | None:
+        """Tokens matched, and where the hypothesis goes on after them; None where it is lost."""
+        for n in range(len(self._said), 0, -1):
+            places = self._after.get(tuple(self._said[-n:]), ())
+            # Not the very place where it was lost: what it says there was just rejected.
+            ahead = bisect_right(places, self._agreed)
+            if ahead < len(places) and (n > 1 or places[ahead] <= self._agreed + NEAR):
+                return n, places[ahead]
+            if places and n > 1:
+                return n, places[-1]
+        return None
+
+    def following(self) -> list[int]:
+        """What the hypothesis goes on with, as many tokens as are worth verifying."""
+        if self._departed > 1:
+            return []
+        at = self._at + self._departed
+        return self._tokens[at : at + (GUESS if self._departed else TRUST * self._matched)]
+
+
+@dataclass
+class _Followed:
+    """A slot's hypothesis, and how much of the slot's text was compared with it."""
+
+    follower: Follower
+    read: int
+
+
+class HypothesisProposer:
+    """Proposes what the request's hypothesis goes on with; nothing for a request that brought none.
+
+    Tokens are chosen without drawing (q = 1). The chain is the longest the bundle verifies that the hypothesis fills,
+    the request allows and the last match is trusted with.
+
+    Args:
+        method: the method.
+    """
+
+    def __init__(self, method: Hypothesis) -> None:
+        self._chains = Chains(method.token_trees())
+        self._slots: dict[int, _Followed] = {}
+
+    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
+        """See :class:`Proposer`."""
+        made = {}
+        for sequence in sequences:
+            followed = self._slots.get(sequence.slot)
+            if followed is None:
+                followed = _Followed(Follower(sequence.hypothesis), len(sequence.tokens))
+                self._slots[sequence.slot] = followed
+            followed.follower.extend(sequence.tokens[followed.read :])
+            followed.read = len(sequence.tokens)
+            found = followed.follower.following()
+            tree = self._chains.within(sequence.tree, len(found))
+            if tree is not None:
+                tokens = np.array(found[: len(tree) - 1], np.int64)
+                made[sequence.slot] = Proposal(tokens, tree, None, tokens[:, None])
+        return made
+
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
+        """See :class:`Proposer`; nothing the target makes is needed."""
+
+    def release(self, slot: int) -> None:
+        """See :class:`Proposer`."""
+        self._slots.pop(slot, None)

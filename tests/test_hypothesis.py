@@ -1,0 +1,269 @@
+"""A text given up front: it is followed, found again after a rejection, and never changes what is said."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specexport.cli import main
+from specexport.contract.errors import RequestError
+from specexport.contract.manifest import Hypothesis
+from specexport.contract.tree import TokenTree
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.proposers import SlotView
+from specexport.runtime.proposers.hypothesis import GUESS, TRUST, Follower, HypothesisProposer
+from specexport.runtime.sampling import accept_relaxed
+
+Engines = Callable[[str], Engine]
+NAME = "qwen3-lookup"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+SIZES = (16, 8, 4, 2)
+TEXT = list(range(100, 160))
+RELAXED = SamplingParams(acceptance="relaxed")
+
+
+def follow(hypothesis: list[int], said: list[int]) -> list[int]:
+    made = Follower(hypothesis)
+    made.extend(said)
+    return made.following()
+
+
+# --- following --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_right_is_gone_on_with() -> None:
+    assert follow(TEXT, []) == TEXT
+    assert follow(TEXT, TEXT[:20]) == TEXT[20:]
+    assert follow(TEXT, TEXT) == []
+    assert follow([], [1, 2]) == []
+
+
+@pytest.mark.parametrize("at", [0, 7, 30])
+def test_one_token_that_differs_stands_for_one(at: int) -> None:
+    """Nothing is known yet but that a token was another: the next ones are guessed, few of them."""
+    assert follow(TEXT, [*TEXT[:at], 7]) == TEXT[at + 1 : at + 1 + GUESS]
+    assert follow(TEXT, [*TEXT[:at], 7, 8]) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "place"),
+    [
+        ([*TEXT[:20], 7, *TEXT[21:23]], 23),  # a token replaced
+        ([*TEXT[:20], 7, 8, 9, *TEXT[20:22]], 22),  # tokens put in
+        ([*TEXT[:20], *TEXT[26:28]], 28),  # tokens left out
+        ([*TEXT[:20], 7, 8, *TEXT[40:42]], 42),  # a passage left out
+        ([*TEXT[:20], 7, 8, *TEXT[3:5]], 5),  # something said again
+        ([*TEXT[:20], 7, 8, *TEXT[10:14], 9, *TEXT[30:32]], 32),  # said again, then on
+    ],
+)
+def test_it_is_found_again(said: list[int], place: int) -> None:
+    assert follow(TEXT, said) == TEXT[place : place + 2 * TRUST]
+
+
+def test_of_several_places_the_nearest_ahead_is_taken() -> None:
+    text = [1, 2, 50, 51, 52, 53, 1, 2, 60, 61, 62, 63, 1, 2, 70, 71, 72, 73]
+    assert follow(text, [1, 2, 50, 51, 9, 9, 1, 2])[:2] == [60, 61]
+    assert follow(text, [*text[:10], 9, 9, 1, 2])[:2] == [70, 71]
+    # None ahead: the last one behind.
+    assert follow(text, [*text[:17], 9, 9, 1, 2])[:2] == [70, 71]
+    # A single token that is common is not taken for a place far off.
+    assert follow([*range(10, 20), *range(100, 160), 5, 6], [10, 11, 9, 9, 5]) == []
+
+
+def test_a_wrong_place_does_not_lead_further_astray() -> None:
+    """What was found is only where to look from once it has proved right."""
+    text = [*range(10, 40), 1, 2, *range(40, 70)]
+    said = [*range(10, 20), 1, 2, 9, 9, 22, 23]  # 1 2 is a chance match far ahead
+    assert follow(text, said)[:2] == [24, 25]
+
+
+@given(st.lists(st.integers(0, 5), max_size=30), st.lists(st.integers(0, 5), max_size=30))
+def test_a_continuation_is_the_hypothesis_own(text: list[int], said: list[int]) -> None:
+    found = follow(text, said)
+    assert not found or any(text[at : at + len(found)] == found for at in range(len(text)))
+    pieces = Follower(text)
+    for token in said:
+        pieces.extend([token])
+    assert pieces.following() == found
+
+
+def test_slots_have_their_own() -> None:
+    trees = tuple(TokenTree.chain(size + 1).choices for size in (4, 2))
+    proposer = HypothesisProposer(Hypothesis(trees=trees))
+
+    def view(slot: int, tokens: list[int], hypothesis: list[int]) -> SlotView:
+        return SlotView(slot, tokens, GREEDY, np.random.default_rng(0), TokenTree.chain(5), hypothesis)
+
+    first, second, third = [1, 2], [3, 4], [5]
+    views = [view(0, first, TEXT), view(1, second, TEXT[30:]), view(2, third, [])]
+    made = proposer.propose(views)
+    assert {slot: one.tokens.tolist() for slot, one in made.items()} == {0: TEXT[:4], 1: TEXT[30:34]}
+    first += TEXT[:3]
+    second += [7, 8]
+    made = proposer.propose(views)
+    assert {slot: one.tokens.tolist() for slot, one in made.items()} == {0: TEXT[3:7]}
+    proposer.release(0)
+    assert proposer.propose([view(0, [9], TEXT[5:])])[0].tokens.tolist() == TEXT[5:9]
+    assert made[0].q is None
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_text_is_what_transformers_generates(engine: Engines, oracle: Callable[[str], Any]) -> None:
+    """Whatever is expected: the text itself, with slips, without some of it, with more in it, or another text."""
+    one, draw = engine(NAME), np.random.default_rng(1)
+    for case in oracle(NAME)["greedy"]:
+        expected = case["tokens"]
+        slips = [token if draw.random() > 0.15 else 3 for token in expected]
+        holes = [token for token in expected if draw.random() > 0.15]
+        more = [token for right in expected for token in ([right] if draw.random() > 0.15 else [right, 4])]
+        params = SamplingParams(temperature=0.0, max_tokens=len(expected))
+        for size, hypothesis in zip((16, 8, 4, 2, 16), (expected, slips, holes, more, TEXT), strict=True):
+            done = one.generate(case["prompt"], params, hypothesis=hypothesis, num_speculative_tokens=size)
+            assert list(done.token_ids) == expected, (len(case["prompt"]), size)
+
+
+def test_a_right_hypothesis_takes_few_steps(engine: Engines) -> None:
+    one = engine(NAME)
+    prompt = [int(token) for token in np.random.default_rng(5).integers(3, 300, 40)]
+    plain = one.generate(prompt, GREEDY, speculation=False)
+    done = one.generate(prompt, GREEDY, hypothesis=plain.token_ids)
+    assert done.token_ids == plain.token_ids
+    assert done.stats.steps <= math.ceil(60 / 17) + 3  # shorter chains at the end
+    # One slip costs a step or two, not the rest.
+    slipped = [*plain.token_ids[:20], 4, *plain.token_ids[21:]]
+    again = one.generate(prompt, GREEDY, hypothesis=slipped)
+    assert again.token_ids == plain.token_ids
+    assert again.stats.steps <= done.stats.steps + 5
+    # Nothing to go by: plain decoding.
+    none = one.generate(prompt, GREEDY, hypothesis=[])
+    assert (none.token_ids, none.stats.drafted) == (plain.token_ids, 0)
+
+
+def test_text_is_read_as_it_follows_the_prompt(engine: Engines) -> None:
+    one = engine(NAME)
+    prompt, text = "one two three", " four five one two"
+    with one.stream(prompt, GREEDY, hypothesis=text) as stream:
+        whole = one.encode(prompt + text)
+        assert whole[: len(one.encode(prompt))] == one.encode(prompt)
+        assert [*stream.tokens, *stream.hypothesis] == whole
+    with one.stream(one.encode(prompt), GREEDY, hypothesis=text) as stream:
+        assert stream.hypothesis == one.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_what_does_not_belong_together_is_refused(engine: Engines) -> None:
+    one = engine(NAME)
+    for words, reason in (
+        ({"method": "hypothesis"}, "no hypothesis was given"),
+        ({"hypothesis": [4], "method": "ngram"}, "a hypothesis was given with method 'ngram'"),
+        ({"hypothesis": [4], "speculation": False}, "a hypothesis was given with speculation=False"),
+        ({"hypothesis": [4], "num_speculative_tokens": 5}, "the bundle was built for 2, 4, 8, 16"),
+        ({"hypothesis": [4000]}, "token 4000"),
+        ({"hypothesis": [4], "hypothesis_entropy": -1.0}, "hypothesis_entropy is -1.0; expected a number >= 0"),
+        ({"hypothesis_entropy": 1.0}, "hypothesis_entropy was given without a hypothesis"),
+        ({"params": RELAXED}, "acceptance is 'relaxed', but no hypothesis was given"),
+    ):
+        with pytest.raises(RequestError, match=reason):
+            one.stream([5], **words)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="a hypothesis was given, but the bundle was built without the method"):
+        engine("dice-ngram").stream([5], hypothesis=[4])
+    alone = engine("dice-hypothesis")
+    assert alone.generate([5], GREEDY.replace(max_tokens=4)).stats.drafted == 0
+    with pytest.raises(RequestError, match="num_speculative_tokens is 3"):
+        alone.stream([5], num_speculative_tokens=3)
+
+
+# --- relaxed acceptance -----------------------------------------------------------------------------------------------
+
+
+def test_relaxed_acceptance_is_a_threshold_on_likelihood() -> None:
+    logits = np.log(np.array([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.25, 0.25, 0.5], [0.9, 0.05, 0.05]], np.float32))
+    tree, tokens = TokenTree.chain(4), np.array([1, 0, 2])
+
+    def accepted(threshold: float, **changes: Any) -> tuple[list[int], int]:
+        params = RELAXED.replace(likelihood_threshold=threshold, temperature=0.0, **changes)
+        return accept_relaxed(logits, tree, tokens, params, 0.99)
+
+    assert accepted(0.4) == ([], 0)
+    assert accepted(0.2) == ([1], 1)  # 0.1 for the second is too little
+    assert accepted(0.05) == ([1, 2, 3], 0)
+    # The threshold looks at the model's own distribution; only what follows is drawn as asked.
+    assert accept_relaxed(logits, tree, tokens, RELAXED.replace(top_k=1, likelihood_threshold=0.2), 0.99) == ([1], 1)
+    assert accept_relaxed(logits, tree, tokens, RELAXED.replace(likelihood_threshold=0.2), 0.99) == ([1], 2)
+
+
+def test_relaxed_acceptance_keeps_what_is_likely_enough(engine: Engines) -> None:
+    one = engine(NAME)
+    hypothesis = [int(token) for token in np.random.default_rng(8).integers(3, 300, 30)]
+    params = GREEDY.replace(acceptance="relaxed", max_tokens=30)
+    prompt = [5, 6, 7]
+    plain = one.generate(prompt, GREEDY.replace(max_tokens=30), speculation=False).token_ids
+    kept = one.generate(prompt, params.replace(likelihood_threshold=0.0), hypothesis=hypothesis)
+    assert list(kept.token_ids[:16]) == hypothesis[:16]  # the seventeenth is the model's own
+    assert kept.stats.accepted == kept.stats.drafted
+    assert one.generate(prompt, params.replace(likelihood_threshold=1.0), hypothesis=hypothesis).token_ids == plain
+
+
+def test_a_hypothesis_that_is_sure_enough_is_taken_without_the_model(engine: Engines) -> None:
+    one = engine(NAME)
+    gate = GREEDY.replace(acceptance="relaxed", entropy_threshold=0.7)
+    text = " some words that nobody checks"
+    done = one.generate("one", gate, hypothesis=text, hypothesis_entropy=0.3)
+    assert (done.text, done.finish_reason, done.stats.steps) == (text, "stop", 0)
+    assert done.stats.output_tokens == len(done.token_ids)
+    cut = one.generate("one", gate.replace(max_tokens=2), hypothesis=text, hypothesis_entropy=0.3)
+    assert (len(cut.token_ids), cut.finish_reason) == (2, "length")
+    stopped = one.generate("one", gate.replace(stop=(" that",)), hypothesis=text, hypothesis_entropy=0.3)
+    assert (stopped.text, stopped.finish_reason) == (" some words", "stop")
+    for params, entropy in ((gate, 0.7), (gate, None), (gate.replace(entropy_threshold=None), 0.0)):
+        assert one.generate("one", params, hypothesis=text, hypothesis_entropy=entropy).stats.steps > 0
+    # Without the opt-in it is verified, however sure it is.
+    lossless = gate.replace(acceptance="lossless")
+    checked = one.generate("one", lossless, hypothesis=text, hypothesis_entropy=0.0)
+    assert checked.token_ids == one.generate("one", GREEDY, speculation=False).token_ids
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, float("nan")])
+def test_thresholds_are_checked(value: float) -> None:
+    with pytest.raises(RequestError, match="likelihood_threshold is"):
+        SamplingParams(likelihood_threshold=value)
+    with pytest.raises(RequestError, match="entropy_threshold is"):
+        SamplingParams(entropy_threshold=-1.0 if value < 2 else value)
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+def test_run(bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", str(bundle(NAME)), "-p", "one two", "-n", "24", "--temperature", "0", "--ignore-eos", "--json"]
+    assert main([*words, "--no-speculation"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    file = tmp_path / "expected.txt"
+    file.write_text(plain["text"], encoding="utf-8")
+    assert main([*words, "--hypothesis", str(file)]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert done["token_ids"] == plain["token_ids"]
+    assert done["stats"]["steps"] < plain["stats"]["steps"]
+    relaxed = ["--acceptance", "relaxed", "--entropy-threshold", "0.7", "--hypothesis-entropy", "0.1"]
+    assert main([*words, "--hypothesis", str(file), *relaxed]) == 0
+    assert json.loads(capsys.readouterr().out)["stats"]["steps"] == 0
+    for more, reason in (
+        (["--hypothesis", str(tmp_path / "none.txt")], "none.txt: cannot be read as text"),
+        (["--hypothesis", str(file), "--no-speculation"], "--hypothesis was given with --no-speculation"),
+        (["--entropy-threshold", "0.7"], "--entropy-threshold was given without --acceptance relaxed"),
+        (["--method", "hypothesis"], "no hypothesis was given"),
+    ):
+        assert main([*words, *more]) == 1
+        assert reason in capsys.readouterr().err
+    assert main(["inspect", str(bundle(NAME))]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "hypothesis: up to 16 draft tokens a step in a chain" in shown
