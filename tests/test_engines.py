@@ -43,10 +43,10 @@ PROMPT = "people went back home and"
 # One layer, and heads as large as fused kernels know: compiling takes seconds.
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
     "head_dim": 64,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 256,
 }
 
 Bundles = Callable[[str], Path]
@@ -83,7 +83,7 @@ def uncompiled(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
                     precision=precision,  # type: ignore[arg-type]
                     draft_precision=precision,  # type: ignore[arg-type]
                     lowering=lowering,  # type: ignore[arg-type]
-                    max_seq_len=64,
+                    max_seq_len=192,
                     backend="tensorrt-rtx",
                 )
             )
@@ -175,6 +175,19 @@ def test_fp32_attention_is_decomposed_and_said_so(uncompiled: Bundles, tmp_path:
     target = compile_bundle(folder, RTX).engines[0]
     assert target.attentions == 1 and target.decomposed == "fp32 has no fused kernel"
     assert read_manifest(folder).target.engines[0].compute == "fp32"
+
+
+def test_attention_without_a_fused_kernel_is_decomposed_and_said_so(bundle: Bundles, tmp_path: Path) -> None:
+    folder = shutil.copytree(bundle("dice-ngram"), tmp_path / "bundle")  # heads of 8
+    assert read_manifest(folder).backend == "onnxruntime"
+    target = compile_bundle(folder, dataclasses.replace(RTX, compute="fp16")).engines[0]
+    assert target.attentions == 1
+    assert target.decomposed == "no fused kernel for its shapes"
+    # It was built without a step program, which is traced now.
+    manifest = read_manifest(folder)
+    assert manifest.backend == "tensorrt-rtx"
+    assert [type(graph) for graph in manifest.program] == [Accept, Accept]
+    check_files(folder, manifest, hashes=True)
 
 
 def test_a_failed_compilation_leaves_the_bundle_as_it_was(

@@ -70,10 +70,10 @@ def compile_graph(
     try:
         built = _attempt(source, profiles, library, options, capabilities, advance, decompose=decomposed is not None)
     except _RefusedError as first:
-        if decomposed is not None or not first.attentions:
+        if decomposed is not None or "decomposable" not in str(first):
             raise BuildError(f"{source}: {library.runtime} {library.version} does not compile it: {first}") from first
-        # Head sizes and masks that its fused kernels do not know are not documented: ask.
-        decomposed = str(first)
+        # Which shapes have a fused kernel depends on the version and the device: it says so when it compiles.
+        decomposed = "no fused kernel for its shapes"
         try:
             built = _attempt(source, profiles, library, options, capabilities, advance, decompose=True)
         except _RefusedError as error:
@@ -92,9 +92,7 @@ def compile_graph(
 
 
 class _RefusedError(Exception):
-    def __init__(self, why: str, attentions: int) -> None:
-        super().__init__(why)
-        self.attentions = attentions
+    """The library does not compile a graph; says why."""
 
 
 def _attempt(
@@ -110,7 +108,6 @@ def _attempt(
     """The serialized engine, and how many layers and Attention operators its network has."""
     from polygraphy.exception import PolygraphyException
 
-    attentions = 0
     with messages() as said:
         try:
             builder, network, parser = library.polygraphy.network_from_onnx_path(str(source), strongly_typed=True)
@@ -121,7 +118,7 @@ def _attempt(
                 (builder, network, parser), config, save_timing_cache=_path(options.timing_cache)
             )
         except PolygraphyException as error:
-            raise _RefusedError(reason(said), attentions) from error
+            raise _RefusedError(reason(said)) from error
     return serialized, int(network.num_layers), attentions
 
 
