@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -16,8 +16,8 @@ import torch
 from specexport.contract import manifest as mf
 from specexport.contract.engines import ProgramGraph
 from specexport.contract.errors import BuildError
-from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint, cache_buckets
-from specexport.exporter import check, compose, methods, quality, static, trace
+from specexport.contract.shapes import ShapePoint, batch_points, cache_buckets
+from specexport.exporter import check, compose, methods, points, quality, static, trace
 from specexport.exporter.checkpoint import (
     TRANSFORMERS_VERSION,
     Checkpoint,
@@ -36,7 +36,6 @@ from specexport.graphs.medusa import MedusaHeads
 from specexport.graphs.propose import MAX_CANDIDATES
 
 DEFAULT_MAX_SEQ_LEN = 2048
-PREFILL_CHUNK = 64
 
 Progress = Callable[[str, int, int], None]
 """Called with a step's name, how much of it is done, and how much there is in all."""
@@ -93,15 +92,13 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
     heads = _heads(options.medusa, target)
     max_seq_len = _max_seq_len(options, target)
     plan = methods.plan(options, _outline(options.medusa), _outline(options.draft_medusa), target.vocab_size)
-    widths = tuple(sorted({1, *(len(tree) for trees in plan.values() for tree in trees)}))
-    caches = cache_buckets(max_seq_len, max(*widths, PREFILL_CHUNK))
-    steps = (*((tokens, tokens) for tokens in widths), (PREFILL_CHUNK, 1))
-    at = tuple(ShapePoint(1, tokens, cache, rows) for tokens, rows in steps for cache in caches)
+    batches = batch_points(options.max_batch_size)
+    caches = cache_buckets(max_seq_len, max(*points.verify_widths(plan, batches), points.PREFILL_CHUNK))
     target_vocab = target.vocab_size
     quantized = options.precision in ("int8", "int4")
     sample = tokenizer.tokenizer.encode(quality.SAMPLE).ids
     exact = quality.reference(target, sample) if quantized and sample else None
-    target_info = _export_target(folder, target, heads, options, at, progress)
+    target_info = _export_target(folder, target, heads, options, points.of_target(plan, batches, caches), progress)
     eos, generation = target.eos_token_ids, target.generation
     medusa = _medusa(options, heads, plan, target_vocab) if heads is not None else None
     del target, heads
@@ -120,7 +117,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
                 f"positions; pass --max-seq-len {draft.max_positions} or choose another draft"
             )
         vocab = min(draft.vocab_size, target_vocab)
-        made.append(_export_draft(folder, draft, options, plan, vocab, caches, progress))
+        made.append(_export_draft(folder, draft, options, plan, vocab, batches, caches, progress))
     if medusa is not None:
         made.append(medusa)
     made += _lookups(options, plan)
@@ -144,8 +141,8 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         backend=options.backend,
         lowering=options.lowering,
         max_seq_len=max_seq_len,
-        prefill_chunk=PREFILL_CHUNK,
-        batch_sizes=(1,),
+        prefill_chunk=points.PREFILL_CHUNK,
+        batch_sizes=batches,
         target=target_info,
         methods=tuple(made),
         tokenizer=mf.TokenizerInfo(
@@ -281,6 +278,7 @@ def _export_draft(
     options: BuildOptions,
     plan: methods.Plan,
     vocab_size: int,
+    batches: tuple[int, ...],
     caches: tuple[int, ...],
     progress: Progress,
 ) -> mf.DraftModel | mf.MedusaDraft:
@@ -289,7 +287,7 @@ def _export_draft(
     check.same_as_eager(draft, options.lowering)
     progress("checking the draft's lowering", 1, 1)
 
-    def export(name: str, model: ir.Model, at: Iterable[ShapePoint]) -> mf.Model:
+    def export(name: str, model: ir.Model, at: tuple[ShapePoint, ...]) -> mf.Model:
         progress("tracing the draft", 1, 1)
         return _write_model(
             folder / "draft",
@@ -299,7 +297,7 @@ def _export_draft(
             options.proposing_precision,
             None,
             options.weights_a_scale,
-            tuple(at),
+            at,
             progress,
         )
 
@@ -312,15 +310,13 @@ def _export_draft(
                 draft.model, draft.cache, vocab_size, draft.input_vocab, draft.max_positions, options.lowering
             ),
         )
-        depths = sorted({tree.depth for tree in trees})
-        runs = (*((CATCH_UP_TOKENS, k) for k in depths), (PREFILL_CHUNK, 1))
         return mf.DraftModel(
             trees=tuple(tree.choices for tree in trees),
             candidates=min(MAX_CANDIDATES, vocab_size),
             draft=export(
                 "propose",
                 compose.propose_graph(one_pass, draft.cache, options.lowering),
-                (ShapePoint(1, tokens, cache, 0, k) for tokens, k in runs for cache in caches),
+                points.of_draft(plan, batches, caches),
             ),
         )
     trees, known = plan["medusa_draft"], methods.candidates(vocab_size)
@@ -330,13 +326,12 @@ def _export_draft(
             draft.model, draft.cache, heads, known, vocab_size, draft.input_vocab, options.lowering
         ),
     )
-    widths = (1 + max(tree.depth for tree in trees), PREFILL_CHUNK)
     return mf.MedusaDraft(
         trees=tuple(tree.choices for tree in trees),
         candidates=known,
         heads=len(heads),
         source=str(Path(str(options.draft_medusa)).resolve()),
-        draft=export("step", model, (ShapePoint(1, tokens, cache, 1) for tokens in widths for cache in caches)),
+        draft=export("step", model, points.of_draft_with_heads(plan, batches, caches)),
     )
 
 

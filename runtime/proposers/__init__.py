@@ -17,14 +17,14 @@ __all__ = ["Proposal", "Proposer", "SlotView", "open_proposer"]
 
 
 def open_proposer(
-    bundle: Bundle, method: Method, batch: int, threads: int | None, suffix_store_tokens: int = 0
+    bundle: Bundle, method: Method, slots: int, threads: int | None, suffix_store_tokens: int = 0
 ) -> Proposer:
     """Loads what a method needs.
 
     Args:
         bundle: the bundle.
         method: one of its methods.
-        batch: slots.
+        slots: how many.
         threads: for CPU backends; None for every core this process may use.
         suffix_store_tokens: most tokens of earlier outputs that suffix decoding keeps; 0 for none.
 
@@ -41,7 +41,7 @@ def open_proposer(
     if isinstance(method, Medusa):
         return MedusaProposer()
     if isinstance(method, DraftModel):
-        graph = open_graph(bundle, method.draft, batch, propose_buffers(method), threads)
+        graph = open_graph(bundle, method.draft, slots, propose_buffers(method), threads)
         return DraftModelProposer(graph, bundle.manifest)
-    graph = open_graph(bundle, method.draft, batch, candidates_buffers(method), threads)
+    graph = open_graph(bundle, method.draft, slots, candidates_buffers(method), threads)
     return MedusaDraftProposer(graph, bundle.manifest, method)
