@@ -40,9 +40,10 @@ class Engine(_Strict, frozen=True, kw_only=True):
         version_compatible: it also runs on later versions of the library with the same major number.
         stripped: it holds no weights; those of ``source`` have to be put in when it is loaded.
         compute: what activations and the KV cache are.
-        profiles: the shapes it runs at, in the order of its optimization profiles, each with min = opt = max. All
-            drafts of an engine's profiles are the same number; a prefill chunk of a propose graph is drafted behind
-            too, and what is drafted there is not read.
+        profiles: the shapes it runs at, in the order of its optimization profiles, each with min = opt = max. A propose
+            graph is compiled for K = 1: to draft K tokens it is called K times, each time with the last two tokens of
+            the text and what was drafted so far, so that the weights are stored once and any K will do. A step graph
+            may lack the profile of one token; plain decoding then runs padded to the narrowest tree.
     """
 
     file: str

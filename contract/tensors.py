@@ -37,6 +37,15 @@ NUM_ACCEPTED = "num_accepted"  # int64 [B]      draft tokens accepted
 TOKENS = "tokens"  # int64 [B,N]    accepted tokens, then the bonus token at index num_accepted, then 0
 PATH = "path"  # int64 [B,N]    their nodes: the root, then the accepted ones, then 0
 
+# --- fill graph (a draft model's tree, from DRAFT_TOKENS, DRAFT_IDS and DRAFT_PROBS as propose gives them) ------------
+TREE_DEPTHS = "tree_depths"  # int64 [B,N-1]  of each node but the root; the root's children have 1
+TREE_RANKS = "tree_ranks"  # int64 [B,N-1]  of each among its siblings
+TREE_TOKENS = "tree_tokens"  # int64 [B,N-1]  into accept as DRAFT_TOKENS, and into the step as INPUT_IDS
+TREE_IDS = "tree_ids"  # int64 [B,N-1,M]  into accept as DRAFT_IDS
+TREE_PROBS = "tree_probs"  # float32, as TREE_IDS; into accept as DRAFT_PROBS
+
+# --- commit graph (takes PAST_LENGTH, PATH and the caches; returns the caches, bound to the same memory) --------------
+
 
 def past_key(layer: int) -> str:
     """Static key cache of one layer, float32 ``[B,Hkv,S,D]``; the same memory as :func:`present_key`."""
@@ -66,3 +75,7 @@ def new_key(layer: int) -> str:
 def new_value(layer: int) -> str:
     """Lowered portably: this call's value rows, float32 ``[B,Hkv,F,D]``, which the runtime copies into the cache."""
     return f"new_value.{layer}"
+
+
+CACHES = ("past_key.", "past_value.", "present_key.", "present_value.", "new_key.", "new_value.")
+"""What the names of caches and of their rows begin with."""

@@ -14,6 +14,7 @@ import onnx_ir.passes.common as passes
 import torch
 
 from specexport.contract import manifest as mf
+from specexport.contract.engines import ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.shapes import ShapePoint, batch_points, cache_buckets
 from specexport.exporter import check, compose, methods, points, quality, static, trace
@@ -24,6 +25,9 @@ from specexport.exporter.checkpoint import (
     load_tokenizer,
     require_same_tokenizer,
 )
+from specexport.exporter.engines.bundle import CompileReport, compile_bundle
+from specexport.exporter.engines.library import load_library
+from specexport.exporter.engines.program import write_program
 from specexport.exporter.folders import written_beside
 from specexport.exporter.medusa import HeadsOutline, load_medusa, read_outline
 from specexport.exporter.options import BuildOptions
@@ -37,11 +41,18 @@ Progress = Callable[[str, int, int], None]
 """Called with a step's name, how much of it is done, and how much there is in all."""
 
 
-def build(options: BuildOptions, progress: Progress | None = None) -> Path:
+def build(
+    options: BuildOptions, progress: Progress | None = None, compiled: Callable[[CompileReport], None] | None = None
+) -> Path:
     """Builds a bundle.
 
     It is written beside its place and renamed at the end, so that a build that fails or is killed leaves nothing half
     written there.
+
+    Args:
+        options: what to build.
+        progress: see :data:`Progress`.
+        compiled: called with what became of the engines, if the bundle is to have some.
 
     Returns:
         The bundle's folder.
@@ -55,8 +66,14 @@ def build(options: BuildOptions, progress: Progress | None = None) -> Path:
         raise BuildError(f"{output}: exists already; choose another folder or pass --overwrite to replace it")
     if output.exists() and not (output / mf.MANIFEST_NAME).is_file():
         raise BuildError(f"{output}: exists and is not a bundle (no {mf.MANIFEST_NAME}); not replacing it")
+    if options.engines is not None:
+        load_library(options.engines.runtime)  # whether it is there should not be found out at the end
     with written_beside(output) as folder:
         _fill(folder, options, report)
+        if options.engines is not None:
+            found = compile_bundle(folder, options.engines, report)
+            if compiled is not None:
+                compiled(found)
     return output
 
 
@@ -109,6 +126,11 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
     tokenizer.tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
     if tokenizer.chat_template is not None:
         (folder / "tokenizer" / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+    program: tuple[ProgramGraph, ...] = ()
+    if options.backend != "onnxruntime":
+        progress("tracing the step program", 0, 1)
+        program = write_program(folder, made, target_info.cache, options.lowering)
+        progress("tracing the step program", 1, 1)
     from specexport import __version__
 
     manifest = mf.Manifest(
@@ -116,7 +138,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         specexport_version=__version__,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         built_with={"torch": str(torch.__version__), "transformers": TRANSFORMERS_VERSION, "onnx": onnx.__version__},
-        backend="onnxruntime",
+        backend=options.backend,
         lowering=options.lowering,
         max_seq_len=max_seq_len,
         prefill_chunk=points.PREFILL_CHUNK,
@@ -131,6 +153,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         ),
         generation=_generation(generation, options),
         files=_file_entries(folder, progress),
+        program=program,
     )
     mf.write_manifest(folder, manifest)
     mf.read_manifest(folder)

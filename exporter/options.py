@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specexport.contract import manifest as mf
+from specexport.contract.engines import Backend
 from specexport.contract.errors import BuildError
 from specexport.contract.tree import TokenTree
+from specexport.exporter.engines.options import RUNTIMES, EngineOptions
 from specexport.exporter.weights import PRECISIONS, Precision
 
 LOWERINGS: tuple[mf.LoweredAs, ...] = ("native", "portable")
+BACKENDS: tuple[Backend, ...] = ("onnxruntime", *RUNTIMES)
 DEFAULT_BLOCK_SIZE = 32
 DEFAULT_MAX_BATCH_SIZE = 8
 MAX_BATCH_SIZE = 64
@@ -47,6 +50,9 @@ class BuildOptions:
         lowering: ``native`` for ONNX Runtime 1.28 or newer; ``portable`` for TensorRT 10.3 and older ONNX Runtimes.
         posterior_threshold: epsilon of typical acceptance, where a request asks for that and does not say.
         posterior_alpha: its alpha.
+        backend: what the bundle is meant to run on. For others than ``onnxruntime`` it also has the step program's
+            graphs.
+        engines: how to compile them; None to leave that to ``specexport compile`` on the device.
         overwrite: replace an existing bundle.
     """
 
@@ -71,6 +77,8 @@ class BuildOptions:
     lowering: mf.LoweredAs = "native"
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
+    backend: Backend = "onnxruntime"
+    engines: EngineOptions | None = None
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -78,6 +86,10 @@ class BuildOptions:
             value = getattr(self, name)
             if value is not None and value not in PRECISIONS:
                 raise BuildError(f"{name} is {value!r}; expected one of {', '.join(PRECISIONS)}")
+        if self.backend not in BACKENDS:
+            raise BuildError(f"backend is {self.backend!r}; expected one of {', '.join(BACKENDS)}")
+        if self.engines is not None and self.engines.runtime != self.backend:
+            raise BuildError(f"backend is {self.backend}, and engines for {self.engines.runtime} were asked for")
         for k in self.sizes:
             if not 1 <= k <= 32:
                 raise BuildError(f"num_speculative_tokens is {k}; expected 1 to 32")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter import static
+from specexport.exporter.folders import exchange_manifest
 
 
 def set_default_tree(folder: Path, name: str, tree: TokenTree) -> mf.Manifest:
@@ -30,7 +30,8 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> mf.Manifest:
         The new manifest.
 
     Raises:
-        BuildError: the bundle lacks the method, or its cache has no room for so wide a step.
+        BuildError: the bundle lacks the method, its cache has no room for so wide a step, or it has graphs and engines
+            that are made for its trees.
         BundleError: the bundle is not whole, or the method cannot fill the tree.
     """
     manifest = mf.read_manifest(folder)
@@ -38,6 +39,11 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> mf.Manifest:
     method = manifest.method(name)
     if method is None:
         raise BuildError(f"{folder}: has no method {name!r}")
+    if manifest.program or manifest.engines:
+        raise BuildError(
+            f"{folder}: is built for {manifest.backend}; its step program and engines are made for its trees, so "
+            f"build it again with this tree: {[list(path) for path in tree.choices]}"
+        )
     caches = sorted({graph.point.cache for graph in manifest.target.graph.points})
     if manifest.max_seq_len + len(tree) > caches[-1] + 1:
         raise BuildError(
@@ -60,7 +66,7 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> mf.Manifest:
     used = [graph.file for model in new.models.values() for graph in model.graph.points]
     added = tuple(mf.file_entry(folder, file) for file in dict.fromkeys(used) if file not in listed)
     new = msgspec.structs.replace(new, files=(*manifest.files, *added))
-    _exchange(folder, new)
+    exchange_manifest(folder, new)
     return new
 
 
@@ -78,11 +84,3 @@ def _with_points(
             static.pin(master, point, file)
             points[point] = mf.PointGraph(point=point, file=file.relative_to(folder).as_posix())
     return msgspec.structs.replace(model, graph=msgspec.structs.replace(model.graph, points=tuple(points.values())))
-
-
-def _exchange(folder: Path, manifest: mf.Manifest) -> None:
-    """Checks a manifest as a reader would, then puts it in the place of the old one."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.tree-") as beside:
-        mf.write_manifest(Path(beside), manifest)
-        mf.read_manifest(Path(beside))
-        (Path(beside) / mf.MANIFEST_NAME).replace(folder / mf.MANIFEST_NAME)

@@ -23,9 +23,15 @@ def pin(master: Path, point: ShapePoint, output: Path) -> None:
     model = ir.load(master)
     if point.drafts:
         unroll(model, point.drafts)
-    sizes = point.sizes
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        if value.shape is not None:
-            value.shape = ir.Shape([dim if isinstance(dim, int) else sizes[str(dim.value)] for dim in value.shape])
+    fix(model.graph, point.sizes)
     model.graph.name = f"{model.graph.name}.{point}"
     ir.save(model, output)
+
+
+def fix(graph: ir.Graph, sizes: dict[str, int]) -> None:
+    """Gives symbolic dimensions of a graph's inputs and outputs their sizes; those not named stay symbolic."""
+    for value in (*graph.inputs, *graph.outputs):
+        if value.shape is not None:
+            value.shape = ir.Shape(
+                [dim if isinstance(dim, int) else sizes.get(str(dim.value), dim) for dim in value.shape]
+            )

@@ -21,6 +21,8 @@ from specexport.exporter.passes.linear import canonical_weights
 from specexport.exporter.passes.merge_linear import merge_linear
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
 from specexport.graphs.accept import AcceptModule, TypicalModule
+from specexport.graphs.commit import CommitModule
+from specexport.graphs.fill import FillModule
 from specexport.graphs.medusa import MedusaHeads
 from specexport.graphs.ops import translations
 from specexport.graphs.propose import DraftPass
@@ -195,6 +197,43 @@ def trace_accept(rule: Literal["lossless", "typical"], max_children: int, candid
         tuple(dims for _, dims in inputs.values()),
         list(inputs),
         [tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH],
+    )
+
+
+def trace_fill(candidates: int) -> ir.Model:
+    """The fill graph (see ``specexport.graphs.fill``); ``candidates`` is M."""
+    depth, nodes = 3, 6
+    b, k, drafts = (torch.export.Dim(name) for name in ("B", "K", "drafts"))
+    ids = torch.arange(candidates).repeat(depth, _B, 1)
+    inputs = {
+        tensors.DRAFT_TOKENS: (torch.zeros(depth, _B, dtype=torch.int64), {0: k, 1: b}),
+        tensors.DRAFT_IDS: (ids, {0: k, 1: b}),
+        tensors.DRAFT_PROBS: (torch.full(ids.shape, 1 / candidates), {0: k, 1: b}),
+        tensors.TREE_DEPTHS: (torch.ones(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
+        tensors.TREE_RANKS: (torch.zeros(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
+    }
+    module = FillModule()
+    return _trace(
+        module,
+        module,
+        tuple(tensor for tensor, _ in inputs.values()),
+        tuple(dims for _, dims in inputs.values()),
+        list(inputs),
+        [tensors.TREE_TOKENS, tensors.TREE_IDS, tensors.TREE_PROBS],
+    )
+
+
+def trace_commit(shapes: Sequence[CacheShape]) -> ir.Model:
+    """The commit graph of a model lowered natively (see ``specexport.graphs.commit``)."""
+    b, n, s = (torch.export.Dim(name) for name in "BNS")
+    module = CommitModule()
+    return _trace(
+        module,
+        module,
+        (torch.tensor([3, 6]), torch.zeros(_B, _T, dtype=torch.int64), _cache(shapes, _S)),
+        ({0: b}, {0: b, 1: n}, [{0: b, 2: s}] * (2 * len(shapes))),
+        [tensors.PAST_LENGTH, tensors.PATH, *cache_names(len(shapes))],
+        returned_names(len(shapes), "native"),
     )
 
 

@@ -19,7 +19,7 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8", "int4")
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-_INLINE_BYTES = 1024
+INLINE_BYTES = 1024
 """Smaller constants stay in the graph: shapes, axes, scales of one element."""
 
 _ALIGN = 4096
@@ -106,7 +106,7 @@ class WeightsFile:
         for value in list(graph.initializers.values()):
             kind = heads if heads is not None and value in of_heads else precision
             tensor = value.const_value
-            if tensor is None or tensor.nbytes <= _INLINE_BYTES:
+            if tensor is None or tensor.nbytes <= INLINE_BYTES:
                 continue
             array = tensor.numpy()
             readers = {_role(node, index) for node, index in value.uses()}

@@ -6,13 +6,19 @@ import argparse
 import sys
 import types
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from specexport.commands.engines import add_engine_arguments, asked_for, engine_options, render
 from specexport.commands.inspect import summary
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import read_manifest
+
+if TYPE_CHECKING:
+    from specexport.exporter.engines.bundle import CompileReport
+    from specexport.exporter.engines.options import EngineOptions
 
 _PRECISIONS = ("fp32", "fp16", "int8", "int4")
 
@@ -77,7 +83,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="native",
         help="portable: operators up to opset 20 only, for TensorRT 10.3 (JetPack 6) and Python 3.10; not for int4",
     )
-    parser.add_argument("--backend", choices=("onnxruntime",), default="onnxruntime", help="what runs the graphs")
+    parser.add_argument(
+        "--backend",
+        choices=("onnxruntime", "tensorrt", "tensorrt-rtx"),
+        default="onnxruntime",
+        help="what the bundle is for; for the last two engines are compiled",
+    )
+    parser.add_argument(
+        "--no-compile",
+        action="store_true",
+        help="leave compiling the engines to specexport compile, on the device that will run them",
+    )
+    add_engine_arguments(parser)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
 
@@ -143,13 +160,32 @@ def main(arguments: argparse.Namespace) -> int:
         lowering=arguments.lowering,
         posterior_threshold=arguments.posterior_threshold,
         posterior_alpha=arguments.posterior_alpha,
+        backend=arguments.backend,
+        engines=_engines(arguments),
         overwrite=arguments.overwrite,
     )
     console = Console(stderr=True)
+    reports: list[CompileReport] = []
     with build_progress(console) as progress:
-        module.build(options, Bars(progress))
+        module.build(options, Bars(progress), reports.append)
+    for report in reports:
+        Console().print(render(report))
     Console().print(summary(arguments.output, read_manifest(arguments.output)))
     return 0
+
+
+def _engines(arguments: argparse.Namespace) -> EngineOptions | None:
+    """How to compile, if engines are to be compiled now."""
+    asked = asked_for(arguments)
+    if arguments.backend == "onnxruntime":
+        if asked is not None or arguments.no_compile:
+            raise BuildError(f"{asked or '--no-compile'} was given without --backend tensorrt or tensorrt-rtx")
+        return None
+    if arguments.no_compile:
+        if asked is not None:
+            raise BuildError(f"{asked} was given with --no-compile; give it to specexport compile")
+        return None
+    return engine_options(arguments)
 
 
 def build_progress(console: Console) -> Progress:

@@ -109,7 +109,7 @@ def summary(folder: Path, manifest: Manifest) -> RenderableType:
         "sampling": ", ".join(f"{name} {value:g}" for name, value in sampling.items()),
         "chat template": manifest.tokenizer.chat_template or "none",
         "end of text": ", ".join(map(str, manifest.tokenizer.eos_token_ids)) or "none",
-        "size": f"{_bytes(size)} in {len(manifest.files)} files",
+        "size": f"{bytes_text(size)} in {len(manifest.files)} files",
         "built": f"{manifest.created} by specexport {manifest.specexport_version} (format {manifest.format_version}), "
         + ", ".join(f"{name} {version}" for name, version in manifest.built_with.items()),
     }
@@ -142,7 +142,7 @@ def _by(method: Method) -> str:
 
 def _cache(model: Model) -> str:
     row = sum(4 * layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
-    return f"{len(model.cache)} layers, {_bytes(row)} a token ({model.precision.cache})"
+    return f"{len(model.cache)} layers, {bytes_text(row)} a token ({model.precision.cache})"
 
 
 def _precision(model: Model) -> str:
@@ -169,6 +169,14 @@ def _shapes(model: Model) -> str:
     return f"batch {_list(batches)}; tokens {_list(tokens)}; cache {_list(caches)}"
 
 
+def _engines(model: Model) -> str:
+    lines = []
+    for engine in model.engines:
+        devices = ", ".join(engine.compute_capabilities) + (" and later" if engine.hardware_compatible else "")
+        lines.append(f"{engine.runtime} {engine.version} for {devices}, in {engine.compute}")
+    return "\n".join(lines) or "none"
+
+
 def _list(values: list[int]) -> str:
     return ", ".join(map(str, values))
 
@@ -182,6 +190,7 @@ _ROWS = (
     ("weights", _precision),
     ("cache", _cache),
     ("shape points", _shapes),
+    ("engines", _engines),
 )
 
 
@@ -191,11 +200,12 @@ def _files(manifest: Manifest) -> Table:
     table.add_column("size", justify="right")
     table.add_column("sha256")
     for entry in manifest.files:
-        table.add_row(entry.path, _bytes(entry.size), entry.sha256[:16] + "…")
+        table.add_row(entry.path, bytes_text(entry.size), entry.sha256[:16] + "…")
     return table
 
 
-def _bytes(count: float) -> str:
+def bytes_text(count: float) -> str:
+    """A number of bytes with its unit."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

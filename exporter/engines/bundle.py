@@ -1,0 +1,265 @@
+"""``specexport compile``: gives a bundle engines of its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from specexport.contract import manifest as mf
+from specexport.contract.engines import Commit, ComputedIn, Engine, EngineRuntime, ProgramGraph
+from specexport.contract.errors import BuildError
+from specexport.exporter.engines.compiler import EngineReport, compile_graph
+from specexport.exporter.engines.library import Library, load_library
+from specexport.exporter.engines.options import Capability, EngineOptions
+from specexport.exporter.engines.profiles import Job, model_jobs, program_jobs
+from specexport.exporter.engines.source import write_source
+from specexport.exporter.folders import exchange_manifest
+
+Progress = Callable[[str, int, int], None]
+"""Called with a step's name, how much of it is done, and how much there is in all."""
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What was compiled.
+
+    Attributes:
+        engines: an entry an engine.
+        runtime: the library.
+        version: of it.
+        compute_capabilities: devices they run on.
+    """
+
+    engines: tuple[EngineReport, ...]
+    runtime: EngineRuntime
+    version: str
+    compute_capabilities: tuple[str, ...]
+
+
+def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | None = None) -> CompileReport:
+    """Compiles every graph of a bundle and lists the engines in its manifest.
+
+    Engines of other devices and libraries that are there stay; those of the same are replaced. The manifest is changed
+    at the end, in one act: a compilation that fails or is killed leaves the bundle as it was.
+
+    Args:
+        folder: the bundle.
+        options: how to compile.
+        progress: see :data:`Progress`.
+
+    Raises:
+        BuildError: the library is not installed, has no such device, or refuses a graph.
+        BundleError: the bundle is not whole.
+    """
+    report = progress or (lambda *_: None)
+    manifest = mf.read_manifest(folder)
+    mf.check_files(folder, manifest, hashes=False)
+    library = load_library(options.runtime)
+    listed = {entry.path for entry in manifest.files}
+    compiler = _Compiler(folder, listed, options, library, _capabilities(library, options), report)
+    models = {role: compiler.model(model, manifest) for role, model in manifest.models.items()}
+    graphs = manifest.program or _traced_program(folder, manifest)
+    program = tuple(compiler.program(graph, manifest) for graph in graphs)
+    new = msgspec.structs.replace(
+        manifest,
+        backend=options.runtime,
+        target=models["target"],
+        methods=tuple(_with_draft(method, models) for method in manifest.methods),
+        program=program,
+    )
+    new = _listed(folder, manifest, new)
+    exchange_manifest(folder, new)
+    for stale in listed - {entry.path for entry in new.files}:
+        (folder / stale).unlink(missing_ok=True)
+    capabilities = tuple(_text(one) for one in compiler.capabilities)
+    return CompileReport(tuple(compiler.reports), library.runtime, library.version, capabilities)
+
+
+class _Compiler:
+    """Compiles the graphs of one bundle."""
+
+    def __init__(
+        self,
+        folder: Path,
+        listed: set[str],
+        options: EngineOptions,
+        library: Library,
+        capabilities: tuple[Capability, ...],
+        progress: Progress,
+    ) -> None:
+        self.reports: list[EngineReport] = []
+        self.capabilities = capabilities
+        self._folder = folder
+        self._listed = listed
+        self._options = options
+        self._library = library
+        self._progress = progress
+
+    def model(self, model: mf.Model, manifest: mf.Manifest) -> mf.Model:
+        """The model with its engines."""
+        compute = self._options.compute or default_compute(model.precision.weights)
+        made = []
+        for job in model_jobs(model, manifest, plain=self._options.plain):
+            source = self._source(model.graph.master, compute, job, model.engines)
+            made.append(self._engine(source, job, compute))
+        return msgspec.structs.replace(model, engines=(*self._kept(model.engines), *made))
+
+    def program(self, graph: ProgramGraph, manifest: mf.Manifest) -> ProgramGraph:
+        """A graph of the step program with its engines; one that moves caches is of their type."""
+        of_cache = isinstance(graph, Commit)
+        compute = self._options.compute or default_compute(manifest.target.precision.weights) if of_cache else "fp32"
+        made = []
+        for job in program_jobs(graph, manifest):
+            source = self._source(graph.file, compute, job, graph.engines) if of_cache else self._folder / graph.file
+            made.append(self._engine(source, job, compute))
+        return msgspec.structs.replace(graph, engines=(*self._kept(graph.engines), *made))
+
+    def _source(self, master: str, compute: ComputedIn, job: Job, engines: tuple[Engine, ...]) -> Path:
+        """The graph to compile: as another engine's, or written."""
+        drafts = f".k{job.drafts}" if job.drafts else ""
+        path = (self._folder / master).with_name(f"{Path(master).stem}{drafts}.{compute}.onnx")
+        if any(self._folder / engine.source == path for engine in engines):
+            return path
+        self._progress(f"writing {path.parent.name}/{path.name}", 0, 1)
+        write_source(self._folder / master, path, compute, job.drafts, job.fixed)
+        self._progress(f"writing {path.parent.name}/{path.name}", 1, 1)
+        return path
+
+    def _kept(self, engines: tuple[Engine, ...]) -> tuple[Engine, ...]:
+        """Engines of other libraries and devices."""
+        mine = tuple(_text(one) for one in self.capabilities)
+        return tuple(
+            engine
+            for engine in engines
+            if (engine.runtime, engine.compute_capabilities) != (self._options.runtime, mine)
+        )
+
+    def _engine(self, source: Path, job: Job, compute: ComputedIn) -> Engine:
+        devices = "-".join(f"sm{major}{minor}" for major, minor in self.capabilities)
+        output = self._free(source.with_name(f"{source.stem}.{self._options.runtime}.{devices}.engine"))
+        name = f"compiling {source.parent.name}/{source.stem}"
+        self._progress(name, 0, 100)
+
+        def advance(_phase: str, done: int, total: int) -> None:
+            self._progress(name, min(99, 100 * done // max(1, total)), 100)
+
+        self.reports.append(
+            compile_graph(source, output, job.sizes, self._library, self._options, self.capabilities, advance)
+        )
+        self._progress(name, 100, 100)
+        return Engine(
+            file=output.relative_to(self._folder).as_posix(),
+            source=source.relative_to(self._folder).as_posix(),
+            runtime=self._options.runtime,
+            version=self._library.version,
+            compute_capabilities=tuple(_text(one) for one in self.capabilities),
+            hardware_compatible=self._options.hardware_compatible,
+            version_compatible=self._options.version_compatible,
+            stripped=self._options.strip_weights,
+            compute=compute,
+            profiles=job.profiles,
+        )
+
+    def _free(self, path: Path) -> Path:
+        """The path, or one like it: what the manifest lists is whole until the manifest is exchanged."""
+        number = 1
+        found = path
+        while found.relative_to(self._folder).as_posix() in self._listed:
+            number += 1
+            found = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        return found
+
+
+def default_compute(weights: mf.StoredAs) -> ComputedIn:
+    """What activations are where nobody says: what the weights are, and fp16 where those are integers."""
+    return "fp32" if weights == "fp32" else "fp16"
+
+
+def _text(capability: Capability) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def _capabilities(library: Library, options: EngineOptions) -> tuple[Capability, ...]:
+    """The devices to compile for, checked against what the library knows."""
+    if library.runtime == "tensorrt":
+        here = _this_device()
+        if options.capabilities and set(options.capabilities) != {here}:
+            raise BuildError(
+                f"compute_capability is {', '.join(map(_text, options.capabilities))}, but TensorRT compiles for the "
+                f"device it runs on only, which is {_text(here)}; leave it out, or compile on that device"
+            )
+        return (here,)
+    members = library.trt.ComputeCapability.__members__
+    known = sorted((int(name[2:-1]), int(name[-1])) for name in members if name[2:].isdecimal())
+    chosen = options.capabilities or tuple(one for one in known if one >= (8, 0))
+    unknown = [one for one in chosen if one not in known]
+    if unknown:
+        raise BuildError(
+            f"compute_capability is {_text(unknown[0])}, which TensorRT-RTX {library.version} does not know; it knows "
+            f"{', '.join(map(_text, known))}. Use --backend tensorrt on that device, or ONNX Runtime"
+        )
+    return tuple(sorted(set(chosen)))
+
+
+def _this_device() -> Capability:
+    """The compute capability of the first GPU.
+
+    Raises:
+        BuildError: there is none, or no driver.
+    """
+    try:
+        from cuda.bindings import runtime as cudart
+    except ImportError as error:
+        raise BuildError(
+            f"compiling for tensorrt needs cuda-bindings ({error}); install it with: pip install 'specexport[tensorrt]'"
+        ) from error
+    status, properties = cudart.cudaGetDeviceProperties(0)
+    if status != cudart.cudaError_t.cudaSuccess:
+        raise BuildError(
+            f"TensorRT compiles on the device that will run the engine, and this machine shows none ({status.name}); "
+            "copy the bundle to the device and run specexport compile there"
+        )
+    return int(properties.major), int(properties.minor)
+
+
+def _traced_program(folder: Path, manifest: mf.Manifest) -> tuple[ProgramGraph, ...]:
+    """The step program of a bundle that was built without one.
+
+    Raises:
+        BuildError: torch is not installed.
+    """
+    if not manifest.methods:
+        return ()
+    try:
+        from specexport.exporter.engines.program import write_program
+    except ImportError as error:
+        raise BuildError(
+            f"{folder}: was built for {manifest.backend} and lacks the step program's graphs, which torch traces "
+            f"({error}); build it with --backend tensorrt --no-compile, or compile where the [export] extra is"
+        ) from error
+    return write_program(folder, manifest.methods, manifest.target.cache, manifest.lowering)
+
+
+def _with_draft(method: mf.Method, models: dict[str, mf.Model]) -> mf.Method:
+    if isinstance(method, mf.DraftModel | mf.MedusaDraft):
+        return msgspec.structs.replace(method, draft=models["draft"])
+    return method
+
+
+def _listed(folder: Path, old: mf.Manifest, new: mf.Manifest) -> mf.Manifest:
+    """The new manifest with entries of its engines' files, and none of those that only the old one used."""
+    before, used = (_files(folder, manifest) for manifest in (old, new))
+    kept = tuple(entry for entry in old.files if entry.path not in before | used)
+    return msgspec.structs.replace(new, files=(*kept, *(mf.file_entry(folder, path) for path in sorted(used))))
+
+
+def _files(folder: Path, manifest: mf.Manifest) -> set[str]:
+    """The step program's graphs, the engines, the graphs they were compiled from, and weights converted for those."""
+    found = {graph.file for graph in manifest.program}
+    for engine in manifest.engines:
+        converted = Path(engine.source).with_suffix(".bin").as_posix()
+        found |= {engine.file, engine.source} | ({converted} if (folder / converted).is_file() else set())
+    return found

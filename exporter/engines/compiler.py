@@ -1,0 +1,250 @@
+"""Compiles one ONNX graph into one engine, and says what became of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from specexport.contract import tensors
+from specexport.contract.errors import BuildError
+from specexport.exporter.engines.library import Library, messages, reason
+from specexport.exporter.engines.options import Capability, EngineOptions
+
+Advance = Callable[[str, int, int], None]
+"""Called with the name of a phase, how many of its steps are done, and how many it has."""
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What a compilation made.
+
+    Attributes:
+        file: the engine.
+        profiles: how many shapes it runs at.
+        layers: of the network, before the compiler fuses them.
+        attentions: how many Attention operators it has; none where the graph spells attention out.
+        decomposed: why these have no fused kernel; None where they have one.
+        size: bytes.
+        seconds: the compilation took.
+    """
+
+    file: str
+    profiles: int
+    layers: int
+    attentions: int
+    decomposed: str | None
+    size: int
+    seconds: float
+
+
+def compile_graph(
+    source: Path,
+    output: Path,
+    profiles: Sequence[dict[str, int]],
+    library: Library,
+    options: EngineOptions,
+    capabilities: tuple[Capability, ...],
+    advance: Advance,
+) -> EngineReport:
+    """Compiles a graph; only the shapes of its profiles will run.
+
+    Args:
+        source: the ONNX graph.
+        output: where to write the engine.
+        profiles: the sizes of every symbolic dimension, a profile each.
+        library: what compiles.
+        options: how.
+        capabilities: devices to compile for.
+        advance: see :data:`Advance`.
+
+    Raises:
+        BuildError: the library refuses the graph, or would compile something else than the ONNX graph says.
+    """
+    start = time.monotonic()
+    decomposed = "fp32 has no fused kernel" if _attention_in_fp32(source) else None
+    try:
+        built = _attempt(source, profiles, library, options, capabilities, advance, decompose=decomposed is not None)
+    except _RefusedError as first:
+        if decomposed is not None or "decomposable" not in str(first):
+            raise BuildError(f"{source}: {library.runtime} {library.version} does not compile it: {first}") from first
+        # Which shapes have a fused kernel depends on the version and the device: it says so when it compiles.
+        decomposed = "no fused kernel for its shapes"
+        try:
+            built = _attempt(source, profiles, library, options, capabilities, advance, decompose=True)
+        except _RefusedError as error:
+            raise BuildError(f"{source}: {library.runtime} {library.version} does not compile it: {error}") from error
+    serialized, layers, attentions = built
+    size = output.write_bytes(memoryview(serialized))
+    return EngineReport(
+        file=output.name,
+        profiles=len(profiles),
+        layers=layers,
+        attentions=attentions,
+        decomposed=decomposed if attentions else None,
+        size=size,
+        seconds=time.monotonic() - start,
+    )
+
+
+class _RefusedError(Exception):
+    """The library does not compile a graph; says why."""
+
+
+def _attempt(
+    source: Path,
+    profiles: Sequence[dict[str, int]],
+    library: Library,
+    options: EngineOptions,
+    capabilities: tuple[Capability, ...],
+    advance: Advance,
+    *,
+    decompose: bool,
+) -> tuple[Any, int, int]:
+    """The serialized engine, and how many layers and Attention operators its network has."""
+    from polygraphy.exception import PolygraphyException
+
+    with messages() as said:
+        try:
+            builder, network, parser = library.polygraphy.network_from_onnx_path(str(source), strongly_typed=True)
+            _require_same(source, network, library)
+            attentions = _mark(network, library.trt, decompose)
+            config = _config(library, options, capabilities, _profiles(source, profiles, library), advance)
+            serialized = library.polygraphy.engine_bytes_from_network(
+                (builder, network, parser), config, save_timing_cache=_path(options.timing_cache)
+            )
+        except PolygraphyException as error:
+            raise _RefusedError(reason(said)) from error
+    return serialized, int(network.num_layers), attentions
+
+
+def _config(
+    library: Library,
+    options: EngineOptions,
+    capabilities: tuple[Capability, ...],
+    profiles: list[Any],
+    advance: Advance,
+) -> Any:
+    trt = library.trt
+    limits = None if options.workspace is None else {trt.MemoryPoolType.WORKSPACE: options.workspace}
+    common: dict[str, Any] = {
+        "profiles": profiles,
+        "memory_pool_limits": limits,
+        "strip_plan": options.strip_weights,
+        "version_compatible": options.version_compatible or None,
+        "progress_monitor": progress_monitor(trt, advance),
+    }
+    if library.runtime == "tensorrt-rtx":
+        from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
+
+        return CreateConfigRTX(compute_capabilities=list(capabilities), **common)
+    if options.hardware_compatible:
+        common["hardware_compatibility_level"] = trt.HardwareCompatibilityLevel.AMPERE_PLUS
+    return library.polygraphy.CreateConfig(load_timing_cache=_path(options.timing_cache), **common)
+
+
+def _path(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _profiles(source: Path, profiles: Sequence[dict[str, int]], library: Library) -> list[Any]:
+    made = []
+    graph = onnx.load(source, load_external_data=False).graph
+    for sizes in profiles:
+        profile = library.polygraphy.Profile()
+        for value in graph.input:
+            shape = [
+                sizes[dim.dim_param] if dim.dim_param else dim.dim_value for dim in value.type.tensor_type.shape.dim
+            ]
+            profile.add(value.name, min=shape, opt=shape, max=shape)
+        made.append(profile)
+    return made
+
+
+def progress_monitor(trt: Any, advance: Advance) -> Any:
+    """An ``IProgressMonitor`` that reports the outermost phases."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self._steps: dict[str, int] = {}
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            if parent_phase is None:
+                self._steps[phase_name] = num_steps
+                advance(phase_name, 0, num_steps)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            if phase_name in self._steps:
+                advance(phase_name, step + 1, self._steps[phase_name])
+            return True
+
+        def phase_finish(self, phase_name: str) -> None:
+            if phase_name in self._steps:
+                advance(phase_name, self._steps[phase_name], self._steps[phase_name])
+
+    return Monitor()
+
+
+def _mark(network: Any, trt: Any, decompose: bool) -> int:
+    """Counts the Attention operators, and lets the compiler spell them out if asked to."""
+    found = 0
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        if str(layer.type).endswith("ATTENTION_INPUT"):
+            layer.__class__ = trt.IAttentionInputLayer  # the bindings give every layer the class they all have
+            layer.attention.decomposable = decompose
+            found += 1
+    return found
+
+
+def _attention_in_fp32(source: Path) -> bool:
+    graph = onnx.load(source, load_external_data=False).graph
+    caches = [value for value in graph.input if value.name.startswith(tensors.CACHES)]
+    return any(value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT for value in caches)
+
+
+def _require_same(source: Path, network: Any, library: Library) -> None:
+    """The network takes and gives what the ONNX graph does, and writes caches in place."""
+    graph = onnx.load(source, load_external_data=False).graph
+    sides = (
+        ("input", graph.input, [network.get_input(index) for index in range(network.num_inputs)]),
+        ("output", graph.output, [network.get_output(index) for index in range(network.num_outputs)]),
+    )
+    for side, expected, tensors_found in sides:
+        found = {tensor.name: _type_name(tensor.dtype) for tensor in tensors_found}
+        wanted = {value.name: _TYPES[value.type.tensor_type.elem_type] for value in expected}
+        for name in sorted(found.keys() | wanted.keys()):
+            if found.get(name) != wanted.get(name):
+                raise BuildError(
+                    f"{source}: {side} {name} is {found.get(name, 'absent')} in the {library.runtime} network, "
+                    f"expected {wanted.get(name, 'absent')}; this is a defect of specexport, please report it"
+                )
+    written = {}
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        if str(layer.type).endswith("KV_CACHE_UPDATE"):
+            written[layer.get_output(0).name] = layer.get_input(0).name
+    for node in graph.node:
+        if node.op_type == "TensorScatter" and written.get(node.output[0]) != node.input[0]:
+            raise BuildError(
+                f"{source}: {library.runtime} {library.version} does not write {node.input[0]} in place; lower the "
+                "bundle portably for it (--lowering portable)"
+            )
+
+
+_TYPES = {
+    onnx.TensorProto.FLOAT: "FLOAT",
+    onnx.TensorProto.FLOAT16: "HALF",
+    onnx.TensorProto.BFLOAT16: "BF16",
+    onnx.TensorProto.INT64: "INT64",
+    onnx.TensorProto.BOOL: "BOOL",
+}
+
+
+def _type_name(dtype: Any) -> str:
+    return str(dtype).rpartition(".")[2]

@@ -1,0 +1,82 @@
+"""What engines can be asked to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specexport.contract.engines import ComputedIn, EngineRuntime
+from specexport.contract.errors import BuildError
+
+RUNTIMES: tuple[EngineRuntime, ...] = ("tensorrt", "tensorrt-rtx")
+COMPUTE: tuple[ComputedIn, ...] = ("fp32", "fp16", "bf16")
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to compile a bundle's graphs.
+
+    Attributes:
+        runtime: the library that compiles them, and will run them.
+        compute: what activations and the KV cache are; None for fp32 where weights are fp32, bf16 where they are bf16,
+            and fp16 elsewhere.
+        capabilities: devices to compile for, as ``(major, minor)``. None given: every one that TensorRT-RTX knows from
+            8.0 on, or the device of this machine for TensorRT, which compiles for no other.
+        workspace: most bytes of scratch memory a layer may take; None for all there is.
+        timing_cache: a file in which TensorRT keeps how long kernels take; makes a second compilation faster.
+        strip_weights: leave weights out of the engine; they are put in from the ONNX graph when it is loaded.
+        version_compatible: let later versions of TensorRT with the same major number run the engine.
+        hardware_compatible: let TensorRT's engine run on every device of capability 8.0 or higher.
+        plain: also compile for one token at a time. Kernels for one token want weights in an order of their own, so
+            this stores them a second time; without it plain decoding runs padded to the narrowest tree.
+    """
+
+    runtime: EngineRuntime
+    compute: ComputedIn | None = None
+    capabilities: tuple[Capability, ...] = ()
+    workspace: int | None = None
+    timing_cache: Path | None = None
+    strip_weights: bool = False
+    version_compatible: bool = False
+    hardware_compatible: bool = False
+    plain: bool = False
+
+    def __post_init__(self) -> None:
+        if self.runtime not in RUNTIMES:
+            raise BuildError(f"backend is {self.runtime!r}; expected one of {', '.join(RUNTIMES)} to compile for")
+        if self.compute not in (None, *COMPUTE):
+            raise BuildError(f"compute is {self.compute!r}; expected one of {', '.join(COMPUTE)}")
+        if self.workspace is not None and self.workspace < 1 << 20:
+            raise BuildError(f"workspace is {self.workspace} bytes; expected at least 1048576")
+        if self.runtime == "tensorrt-rtx" and self.hardware_compatible:
+            raise BuildError(
+                "hardware_compatible is for TensorRT; TensorRT-RTX compiles for a list of devices, which is given with "
+                "compute_capability and by default is all it knows"
+            )
+        if self.runtime == "tensorrt-rtx" and self.version_compatible:
+            raise BuildError(
+                "version_compatible is for TensorRT; TensorRT-RTX comes without the lean runtime that such engines need"
+            )
+        if self.runtime == "tensorrt-rtx" and self.strip_weights and len(self.capabilities) != 1:
+            raise BuildError(
+                "strip_weights needs one compute_capability; TensorRT-RTX strips engines of one device only"
+            )
+        if self.runtime == "tensorrt-rtx" and self.timing_cache is not None:
+            raise BuildError(
+                "timing_cache is for TensorRT; TensorRT-RTX times no kernels when it compiles, it chooses them on the "
+                "device"
+            )
+
+
+def capability(text: str) -> Capability:
+    """``89``, ``8.9`` or ``sm_89`` as ``(8, 9)``.
+
+    Raises:
+        BuildError: the text is none of these.
+    """
+    digits = text.lower().removeprefix("sm").removeprefix("_").replace(".", "")
+    if not digits.isdecimal() or not 2 <= len(digits) <= 3 or digits[0] == "0":
+        raise BuildError(f"compute capability {text!r}: expected something like 89, 8.9 or sm_89")
+    return int(digits[:-1]), int(digits[-1])

@@ -1,0 +1,62 @@
+"""The ONNX graph an engine is compiled from: a master with its types and dimensions decided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from specexport.contract import tensors
+from specexport.contract.engines import ComputedIn
+from specexport.exporter.passes.compute_type import compute_in
+from specexport.exporter.passes.lookup_tables import restore_tables
+from specexport.exporter.static import fix
+from specexport.exporter.unroll import unroll
+from specexport.exporter.weights import INLINE_BYTES, WeightsFile
+
+_NARROW: dict[ComputedIn, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+
+
+def write_source(master: Path, output: Path, compute: ComputedIn, drafts: int, sizes: dict[str, int]) -> list[Path]:
+    """Writes the graph that is compiled, and beside it the weights that had to be converted.
+
+    Weights that stay as they are stay in the master's weights file.
+
+    Args:
+        master: a step or propose graph.
+        output: in the same folder.
+        compute: what activations and the KV cache are to be.
+        drafts: draft tokens of a propose graph, whose loop is unrolled; 0 for a step graph.
+        sizes: the symbolic dimensions that are the same in every profile.
+
+    Returns:
+        The files written.
+
+    Raises:
+        BuildError: a weight does not fit ``compute``.
+    """
+    model = ir.load(master)
+    if drafts:
+        unroll(model, drafts)
+    interface = [value.name or "" for value in (*model.graph.inputs, *model.graph.outputs)]
+    caches = {name for name in interface if name.startswith(tensors.CACHES)}
+    converted = output.with_suffix(".bin")
+    with WeightsFile(converted) as file:
+
+        def store(name: str, dtype: ir.DataType, array: npt.NDArray[np.generic]) -> ir.TensorProtocol:
+            if array.nbytes <= INLINE_BYTES:
+                return ir.tensor(array, dtype, name=name)
+            return file.write(name, dtype, array.shape, iter([array.view(np.uint16)]))  # NumPy knows no bfloat16
+
+        restore_tables(model.graph, store)
+        if compute in _NARROW:
+            compute_in(model, _NARROW[compute], caches, store)
+    fix(model.graph, sizes)
+    model.graph.name = output.stem
+    ir.save(model, output)
+    if not converted.stat().st_size:
+        converted.unlink()
+        return [output]
+    return [output, converted]

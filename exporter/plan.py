@@ -1,0 +1,170 @@
+"""``specexport plan``: what a model takes on a device, and what speculation can gain there. Nothing is loaded or built.
+
+Decoding one text is bound by reading the weights, so a step takes the bytes it reads over the memory's bandwidth. With
+acceptance probability a at each draft token, a step of K makes (1 - a^(K+1)) / (1 - a) tokens (Leviathan et al. 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specexport.contract.errors import BuildError
+from specexport.contract.shapes import cache_buckets
+from specexport.exporter.devices import Device
+
+EFFICIENCY = 0.7
+"""Share of the bandwidth a step is taken to reach; our bar for GPUs, not a measurement."""
+PREFILL_CHUNK = 64
+MOST_DRAFTS = 8
+_BLOCK = 32
+_SCALE_BYTES = 2
+_BITS = {"fp16": 16, "bf16": 16, "int8": 8, "int4": 4}
+PLANNED: tuple[str, ...] = tuple(_BITS)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What one model takes, in bytes.
+
+    Attributes:
+        source: as it was named.
+        parameters: tied ones counted once.
+        weights: all that is stored in an engine.
+        read: what of it one step reads: not the table that rows are looked up in.
+        cache: for every row of the context.
+        cache_row: for one token.
+        scratch: activations of a prefill chunk, and logits.
+    """
+
+    source: str
+    parameters: int
+    weights: int
+    read: int
+    cache: int
+    cache_row: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.scratch
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Expected decoding speed at one K, in tokens a second; K = 0 is plain decoding."""
+
+    drafts: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """Whether it fits, and how fast it may be.
+
+    Attributes:
+        models: target, then draft if there is one.
+        needed: bytes of all of them.
+        available: bytes the device has for them.
+        speeds: plain, then K = 1, 2, ... with a draft.
+    """
+
+    models: tuple[ModelPlan, ...]
+    needed: int
+    available: int
+    speeds: tuple[Speed, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+    @property
+    def best(self) -> Speed:
+        """The fastest."""
+        return max(self.speeds, key=lambda speed: speed.tokens_per_second)
+
+
+def plan(
+    target: str, draft: str | None, device: Device, *, precision: str, context: int, acceptance: float
+) -> DevicePlan:
+    """Plans for one text at a time.
+
+    Args:
+        target: folder with a ``config.json``, or hub id.
+        draft: likewise, or None.
+        device: where it is to run.
+        precision: of the matrices of both, ``fp16``, ``bf16``, ``int8`` or ``int4``; activations and caches take 16
+            bits.
+        context: longest prompt and output, in tokens.
+        acceptance: chance that a draft token is accepted.
+
+    Raises:
+        BuildError: a configuration cannot be read, or an argument makes no sense.
+    """
+    if precision not in _BITS:
+        raise BuildError(f"precision is {precision!r}; expected one of {', '.join(_BITS)}")
+    if not 0 <= acceptance < 1:
+        raise BuildError(f"acceptance is {acceptance}; expected 0 or more and less than 1")
+    if context < 2:
+        raise BuildError(f"max_seq_len is {context}; expected at least 2")
+    models = [_model(source, precision, context) for source in (target, draft) if source is not None]
+    seconds = [(model.read + model.cache_row * context / 2) / (EFFICIENCY * device.bandwidth) for model in models]
+    speeds = [Speed(0, 1 / seconds[0])]
+    if draft is not None:
+        for k in range(1, MOST_DRAFTS + 1):
+            tokens = (1 - acceptance ** (k + 1)) / (1 - acceptance)
+            speeds.append(Speed(k, tokens / (seconds[0] + k * seconds[1])))
+    available = device.memory - device.reserved
+    return DevicePlan(tuple(models), sum(model.total for model in models), available, tuple(speeds))
+
+
+def _model(source: str, precision: str, context: int) -> ModelPlan:
+    path = Path(source).expanduser()
+    try:
+        config: Any = AutoConfig.from_pretrained(path if path.is_dir() else source)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+    except (ValueError, OSError, KeyError) as error:
+        raise BuildError(f"{source}: its configuration cannot be read: {error}") from error
+    text = config.get_text_config()
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    head = model.get_output_embeddings().weight
+    bits = _BITS[precision]
+    quantized = bits < 16
+    weights = read = 0
+    for parameter in model.parameters():  # tied ones once
+        is_table = id(parameter) in embeddings
+        if is_table:
+            weights += 2 * parameter.numel()
+        if parameter is head or not is_table:
+            stored = _stored(parameter, bits)
+            read += stored
+            # An fp16 head that is tied to the embedding is the same matrix.
+            weights += 0 if is_table and not quantized else stored
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    row = text.num_hidden_layers * heads * 2 * size * 2
+    rows = cache_buckets(context, PREFILL_CHUNK)[-1]
+    wide = max(getattr(text, "intermediate_size", None) or 4 * text.hidden_size, text.hidden_size)
+    # Gate, up and their product; logits, p and what is left of it at the nodes of a tree.
+    scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * text.hidden_size) + 4 * (MOST_DRAFTS + 1) * text.vocab_size * 4
+    return ModelPlan(
+        source=source,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        weights=weights,
+        read=read,
+        cache=row * rows,
+        cache_row=row,
+        scratch=scratch,
+    )
+
+
+def _stored(parameter: torch.Tensor, bits: int) -> int:
+    """Bytes of a parameter: matrices in ``bits``, with a scale for each block of integers; vectors in 16 bits."""
+    if parameter.ndim < 2 or bits == 16:
+        return 2 * parameter.numel()
+    return parameter.numel() * bits // 8 + parameter.numel() // _BLOCK * _SCALE_BYTES

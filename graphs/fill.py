@@ -1,0 +1,46 @@
+"""The fill graph: a draft model's tree on the device, from what was drafted to what is verified."""
+
+from __future__ import annotations
+
+import torch
+
+
+class FillModule(torch.nn.Module):
+    """The tokens of a draft model's tree, and q of each.
+
+    The drawn chain is the tree's spine (rank 0); beside each of its tokens are the most probable others, which are
+    chosen, not drawn (q = 1). ``runtime.proposers.draft_model`` does the same in NumPy.
+    """
+
+    def forward(
+        self,
+        draft_tokens: torch.Tensor,
+        draft_ids: torch.Tensor,
+        draft_probs: torch.Tensor,
+        tree_depths: torch.Tensor,
+        tree_ranks: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Fills the N-1 nodes of a tree that have a draft token.
+
+        Args:
+            draft_tokens: int64 ``[K,B]``, the drawn chain, as the propose graph gives it.
+            draft_ids: int64 ``[K,B,M]``, the tokens q gives probability to, most probable first.
+            draft_probs: float32 ``[K,B,M]``, q of them.
+            tree_depths: int64 ``[B,N-1]``, at most K; the root's children have 1.
+            tree_ranks: int64 ``[B,N-1]``, each among its siblings.
+
+        Returns:
+            Tokens int64 ``[B,N-1]``, and ids int64 and q float32 ``[B,N-1,M]`` as the accept graph takes them.
+        """
+        row = tree_depths - 1
+        of_node = row[..., None].expand(-1, -1, draft_ids.shape[-1])
+        ids = draft_ids.transpose(0, 1).gather(1, of_node)
+        probs = draft_probs.transpose(0, 1).gather(1, of_node)
+        drawn = draft_tokens.transpose(0, 1).gather(1, row)
+        # The drawn token takes rank 0, those before it move back by one.
+        place = ((ids == drawn[..., None]) * torch.arange(ids.shape[-1])).sum(-1)
+        beside = torch.where(tree_ranks <= place, tree_ranks - 1, tree_ranks)
+        index = torch.where(tree_ranks == 0, place, beside)
+        tokens = ids.gather(2, index[..., None])
+        chosen = torch.where(ids == tokens, 1.0, 0.0)
+        return tokens[..., 0], ids, torch.where((tree_ranks == 0)[..., None], probs, chosen)

@@ -1,0 +1,357 @@
+"""Engines: real builds with TensorRT-RTX, which needs no GPU to compile, and what is compiled against onnxruntime."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from filelock import FileLock
+
+from specexport.cli import main
+from specexport.contract import tensors
+from specexport.contract.engines import Accept, Commit, Engine, Fill
+from specexport.contract.errors import BuildError
+from specexport.contract.manifest import Manifest, Model, check_files, read_manifest
+from specexport.contract.tree import TokenTree
+from specexport.exporter.build import build
+from specexport.exporter.engines import compiler as compiler_module
+from specexport.exporter.engines.bundle import compile_bundle
+from specexport.exporter.engines.options import EngineOptions, capability
+from specexport.exporter.engines.profiles import engine_caches, model_jobs
+from specexport.exporter.engines.source import write_source
+from specexport.exporter.options import BuildOptions
+from specexport.runtime import Engine as SpecEngine
+from specexport.runtime import SamplingParams
+from tests.checkpoints import make_checkpoint, make_heads
+
+pytestmark = pytest.mark.exporter
+
+DEVICES = ((8, 6), (8, 9), (12, 0))
+RTX = EngineOptions("tensorrt-rtx", capabilities=DEVICES)
+SPINE = TokenTree.from_choices([[0], [1], [0, 0]])
+PROMPT = "people went back home and"
+
+# One layer, and heads as large as fused kernels know: compiling takes seconds.
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+}
+
+Bundles = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def uncompiled(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
+    """Bundles for TensorRT-RTX without engines: ``precision-lowering-method``."""
+    base = tmp_path_factory.getbasetemp()
+    # The parent is shared by pytest-xdist's workers.
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "uncompiled"
+    root.mkdir(exist_ok=True)
+
+    def get(name: str) -> Path:
+        with FileLock(root / ".lock"):
+            return make(name)
+
+    def make(name: str) -> Path:
+        if not (root / name).exists():
+            precision, lowering, method = name.split("-")
+            target, heads = root / "target", root / "heads"
+            if not target.exists():
+                make_heads(heads, make_checkpoint(target, "qwen3", **SMALL), 2, tied=True)
+            speculation: dict[str, Any] = {
+                "draft": {"draft": str(target), "trees": (SPINE,)},
+                "medusa": {"medusa": str(heads), "num_speculative_tokens": 4},
+                "ngram": {"ngram": True, "num_speculative_tokens": 3},
+                "plain": {},
+            }[method]
+            build(
+                BuildOptions(
+                    str(target),
+                    root / name,
+                    **speculation,
+                    precision=precision,  # type: ignore[arg-type]
+                    draft_precision=precision,  # type: ignore[arg-type]
+                    lowering=lowering,  # type: ignore[arg-type]
+                    max_seq_len=192,
+                    backend="tensorrt-rtx",
+                )
+            )
+        return root / name
+
+    return get
+
+
+def _tokens(folder: Path) -> list[int]:
+    with SpecEngine.load(folder, threads=1) as engine:
+        return engine.generate(PROMPT, SamplingParams(max_tokens=24, ignore_eos=True)).token_ids
+
+
+def _widths(engine: Engine) -> list[int]:
+    return [profile.tokens for profile in engine.profiles]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp16-native-draft",
+        "int8-native-medusa",
+        "int4-native-ngram",
+        "fp16-portable-ngram",
+        "int8-portable-draft",
+    ],
+)
+def test_every_graph_of_a_bundle_compiles(name: str, uncompiled: Bundles, tmp_path: Path) -> None:
+    folder = shutil.copytree(uncompiled(name), tmp_path / name)
+    before = _tokens(folder)
+    _, lowering, method = name.split("-")
+    report = compile_bundle(folder, RTX)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, hashes=True)
+    listed = {entry.path for entry in manifest.files}
+    assert listed == {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")} - {"specexport.json"}
+    assert len(report.engines) == len(manifest.engines)
+    for engine, made in zip(manifest.engines, report.engines, strict=True):
+        assert engine.runtime == "tensorrt-rtx"
+        assert engine.compute_capabilities == ("8.6", "8.9", "12.0")
+        assert all(engine.runs_on(device) for device in DEVICES) and not engine.runs_on((9, 0))
+        assert made.size == (folder / engine.file).stat().st_size > 1000
+        assert made.layers > 0 and made.profiles == len(engine.profiles)
+    (target,) = manifest.target.engines
+    assert target.compute == "fp16"
+    nodes = max(len(tree) for tree in manifest.methods[0].token_trees())
+    assert _widths(target) == [nodes, 64]  # without a profile of one token, which would store the weights twice
+    attentions = {
+        made.attentions for engine, made in zip(manifest.engines, report.engines, strict=True) if engine is target
+    }
+    assert attentions == {1 if lowering == "native" else 0}
+    assert all(made.decomposed is None for made in report.engines)
+    if method == "draft":
+        (draft,) = manifest.models["draft"].engines
+        assert [(profile.tokens, profile.drafts) for profile in draft.profiles] == [(2, 1), (64, 1)]
+    kinds = {type(graph) for graph in manifest.program}
+    expected = {Accept} | ({Fill} if method == "draft" else set())
+    branching = method in ("draft", "medusa") and lowering == "native"
+    assert kinds == expected | ({Commit} if branching else set())
+    assert all(len(graph.engines) == 1 for graph in manifest.program)
+    for graph in manifest.program:
+        assert nodes in _widths(graph.engines[0])
+        if isinstance(graph, Commit):
+            assert graph.engines[0].compute == "fp16"
+    assert _tokens(folder) == before  # the ONNX graphs are there still, and run
+
+
+def test_engines_of_several_devices_lie_side_by_side(uncompiled: Bundles, tmp_path: Path) -> None:
+    folder = shutil.copytree(uncompiled("fp16-portable-plain"), tmp_path / "bundle")
+    one, other = (dataclasses.replace(RTX, capabilities=(device,)) for device in ((8, 9), (12, 0)))
+    compile_bundle(folder, one)
+    first = read_manifest(folder)
+    compile_bundle(folder, other)
+    both = read_manifest(folder)
+    assert both.target.engines[:1] == first.target.engines
+    assert [engine.compute_capabilities for engine in both.target.engines] == [("8.9",), ("12.0",)]
+    assert len({engine.source for engine in both.target.engines}) == 1
+    compile_bundle(folder, other)
+    again = read_manifest(folder)
+    check_files(folder, again, hashes=True)
+    replaced = next(engine for engine in again.target.engines if engine.runs_on((12, 0)))
+    assert replaced.file != both.target.engines[1].file
+    assert _widths(replaced) == [1, 64]
+    assert len(list(folder.rglob("target/*.engine"))) == 2  # what was replaced is gone
+
+
+def test_fp32_attention_is_decomposed_and_said_so(uncompiled: Bundles, tmp_path: Path) -> None:
+    folder = shutil.copytree(uncompiled("fp32-native-plain"), tmp_path / "bundle")
+    target = compile_bundle(folder, RTX).engines[0]
+    assert target.attentions == 1 and target.decomposed == "fp32 has no fused kernel"
+    assert read_manifest(folder).target.engines[0].compute == "fp32"
+
+
+def test_attention_without_a_fused_kernel_is_decomposed_and_said_so(bundle: Bundles, tmp_path: Path) -> None:
+    folder = shutil.copytree(bundle("dice-ngram"), tmp_path / "bundle")  # heads of 8
+    assert read_manifest(folder).backend == "onnxruntime"
+    target = compile_bundle(folder, dataclasses.replace(RTX, compute="fp16")).engines[0]
+    assert target.attentions == 1
+    assert target.decomposed == "no fused kernel for its shapes"
+    # It was built without a step program, which is traced now.
+    manifest = read_manifest(folder)
+    assert manifest.backend == "tensorrt-rtx"
+    assert [type(graph) for graph in manifest.program] == [Accept, Accept]
+    check_files(folder, manifest, hashes=True)
+
+
+def test_a_failed_compilation_leaves_the_bundle_as_it_was(
+    uncompiled: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(uncompiled("fp16-portable-plain"), tmp_path / "bundle")
+    compile_bundle(folder, RTX)
+    before = read_manifest(folder)
+
+    def refuse(*_: Any) -> Any:
+        raise BuildError("no")
+
+    monkeypatch.setattr(compiler_module, "_config", refuse)
+    with pytest.raises(BuildError, match="no"):
+        compile_bundle(folder, RTX)
+    assert read_manifest(folder) == before
+    check_files(folder, before, hashes=True)
+
+
+# --- what is compiled -------------------------------------------------------------------------------------------------
+
+
+def _session(path: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    # Or it would round activations to integers before it multiplies them by quantized weights.
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return ort.InferenceSession(str(path), options)
+
+
+def _feed(model: Model, manifest: Manifest, float16: bool) -> dict[str, np.ndarray]:
+    random, tokens, cache = np.random.default_rng(0), 5, model.graph.points[0].point.cache
+    feed: dict[str, np.ndarray] = {
+        tensors.INPUT_IDS: random.integers(3, manifest.target.vocab_size, (1, tokens)),
+        tensors.POSITION_IDS: 40 + np.arange(tokens)[None],
+        tensors.TREE_MASK: np.tri(tokens, dtype=np.bool_)[None],
+        tensors.PAST_LENGTH: np.array([40]),
+        tensors.LOGITS_ROWS: np.arange(tokens)[None],
+    }
+    for layer, shape in enumerate(model.cache):
+        for name, size in ((tensors.past_key(layer), shape.key_size), (tensors.past_value(layer), shape.value_size)):
+            rows = random.standard_normal((1, shape.heads, cache, size)).astype(np.float16)
+            feed[name] = rows if float16 else rows.astype(np.float32)
+    return feed
+
+
+@pytest.mark.parametrize(
+    "name", ["fp16-native-draft", "int8-native-medusa", "int4-native-ngram", "int8-portable-draft"]
+)
+def test_what_is_compiled_computes_what_the_bundle_does(name: str, uncompiled: Bundles, tmp_path: Path) -> None:
+    folder = shutil.copytree(uncompiled(name), tmp_path / "bundle")
+    manifest = read_manifest(folder)
+    master = folder / manifest.target.graph.master
+    source = master.with_name("step.fp16.onnx")
+    write_source(master, source, "fp16", 0, {"B": 1})
+    halved, whole = _session(source), _session(master)
+    types = {value.name: value.type for value in (*halved.get_inputs(), *halved.get_outputs())}
+    for value, kind in types.items():
+        assert kind != "tensor(float)" or not value.startswith(tensors.CACHES)
+    assert types[tensors.LOGITS] == "tensor(float)"
+    for value in halved.get_inputs():
+        assert value.shape[0] == 1
+    found = halved.run(None, _feed(manifest.target, manifest, float16=True))
+    expected = whole.run(None, _feed(manifest.target, manifest, float16=False))
+    # Half precision resolves 2^-11, here of weights' scales too.
+    assert np.abs(found[0] - expected[0]).max() < 0.02 * expected[0].std()
+    graph = onnx.load(source, load_external_data=False)
+    graph = onnx.shape_inference.infer_shapes(graph)
+    kinds = {value.name: value.type.tensor_type.elem_type for value in (*graph.graph.value_info, *graph.graph.output)}
+    products = [node for node in graph.graph.node if node.op_type in ("MatMul", "Attention", "TensorScatter")]
+    assert len(products) >= 5
+    assert {kinds[node.output[0]] for node in products} == {onnx.TensorProto.FLOAT16}
+    wide = [node for node in graph.graph.node if node.op_type in ("RMSNormalization", "Softmax", "Cos", "ReduceMean")]
+    assert {kinds[node.output[0]] for node in wide} == {onnx.TensorProto.FLOAT}
+
+
+def test_a_weight_beyond_half_precision_is_refused_by_name(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    target = make_checkpoint(tmp_path / "target", "qwen3", **SMALL)
+    weights = load_file(target / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"][0, 0] = 7e4
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    folder = build(BuildOptions(str(target), tmp_path / "bundle", max_seq_len=64))
+    del torch
+    master = folder / read_manifest(folder).target.graph.master
+    with pytest.raises(BuildError, match=r"down_proj.*7e\+04, does not fit float16"):
+        write_source(master, master.with_name("step.fp16.onnx"), "fp16", 0, {})
+    write_source(master, master.with_name("step.bf16.onnx"), "bf16", 0, {})
+
+
+def test_one_token_has_a_profile_where_asked_for(uncompiled: Bundles) -> None:
+    manifest = read_manifest(uncompiled("int4-native-ngram"))
+    for plain, expected in ((False, [4, 64]), (True, [1, 4, 64])):
+        (job,) = model_jobs(manifest.target, manifest, plain=plain)
+        assert [profile.tokens for profile in job.profiles] == expected
+        assert job.fixed == {"B": 1, "S": 256}
+
+
+def test_caches_are_of_one_size_natively_and_grow_fourfold_portably() -> None:
+    sizes = [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 32832]
+    assert engine_caches(sizes, "native") == [32832]
+    assert engine_caches(sizes, "portable") == [2048, 8192, 32832]
+    assert engine_caches([256, 384, 512, 768, 1024, 1536, 2048, 2112], "portable") == [2112]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["89", "8.9", "sm_89", "SM89"])
+def test_capabilities_are_read_as_people_write_them(text: str) -> None:
+    assert capability(text) == (8, 9)
+    assert capability("120") == (12, 0)
+
+
+@pytest.mark.parametrize("text", ["", "9", "ada", "8.9.1.0", "-89"])
+def test_what_is_no_capability_is_refused(text: str) -> None:
+    with pytest.raises(BuildError, match="expected something like 89"):
+        capability(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"hardware_compatible": True}, "hardware_compatible is for TensorRT"),
+        ({"timing_cache": Path("x")}, "timing_cache is for TensorRT"),
+        ({"version_compatible": True}, "version_compatible is for TensorRT"),
+        ({"strip_weights": True}, "strip_weights needs one compute_capability"),
+        ({"workspace": 3}, "workspace is 3 bytes"),
+        ({"compute": "fp8"}, "compute is 'fp8'; expected one of fp32, fp16, bf16"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BuildError, match=reason):
+        EngineOptions("tensorrt-rtx", **options)
+
+
+def test_a_device_the_library_does_not_know_is_refused(uncompiled: Bundles) -> None:
+    with pytest.raises(BuildError, match=r"is 9.0, which TensorRT-RTX .* does not know; it knows 7.5, 8.0, 8.6"):
+        compile_bundle(uncompiled("fp16-portable-plain"), EngineOptions("tensorrt-rtx", capabilities=((9, 0),)))
+
+
+def test_a_library_that_is_not_installed_is_named(uncompiled: Bundles) -> None:
+    with pytest.raises(BuildError, match=r"needs the \[tensorrt\] and \[compile\] extras"):
+        compile_bundle(uncompiled("fp16-portable-plain"), EngineOptions("tensorrt"))
+
+
+def test_flags_without_a_backend_for_them_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    build_line = ["build", "--target", "x", "-o", str(tmp_path / "b")]
+    assert main([*build_line, "--workspace", "64"]) == 1
+    assert "--workspace was given without --backend tensorrt" in capsys.readouterr().err
+    assert main([*build_line, "--backend", "tensorrt", "--no-compile", "--compute", "fp16"]) == 1
+    assert "--compute was given with --no-compile" in capsys.readouterr().err
+
+
+def test_the_command_reports_what_it_made(
+    uncompiled: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(uncompiled("fp16-portable-plain"), tmp_path / "bundle")
+    assert main(["compile", str(folder), "--backend", "tensorrt-rtx", "--compute-capability", "8.9", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["compute_capabilities"] == ["8.9"]
+    assert [engine["size"] for engine in report["engines"]] == [
+        (folder / engine.file).stat().st_size for engine in read_manifest(folder).engines
+    ]

@@ -1,0 +1,95 @@
+"""``specexport plan``: memory by counting, speed by bandwidth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specexport.cli import main
+from specexport.contract.errors import BuildError
+from specexport.contract.shapes import cache_buckets
+from specexport.exporter.devices import DEVICES, Device
+from specexport.exporter.plan import EFFICIENCY, PREFILL_CHUNK, plan
+from tests.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.exporter
+
+CONTEXT = 300
+DEVICE = Device(memory=10**9, bandwidth=10**9, capability="8.7", reserved=10**8)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tied"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("untied"), "llama")
+
+
+def test_memory_is_counted(tied: Path, untied: Path) -> None:
+    vocab, hidden, heads, layers = 320, 64, 2, 2
+    for folder, size in ((tied, 24), (untied, 16)):
+        (found,) = plan(str(folder), None, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5).models
+        assert found.weights == 2 * found.parameters
+        assert found.read == found.weights - (0 if folder == tied else 2 * vocab * hidden)
+        assert found.cache_row == layers * heads * 2 * size * 2
+        assert found.cache == found.cache_row * cache_buckets(CONTEXT, PREFILL_CHUNK)[-1]
+    (whole,) = plan(str(untied), None, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5).models
+    (quarter,) = plan(str(untied), None, DEVICE, precision="int4", context=CONTEXT, acceptance=0.5).models
+    table, norms = 2 * vocab * hidden, 2 * hidden * (2 * layers + 1)
+    assert quarter.read - norms == (whole.read - norms) / 2 * (0.5 + 2 / 32)
+    assert quarter.weights == quarter.read + table
+    # A tied embedding is looked up in fp16 and multiplied as integers: two matrices.
+    (both,) = plan(str(tied), None, DEVICE, precision="int8", context=CONTEXT, acceptance=0.5).models
+    assert both.weights == both.read + table
+
+
+def test_speed_follows_the_bandwidth_and_the_acceptance(tied: Path, untied: Path) -> None:
+    found = plan(str(untied), str(tied), DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5)
+    target, draft = found.models
+    steps = [
+        (model.read + model.cache_row * CONTEXT / 2) / (EFFICIENCY * DEVICE.bandwidth) for model in (target, draft)
+    ]
+    assert [speed.drafts for speed in found.speeds] == list(range(9))
+    assert found.speeds[0].tokens_per_second == pytest.approx(1 / steps[0])
+    assert found.speeds[2].tokens_per_second == pytest.approx((1 + 0.5 + 0.25) / (steps[0] + 2 * steps[1]))
+    never = plan(str(untied), str(tied), DEVICE, precision="fp16", context=CONTEXT, acceptance=0.0)
+    assert never.best.drafts == 0
+
+
+def test_what_does_not_fit_says_so(tied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = Device(memory=10**6, bandwidth=10**9, capability="8.7", reserved=10**6 - 10)
+    assert not plan(str(tied), None, small, precision="fp16", context=CONTEXT, acceptance=0.5).fits
+    line = ["plan", "--target", str(tied), "--device", "orin-nano-8gb", "--max-seq-len", str(CONTEXT)]
+    assert main([*line, "--draft", str(tied), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["fits"] and shown["needed"] == sum(
+        model["weights"] + model["cache"] + model["scratch"] for model in shown["models"]
+    )
+    assert main(line) == 0
+    assert "not measured" in capsys.readouterr().out
+    assert main(["plan", "--target", str(tied), "--device", "abacus"]) == 1
+    assert "expected one of orin-nano-4gb" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"precision": "fp3"}, "precision is 'fp3'"),
+        ({"acceptance": 1.0}, "acceptance is 1.0"),
+        ({"context": 1}, "max_seq_len is 1"),
+    ],
+)
+def test_plans_that_make_no_sense_are_refused(tied: Path, change: dict[str, object], reason: str) -> None:
+    arguments: dict[str, object] = {"precision": "int4", "context": CONTEXT, "acceptance": 0.5, **change}
+    with pytest.raises(BuildError, match=reason):
+        plan(str(tied), None, DEVICES["orin-nano-8gb"], **arguments)  # type: ignore[arg-type]
+
+
+def test_what_is_no_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"empty: its configuration cannot be read"):
+        plan(str(tmp_path / "empty"), None, DEVICE, precision="int4", context=CONTEXT, acceptance=0.5)

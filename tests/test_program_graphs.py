@@ -1,0 +1,85 @@
+"""The fill and commit graphs, traced and run in onnxruntime, against their NumPy twins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from specexport.contract import tensors
+from specexport.contract.tree import TokenTree
+from specexport.exporter.trace import CacheShape, trace_commit, trace_fill
+from specexport.runtime.proposers.draft_model import _drawn
+
+pytestmark = pytest.mark.exporter
+
+CANDIDATES = 6
+
+
+def _session(model: ir.Model) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
+
+
+@pytest.fixture(scope="module")
+def fill() -> Any:
+    return _session(trace_fill(CANDIDATES))
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        [[0], [0, 0], [0, 0, 0]],
+        [[0], [1], [2], [3], [4]],
+        [[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 3]],
+    ],
+    ids=["chain", "star", "spine"],
+)
+def test_filling_a_tree_is_what_the_proposer_does(fill: Any, choices: list[list[int]]) -> None:
+    tree, random = TokenTree.from_choices(choices), np.random.default_rng(0)
+    for _ in range(40):
+        ids = np.stack([random.permutation(50)[:CANDIDATES] for _ in range(tree.depth)])
+        probs = np.sort(random.dirichlet(np.ones(CANDIDATES), tree.depth).astype(np.float32))[:, ::-1].copy()
+        drafted = np.array([random.choice(row) for row in ids])
+        found = fill.run(
+            None,
+            {
+                tensors.DRAFT_TOKENS: drafted[:, None],
+                tensors.DRAFT_IDS: ids[:, None],
+                tensors.DRAFT_PROBS: probs[:, None],
+                tensors.TREE_DEPTHS: tree.depths[None, 1:],
+                tensors.TREE_RANKS: np.array([tree.ranks[1:]]),
+            },
+        )
+        tokens, node_ids, q = (array[0] for array in found)
+        expected = _drawn(tree, drafted, ids, probs)
+        np.testing.assert_array_equal(tokens, expected.tokens)
+        assert expected.q is not None
+        for node in range(len(tree) - 1):
+            # A distribution is the same in any order; a chain's has one row a depth, as a tree's has one a node.
+            there = dict(zip(expected.q.ids[node].tolist(), expected.q.probs[node].tolist(), strict=True))
+            assert dict(zip(node_ids[node].tolist(), q[node].tolist(), strict=True)) == there
+
+
+def test_a_commit_moves_the_rows_of_the_path_and_no_others_that_are_seen() -> None:
+    shapes = [CacheShape(2, 4, 4), CacheShape(1, 8, 4)]
+    session, random = _session(trace_commit(shapes)), np.random.default_rng(1)
+    rows, past, path = 16, np.array([3, 7]), np.array([[0, 2, 5, 0, 0, 0], [0, 1, 3, 4, 0, 0]])
+    kept = (3, 4)
+    caches = {
+        name: random.standard_normal((2, shape.heads, rows, size)).astype(np.float32)
+        for layer, shape in enumerate(shapes)
+        for name, size in ((tensors.past_key(layer), shape.key_size), (tensors.past_value(layer), shape.value_size))
+    }
+    found = session.run(None, {tensors.PAST_LENGTH: past, tensors.PATH: path, **caches})
+    names = [value.name for value in session.get_outputs()]
+    for name, moved in zip(names, found, strict=True):
+        before = caches[name.replace("present", "past")]
+        for slot in range(2):
+            length, nodes = past[slot], path[slot, : kept[slot]]
+            np.testing.assert_array_equal(moved[slot, :, :length], before[slot, :, :length])
+            np.testing.assert_array_equal(moved[slot, :, length : length + len(nodes)], before[slot][:, length + nodes])
