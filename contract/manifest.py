@@ -154,6 +154,10 @@ class _Method(_Strict, frozen=True):
         """Why a tree is none that this method can fill; None for one that it can."""
         raise NotImplementedError
 
+    def widths(self) -> tuple[int, ...]:
+        """T of every step it may ask for, that of the default tree first."""
+        return tuple(len(tree) for tree in self.token_trees())
+
 
 class _Ranked(_Method, frozen=True):
     """A way to propose by a model that knows several tokens at each depth.
@@ -267,11 +271,54 @@ class Hypothesis(_Chained, frozen=True, tag_field="name", tag="hypothesis"):
     """Speculation by a text given with the request, the output as somebody expects it. Chains only, as for Ngram."""
 
 
+class Lookahead(_Method, frozen=True, tag_field="name", tag="lookahead"):
+    """Speculation by Jacobi iteration in the target's own steps (lookahead decoding, arXiv 2402.02057).
+
+    A step runs the window, W columns by N - 1 levels of which the root is the first, beside the guesses. A request's
+    tree is its most guesses, chains of N - 1 tokens; where guesses are fewer or share their beginnings, steps take the
+    smallest width that holds them.
+
+    Attributes:
+        window: W, columns.
+        ngram: N, tokens of an n-gram; a guess is one without its first.
+        prompt_seeding: whether the pool starts with the prompt's n-grams.
+    """
+
+    window: Annotated[int, Meta(ge=1, le=MAX_NODES)]
+    ngram: Annotated[int, Meta(ge=2, le=32)]
+    prompt_seeding: bool
+
+    @property
+    def window_nodes(self) -> int:
+        """Nodes of the window, the root included."""
+        return self.window * (self.ngram - 1)
+
+    def misfit(self, tree: TokenTree) -> str | None:
+        """See :class:`_Method`."""
+        guesses = (len(tree) - 1) // (self.ngram - 1)
+        if tree.choices != guess_tree(guesses, self.ngram).choices:
+            return f"the one of {len(tree) - 1} draft tokens is not made of chains of {self.ngram - 1} off the root"
+        if self.window < self.ngram - 2:
+            return f"window {self.window}, with n-grams of {self.ngram}; the window fills only with {self.ngram - 2}"
+        if self.window_nodes + len(tree) - 1 > MAX_NODES:
+            return f"{self.window_nodes + len(tree) - 1} nodes a step, at most {MAX_NODES} are verified"
+        return None
+
+    def widths(self) -> tuple[int, ...]:
+        """See :class:`_Method`."""
+        return (*(self.window_nodes + len(tree) - 1 for tree in self.token_trees()), self.window_nodes)
+
+
+def guess_tree(guesses: int, ngram: int) -> TokenTree:
+    """G guesses of lookahead decoding: chains of N - 1 tokens off the root."""
+    return TokenTree.from_choices([(guess, *[0] * at) for guess in range(guesses) for at in range(ngram - 1)])
+
+
 Ranked = DraftModel | Medusa | MedusaDraft
 """Methods in which a model proposes; their trees may branch."""
 Lookup = Ngram | Suffix | Hypothesis
 """Methods that look in text, and need neither a model nor files."""
-Method = DraftModel | Medusa | MedusaDraft | Ngram | Suffix | Hypothesis
+Method = DraftModel | Medusa | MedusaDraft | Ngram | Suffix | Hypothesis | Lookahead
 HYPOTHESIS = "hypothesis"
 """The one method that proposes nothing unless a request brings something."""
 
@@ -443,7 +490,7 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
 
 
 def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:
-    """Nodes of a method's trees, which are checked to be trees that it can fill."""
+    """Widths of a method's steps; its trees are checked to be trees that it can fill."""
     if isinstance(method, Ngram) and method.prompt_lookup_min > method.prompt_lookup_max:
         raise BundleError(
             f"{path}: ngram: prompt_lookup_min is {method.prompt_lookup_min}, more than prompt_lookup_max, "
@@ -460,7 +507,7 @@ def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:
         sizes.add(len(tree))
         if (misfit := method.misfit(tree)) is not None:
             raise BundleError(f"{path}: {name}: trees: {misfit}")
-    return sizes
+    return set(method.widths())
 
 
 def file_entry(folder: Path, name: str) -> FileEntry:

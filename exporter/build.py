@@ -76,7 +76,9 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
     heads = _heads(options.medusa, target)
     max_seq_len = _max_seq_len(options, target)
     plan = methods.plan(options, _outline(options.medusa), _outline(options.draft_medusa), target.vocab_size)
-    widths = tuple(sorted({1, *(len(tree) for trees in plan.values() for tree in trees)}))
+    text_only = _text_only(options, plan, target.parameters)
+    verified = {len(tree) for trees in plan.values() for tree in trees}
+    widths = tuple(sorted({1, *verified, *(width for method in text_only for width in method.widths())}))
     caches = cache_buckets(max_seq_len, max(*widths, PREFILL_CHUNK))
     steps = (*((tokens, tokens) for tokens in widths), (PREFILL_CHUNK, 1))
     at = tuple(ShapePoint(1, tokens, cache, rows) for tokens, rows in steps for cache in caches)
@@ -106,7 +108,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         made.append(_export_draft(folder, draft, options, plan, vocab, caches, progress))
     if medusa is not None:
         made.append(medusa)
-    made += _lookups(options, plan)
+    made += text_only
 
     (folder / "tokenizer").mkdir()
     tokenizer.tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
@@ -184,7 +186,8 @@ def _medusa(options: BuildOptions, heads: MedusaHeads, plan: methods.Plan, vocab
     )
 
 
-def _lookups(options: BuildOptions, plan: methods.Plan) -> list[mf.Method]:
+def _text_only(options: BuildOptions, plan: methods.Plan, parameters: int) -> list[mf.Method]:
+    """The methods that need no model but the target."""
     made: list[mf.Method] = []
     if options.ngram:
         made.append(
@@ -204,6 +207,8 @@ def _lookups(options: BuildOptions, plan: methods.Plan) -> list[mf.Method]:
         )
     if options.hypothesis:
         made.append(mf.Hypothesis(trees=tuple(tree.choices for tree in plan["hypothesis"])))
+    if options.lookahead is not None:
+        made.append(methods.lookahead(options.lookahead, options.lookahead_seeding, parameters))
     return made
 
 

@@ -29,6 +29,9 @@ class BuildOptions:
         prompt_lookup_min: fewest.
         suffix: also propose by a suffix automaton.
         hypothesis: also verify texts that requests bring.
+        lookahead: also propose by lookahead decoding with these W, N and G: columns of the window, tokens of an n-gram,
+            and most guesses a step; or the name of a preset.
+        lookahead_seeding: start its pool with the prompt's n-grams.
         num_speculative_tokens: draft tokens a step of every method: of a chain, or of the tree of that size that suits
             the heads; None for 4, for none at all where trees are given, and for 8, 4 and 2 where text is looked up,
             after 16 for a hypothesis.
@@ -57,6 +60,8 @@ class BuildOptions:
     prompt_lookup_min: int = 2
     suffix: bool = False
     hypothesis: bool = False
+    lookahead: str | tuple[int, int, int] | None = None
+    lookahead_seeding: bool = True
     num_speculative_tokens: int | None = None
     speculative_choices: tuple[int, ...] = ()
     trees: tuple[str | Path | TokenTree, ...] = ()

@@ -157,7 +157,7 @@ def verify(
     for method in opened.manifest.methods:
         if isinstance(method, mf.DraftModel):
             steps["draft"] = partial(_draft, opened, method, given.get("draft"), texts)
-        elif not isinstance(method, mf.Lookup):  # what is looked up in text comes from no model
+        elif isinstance(method, mf.Medusa | mf.MedusaDraft):
             role = "target" if isinstance(method, mf.Medusa) else "draft"
             steps["medusa"] = partial(_heads, opened, method, role, given.get(role), medusa, texts)
     steps["speculation"] = lambda: _speculation(opened, texts, max_tokens, report)

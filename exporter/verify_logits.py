@@ -125,7 +125,7 @@ def _scale(logits: Array) -> float:
 
 def rounds(manifest: mf.Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
     """Texts, each with a number of draft tokens: every text and every width of a step at least once."""
-    sizes = sorted({len(tree) - 1 for method in manifest.methods for tree in method.token_trees()}) or [0]
+    sizes = sorted({width - 1 for method in manifest.methods for width in method.widths()}) or [0]
     return _paired(texts, sizes)
 
 

@@ -334,13 +334,14 @@ class Engine:
 
     def _verify(self, view: SlotView, proposal: Proposal | None) -> dict[str, Array]:
         """What the target says at the root and at every draft token of the tree; rows go into its cache."""
-        tree = proposal.tree if proposal is not None else _ROOT
+        step = None if proposal is None else proposal.window or proposal
+        tree = step.tree if step is not None else _ROOT
         past = len(view.tokens) - 1
         self._target.reserve(past + len(tree))
         given = self._target.inputs(len(tree), len(tree))
         given[tensors.INPUT_IDS][view.slot, 0] = view.tokens[-1]
-        if proposal is not None:
-            given[tensors.INPUT_IDS][view.slot, 1:] = proposal.tokens
+        if step is not None:
+            given[tensors.INPUT_IDS][view.slot, 1:] = step.tokens
         given[tensors.POSITION_IDS][view.slot] = self._positions(past, tree)
         given[tensors.TREE_MASK][view.slot] = tree.mask
         given[tensors.PAST_LENGTH][view.slot] = past
@@ -387,6 +388,7 @@ def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: Sl
     tree, drafted, q = (
         (_ROOT, np.empty(0, np.int64), None) if proposal is None else (proposal.tree, proposal.tokens, proposal.q)
     )
+    logits = logits[: len(tree)]
     if view.params.acceptance == "relaxed":
         return accept_relaxed(logits, tree, drafted, view.params, view.random.random())
     if view.params.greedy:

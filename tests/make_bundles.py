@@ -66,6 +66,7 @@ class Recipe:
         trees: what they fill.
         lookups: the ways to look text up.
         lowering: which operators the graphs are made of.
+        lookahead: W, N and G.
     """
 
     family: str
@@ -77,6 +78,7 @@ class Recipe:
     trees: tuple[TokenTree, ...] = ()
     lookups: tuple[str, ...] = ()
     lowering: LoweredAs = "native"
+    lookahead: tuple[int, int, int] | None = None
 
 
 HEADS = 3
@@ -94,6 +96,8 @@ RECIPES = {
     "qwen3-medusa-draft": Recipe("qwen3", "equal", (3,), 6, heads="draft"),
     "gpt2-tree": Recipe("gpt2", "near", trees=(_SPINE,), choices=(2,)),
     "qwen3-lookup": Recipe("qwen3", "equal", lookups=("ngram", "suffix", "hypothesis")),
+    "qwen3-lookahead": Recipe("qwen3", None, lookahead=(5, 4, 4)),
+    "dice-lookahead": Recipe("llama", None, config=_DICE, lookahead=(3, 3, 3)),
     **{f"dice-{draft}": Recipe("llama", draft, (1, 3), 5, _DICE) for draft in ("equal", "near", "bad")},
     "dice-tree": Recipe("llama", "near", config=_DICE, trees=(_SPINE,)),
     "dice-medusa": Recipe("llama", None, config=_DICE, heads="target", trees=(_BUSHY,)),
@@ -137,6 +141,7 @@ def make(name: str, root: Path) -> Path:
                     prompt_lookup_min=1 if recipe.config else 2,
                     suffix="suffix" in recipe.lookups,
                     hypothesis="hypothesis" in recipe.lookups,
+                    lookahead=recipe.lookahead,
                     lowering=recipe.lowering,
                     draft_precision="fp32",  # where the draft is the target, everything must be accepted
                 )
@@ -145,7 +150,7 @@ def make(name: str, root: Path) -> Path:
 
 
 def _target(recipe: Recipe, root: Path) -> Path:
-    calm = (recipe.heads is not None or bool(recipe.lookups)) and not recipe.config
+    calm = bool(recipe.heads or recipe.lookups or recipe.lookahead) and not recipe.config
     folder = root / "checkpoints" / (recipe.family + ("-dice" if recipe.config else "-calm" if calm else ""))
     return folder if folder.exists() else make_checkpoint(folder, recipe.family, calm=calm, **recipe.config)
 

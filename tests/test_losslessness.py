@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float32]
 
 GREEDY_BUNDLES = ("llama-near", "qwen3-bad", "gemma2-equal", "gpt2-near")
 TREE_BUNDLES = ("qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree")
-LOOKUP_BUNDLES = ("qwen3-lookup",)
+LOOKUP_BUNDLES = ("qwen3-lookup", "qwen3-lookahead")
 PORTABLE_BUNDLES = tuple(f"{name}-portable" for name in ("llama-near", "gemma2-equal", *TREE_BUNDLES))
 
 # --- greedy -----------------------------------------------------------------------------------------------------------
@@ -133,6 +133,8 @@ ENGINE_SETTINGS = (
     Setting("ngram", 1, SamplingParams(top_p=0.9)),
     Setting("suffix", 5, SamplingParams()),
     Setting("suffix", 3, SamplingParams(temperature=0.7, top_k=8)),
+    Setting("lookahead", 6, SamplingParams(temperature=0.9)),
+    Setting("lookahead", 2, SamplingParams(top_k=6)),
     Setting("hypothesis", 5, SamplingParams(temperature=0.9), hypothesis=(8, 5, 8, 5, 8, 5)),
     Setting("hypothesis", 1, SamplingParams(top_p=0.9), hypothesis=(3, 8, 11, 8)),
 )

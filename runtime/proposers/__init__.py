@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from specexport.contract.manifest import DraftModel, Hypothesis, Medusa, Method, Ngram, Suffix
+from specexport.contract.manifest import DraftModel, Hypothesis, Lookahead, Medusa, Method, Ngram, Suffix
 from specexport.runtime.backend import candidates_buffers, open_graph, propose_buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposers.base import Proposal, Proposer, SlotView
 from specexport.runtime.proposers.draft_model import DraftModelProposer
 from specexport.runtime.proposers.hypothesis import HypothesisProposer
+from specexport.runtime.proposers.lookahead import LookaheadProposer
 from specexport.runtime.proposers.medusa import MedusaProposer
 from specexport.runtime.proposers.medusa_draft import MedusaDraftProposer
 from specexport.runtime.proposers.ngram import NgramProposer
@@ -38,6 +39,8 @@ def open_proposer(
         return SuffixProposer(method, OutputStore(suffix_store_tokens) if suffix_store_tokens else None)
     if isinstance(method, Hypothesis):
         return HypothesisProposer(method)
+    if isinstance(method, Lookahead):
+        return LookaheadProposer(method)
     if isinstance(method, Medusa):
         return MedusaProposer()
     if isinstance(method, DraftModel):

@@ -37,6 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hypothesis", action="store_true", help="verify texts that requests give up front (run --hypothesis)"
     )
     parser.add_argument(
+        "--lookahead",
+        nargs="?",
+        const="cpu",
+        type=_lookahead,
+        metavar="W,N,G",
+        help="lookahead decoding: columns of the window, tokens of an n-gram, guesses a step; or gpu for the paper's "
+        "sizes (alone: 4,3,4, for CPUs)",
+    )
+    parser.add_argument(
+        "--no-lookahead-seeding", action="store_true", help="do not start --lookahead's pool with the prompt's n-grams"
+    )
+    parser.add_argument(
         "--num-speculative-tokens",
         type=_draft_tokens,
         metavar="K[,K...]",
@@ -86,6 +98,16 @@ def _draft_tokens(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number or several with commas between") from None
 
 
+def _lookahead(text: str) -> str | tuple[int, int, int]:
+    if "," not in text:
+        return text
+    try:
+        window, ngram, guesses = (int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither W,N,G nor a preset") from None
+    return window, ngram, guesses
+
+
 def exporter() -> types.ModuleType:
     """The exporter, or an error that names the extra it needs.
 
@@ -117,6 +139,8 @@ def main(arguments: argparse.Namespace) -> int:
     }
     if lookup and not arguments.ngram:
         raise BuildError(f"--{next(iter(lookup)).replace('_', '-')} was given without --ngram, which it is for")
+    if arguments.no_lookahead_seeding and arguments.lookahead is None:
+        raise BuildError("--no-lookahead-seeding was given without --lookahead, which it is for")
     module = exporter()
     wanted = arguments.num_speculative_tokens or (None,)
     options = module.BuildOptions(
@@ -128,6 +152,8 @@ def main(arguments: argparse.Namespace) -> int:
         ngram=arguments.ngram,
         suffix=arguments.suffix,
         hypothesis=arguments.hypothesis,
+        lookahead=arguments.lookahead,
+        lookahead_seeding=not arguments.no_lookahead_seeding,
         **lookup,
         num_speculative_tokens=wanted[0],
         speculative_choices=wanted[1:],

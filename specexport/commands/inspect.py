@@ -13,6 +13,7 @@ from rich.table import Table
 from specexport.commands.draw import svg, terminal_tree
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import (
+    Lookahead,
     Lookup,
     Manifest,
     Medusa,
@@ -121,8 +122,9 @@ def summary(folder: Path, manifest: Manifest) -> RenderableType:
 def _speculation(method: Method) -> str:
     tree, *others = method.token_trees()
     shape = "in a chain" if tree.is_chain else f"in a tree of depth {tree.depth}"
-    most = "up to " if isinstance(method, Lookup) else ""
-    text = f"{_by(method)}: {most}{len(tree) - 1} draft tokens a step {shape}, verified {len(tree)} at a time; lossless"
+    most = "up to " if isinstance(method, Lookup | Lookahead) else ""
+    width = method.widths()[0]
+    text = f"{_by(method)}: {most}{len(tree) - 1} draft tokens a step {shape}, verified {width} at a time; lossless"
     return text + (f"; requests may choose {_list(sorted(len(other) - 1 for other in others))}" if others else "")
 
 
@@ -136,6 +138,9 @@ def _by(method: Method) -> str:
     if isinstance(method, Suffix):
         least = f"down to probability {method.min_token_prob:g}"
         return f"suffix, at most {method.max_spec_factor:g} a matched token, {least}"
+    if isinstance(method, Lookahead):
+        seeded = ", seeded from the prompt" if method.prompt_seeding else ""
+        return f"lookahead, window {method.window}, n-grams of {method.ngram}{seeded}"
     return method_name(method)
 
 
