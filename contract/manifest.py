@@ -13,11 +13,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from specexport.contract.engines import Backend, Engine, ProgramGraph
 from specexport.contract.errors import BundleError, SpecExportError
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import MAX_NODES, TokenTree
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST_NAME = "specexport.json"
 _MAX_MANIFEST_BYTES = 16 << 20
 _MAX_CACHE_BYTES = 1 << 40
@@ -119,6 +120,7 @@ class Model(_Strict, frozen=True):
         cache: one entry a layer.
         weights: the weights file, shared by all its graphs.
         graph: a step graph for a target, a propose graph for a draft.
+        engines: that graph, compiled for devices.
     """
 
     family: str
@@ -130,6 +132,7 @@ class Model(_Strict, frozen=True):
     cache: tuple[CacheLayer, ...]
     weights: str
     graph: Graph
+    engines: tuple[Engine, ...] = ()
 
 
 Choices = Annotated[tuple[tuple[Annotated[int, Meta(ge=0, lt=MAX_NODES)], ...], ...], Meta(max_length=MAX_NODES)]
@@ -363,7 +366,7 @@ class Manifest(_Strict, frozen=True):
         specexport_version: that wrote the bundle.
         created: ISO 8601, UTC.
         built_with: versions of the libraries that matter.
-        backend: what runs the graphs.
+        backend: what the bundle is meant to run on. Whatever that is, its ONNX graphs are there too.
         lowering: which operators they are made of.
         max_seq_len: longest sequence (prompt and output), in tokens.
         prefill_chunk: tokens a prefill step takes.
@@ -373,13 +376,14 @@ class Manifest(_Strict, frozen=True):
         tokenizer: shared by target and draft.
         generation: sampling defaults.
         files: every file but this one.
+        program: the step program's own graphs, for backends that keep a step on the device.
     """
 
     format_version: int
     specexport_version: str
     created: str
     built_with: dict[str, str]
-    backend: Literal["onnxruntime"]
+    backend: Backend
     lowering: LoweredAs
     max_seq_len: Size
     prefill_chunk: Size
@@ -389,12 +393,19 @@ class Manifest(_Strict, frozen=True):
     tokenizer: TokenizerInfo
     generation: GenerationDefaults
     files: tuple[FileEntry, ...]
+    program: tuple[ProgramGraph, ...] = ()
 
     @property
     def models(self) -> dict[str, Model]:
         """Every model by its role: ``target``, and ``draft`` where there is one."""
         drafts = [method.draft for method in self.methods if isinstance(method, DraftModel | MedusaDraft)]
         return {"target": self.target} | ({"draft": drafts[0]} if drafts else {})
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """Every engine: the models', then the step program's."""
+        holders = (*self.models.values(), *self.program)
+        return tuple(engine for holder in holders for engine in holder.engines)
 
     def method(self, name: str) -> Method | None:
         """The method of a name, if the bundle has it."""
@@ -459,6 +470,8 @@ def _check_references(path: Path, manifest: Manifest) -> None:
     used = [manifest.tokenizer.file, *([manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else [])]
     for model in manifest.models.values():
         used += [model.weights, model.graph.master, *(p.file for p in model.graph.points)]
+    used += [graph.file for graph in manifest.program]
+    used += [name for engine in manifest.engines for name in (engine.file, engine.source)]
     for name in used:
         if name not in listed:
             raise BundleError(f"{path}: {name!r} is used but not listed under files; build the bundle again")
@@ -477,6 +490,8 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
         points = [graph.point for graph in model.graph.points]
         width = sum(layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
         size = 4 * width * max((point.batch * point.cache for point in points), default=0)
+        if not all(point.cache for point in points):
+            raise BundleError(f"{path}: a shape point of the {role} has no cache rows; build the bundle again")
         if size > _MAX_CACHE_BYTES:
             raise BundleError(f"{path}: the {role}'s cache would take {size} bytes; refusing to load it")
         steps = {(tokens, tokens) for tokens in verified} if role == "target" else set()
@@ -487,6 +502,14 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
             raise BundleError(
                 f"{path}: no shape point of the {role} has {min(missing)[0]} tokens; build the bundle again"
             )
+        caches, propose = {(point.batch, point.cache) for point in points}, any(point.drafts for point in points)
+        for engine in model.engines:
+            for profile in engine.profiles:
+                if (profile.batch, profile.cache) not in caches or bool(profile.drafts) != propose:
+                    raise BundleError(
+                        f"{path}: engine {engine.file}: no shape point of the {role} is like its profile {profile}; "
+                        "compile the bundle again"
+                    )
 
 
 def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:

@@ -21,7 +21,7 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
     Attributes:
         batch: slots, ``B``.
         tokens: query tokens a slot, ``T``.
-        cache: cache rows a slot, ``S``.
+        cache: cache rows a slot, ``S``; 0 for a graph of the step program that sees no cache.
         rows: rows of logits or candidates a step graph computes, ``R``: all in a decode or verify step, one in a
             prefill chunk. 0 for a propose graph, which always looks at one.
         drafts: tokens a propose graph drafts, ``K``; 0 for a step graph.
@@ -29,7 +29,7 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
 
     batch: Annotated[int, Meta(ge=1, le=2**12)]
     tokens: Annotated[int, Meta(ge=1, le=2**16)]
-    cache: Annotated[int, Meta(ge=1, le=2**24)]
+    cache: Annotated[int, Meta(ge=0, le=2**24)]
     rows: Annotated[int, Meta(ge=0, le=2**16)] = 0
     drafts: Annotated[int, Meta(ge=0, le=32)] = 0
 

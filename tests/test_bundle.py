@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from specexport.contract.errors import BuildError
-from specexport.contract.manifest import MANIFEST_NAME, check_files, read_manifest, write_manifest
+from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, check_files, read_manifest, write_manifest
 from specexport.runtime import BundleError, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 
 Document = dict[str, Any]
+CURRENT = b'{"format_version": %d' % FORMAT_VERSION
 
 
 @pytest.fixture
@@ -169,10 +170,10 @@ def test_what_is_no_tokenizer_is_named(copy: Path) -> None:
 # --- the manifest -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [3, 99, 10**30])
+@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 99, 10**30])
 def test_a_newer_format_is_refused_whatever_else_it_says(copy: Path, version: int) -> None:
     (copy / MANIFEST_NAME).write_text(json.dumps({"format_version": version, "new": {}}), encoding="utf-8")
-    refused(copy, f"format version {version} is newer than 2", "upgrade")
+    refused(copy, f"format version {version} is newer than {FORMAT_VERSION}", "upgrade")
 
 
 @pytest.mark.parametrize(
@@ -183,13 +184,13 @@ def test_a_newer_format_is_refused_whatever_else_it_says(copy: Path, version: in
         (b"not json", "malformed"),
         (b"[]", "Expected `object`, got `array`"),
         (b"{}", "format_version"),
-        (b'{"format_version": 1}', "format version 1 is older than 2"),
-        (b'{"format_version": 2}', "missing required field"),
+        (b'{"format_version": 1}', f"format version 1 is older than {FORMAT_VERSION}"),
+        (CURRENT + b"}", "missing required field"),
         (b'{"format_version": 0}', "format_version"),
         (b'{"format_version": "1"}', "format_version"),
         (b'{"format_version": true}', "format_version"),
-        (b'{"format_version": 2, "x": "\xff"}', "x"),
-        (b'{"format_version": 2, "x": ' + b"[" * 100_000, "recursion"),
+        (CURRENT + b', "x": "\xff"}', "x"),
+        (CURRENT + b', "x": ' + b"[" * 100_000, "recursion"),
         (b" " * (17 << 20), "bytes; a manifest has at most"),
     ],
     ids=lambda value: str(value[:24]) if isinstance(value, bytes) else None,
@@ -293,6 +294,53 @@ def test_huge_dimensions_are_refused_before_memory_is_taken(copy: Path, place: s
 
     rewritten(copy, put)
     refused(copy, MANIFEST_NAME, place.rpartition(".")[2])
+
+
+def compiled(document: Document, **changes: Any) -> Document:
+    """Lists an engine of the target, compiled for its first shape point; the files are others of the bundle."""
+    target = document["target"]
+    engine: Document = {
+        "file": target["weights"],
+        "source": target["graph"]["master"],
+        "runtime": "tensorrt-rtx",
+        "version": "1.7.1.116",
+        "compute_capabilities": ["8.6", "8.9"],
+        "compute": "fp16",
+        "profiles": [target["graph"]["points"][0]["point"]],
+    }
+    target["engines"] = [engine | changes]
+    return engine
+
+
+def test_an_engine_says_what_it_runs_on(copy: Path) -> None:
+    rewritten(copy, compiled)
+    (engine,) = read_manifest(copy).engines
+    assert engine.runs_on((8, 6)) and engine.runs_on((8, 9))
+    assert not engine.runs_on((8, 0)) and not engine.runs_on((12, 0))
+    rewritten(copy, lambda document: compiled(document, hardware_compatible=True))
+    (engine,) = read_manifest(copy).engines
+    assert engine.runs_on((12, 0)) and not engine.runs_on((8, 0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"runtime": "onnxruntime"}, "runtime"),
+        ({"compute": "int8"}, "compute"),
+        ({"compute_capabilities": []}, "compute_capabilities"),
+        ({"compute_capabilities": ["sm_89"]}, "compute_capabilities"),
+        ({"profiles": []}, "profiles"),
+        ({"file": "target/elsewhere.engine"}, "'target/elsewhere.engine' is used but not listed"),
+        ({"source": "target/elsewhere.onnx"}, "'target/elsewhere.onnx' is used but not listed"),
+        ({"surprise": 1}, "unknown field `surprise`"),
+        ({"profiles": [{"batch": 1, "tokens": 4, "cache": 0, "rows": 4}]}, "no shape point of the target is like"),
+        ({"profiles": [{"batch": 1, "tokens": 4, "cache": 2**24, "rows": 4}]}, "no shape point of the target is like"),
+        ({"profiles": [{"batch": 1, "tokens": 2, "cache": 256, "drafts": 4}]}, "no shape point of the target is like"),
+    ],
+)
+def test_engines_that_cannot_be_right_are_refused(copy: Path, changes: Document, reason: str) -> None:
+    rewritten(copy, lambda document: compiled(document, **changes))
+    refused(copy, MANIFEST_NAME, reason)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

@@ -1,0 +1,116 @@
+"""The manifest's part on compiled engines: what was built, for which devices, and the step program's own graphs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from specexport.contract.shapes import ShapePoint
+
+Backend = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+"""What a bundle is meant to run on."""
+EngineRuntime = Literal["tensorrt", "tensorrt-rtx"]
+"""The libraries that compile engines and run them; neither runs the other's."""
+ComputedIn = Literal["fp32", "fp16", "bf16"]
+Capability = Annotated[str, Meta(pattern="^[1-9][0-9]?[.][0-9]$")]
+"""A CUDA compute capability, such as ``8.9``."""
+_Width = Annotated[int, Meta(ge=1, le=2**24)]
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class Engine(_Strict, frozen=True, kw_only=True):
+    """One graph, compiled for some devices.
+
+    Inputs and outputs are those of the ONNX graph by the same names, of the same types but for the KV cache, which is
+    of type ``compute``. Lowered natively, ``present_*`` must be bound to the memory of ``past_*``.
+
+    Attributes:
+        file: the serialized engine.
+        source: the ONNX file it was compiled from. It is derived from the master: fixed dimensions, a draft's loop
+            unrolled, and activations of type ``compute``.
+        runtime: the library that runs it.
+        version: of that library, as it calls itself.
+        compute_capabilities: the devices it was compiled for.
+        hardware_compatible: it also runs on every device of a higher capability than the lowest of these.
+        version_compatible: it also runs on later versions of the library with the same major number.
+        stripped: it holds no weights; those of ``source`` have to be put in when it is loaded.
+        compute: what activations and the KV cache are.
+        profiles: the shapes it runs at, in the order of its optimization profiles, each with min = opt = max. All
+            drafts of an engine's profiles are the same number; a prefill chunk of a propose graph is drafted behind
+            too, and what is drafted there is not read.
+    """
+
+    file: str
+    source: str
+    runtime: EngineRuntime
+    version: str
+    compute_capabilities: Annotated[tuple[Capability, ...], Meta(min_length=1, max_length=32)]
+    hardware_compatible: bool = False
+    version_compatible: bool = False
+    stripped: bool = False
+    compute: ComputedIn
+    profiles: Annotated[tuple[ShapePoint, ...], Meta(min_length=1, max_length=4096)]
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether it was compiled for a device of this compute capability."""
+        built_for = [tuple(map(int, text.split("."))) for text in self.compute_capabilities]
+        return capability in built_for or (self.hardware_compatible and capability >= min(built_for))
+
+
+class _ProgramGraph(_Strict, frozen=True, kw_only=True):
+    """A graph without weights that keeps a step on the device between those of the models.
+
+    Attributes:
+        file: its ONNX graph, with symbolic dimensions.
+        engines: that graph, compiled.
+    """
+
+    file: str
+    engines: tuple[Engine, ...] = ()
+
+
+class Accept(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="accept"):
+    """Which draft tokens stay, and the bonus token (``graphs/accept.py``). In a profile, ``tokens`` is N.
+
+    Attributes:
+        rule: greedy and lossless acceptance, or typical acceptance.
+        candidates: M, tokens that q gives probability to; 1 where tokens are chosen without drawing. Typical
+            acceptance, which takes no q, has 1.
+        max_children: most children a node of a tree may have.
+    """
+
+    rule: Literal["lossless", "typical"]
+    candidates: _Width
+    max_children: _Width
+
+
+class Fill(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="fill"):
+    """The tokens of a draft model's tree and q of each, from what was drafted.
+
+    In a profile, ``tokens`` is N and ``drafts`` is K. Chains need none: a chain's tokens are the draft's.
+
+    Attributes:
+        candidates: M.
+    """
+
+    candidates: _Width
+
+
+class Commit(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="commit"):
+    """Moves the cache rows of an accepted path of a branching tree together.
+
+    In a profile, ``tokens`` is N and ``cache`` is S. For models lowered natively; chains need none.
+
+    Attributes:
+        model: whose cache: ``target``.
+    """
+
+    model: Literal["target"]
+
+
+ProgramGraph = Accept | Fill | Commit
