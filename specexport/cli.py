@@ -1,4 +1,4 @@
-"""The command line: ``specexport build | run | inspect | verify | train | tune | demo``."""
+"""The command line: ``specexport build | run | inspect | verify | bench | suggest | train | tune | demo``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from specexport import __version__
-from specexport.commands import build, demo, inspect, run, train, tune, verify
+from specexport.commands import bench, build, demo, inspect, run, suggest, train, tune, verify
 from specexport.contract.errors import SpecExportError
 
-_COMMANDS = (build, run, inspect, verify, train, tune, demo)
+_COMMANDS = (build, run, inspect, verify, bench, suggest, train, tune, demo)
 
 
 def parser() -> argparse.ArgumentParser:
