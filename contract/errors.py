@@ -25,3 +25,23 @@ class RequestError(SpecExportError, ValueError):
 
 class BackendError(SpecExportError):
     """An inference backend is missing or refused to run a graph."""
+
+
+class QueueFullError(SpecExportError):
+    """More requests wait than may.
+
+    Attributes:
+        retry_after: seconds after which there may be a place.
+    """
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineError(SpecExportError):
+    """A request was not done when its time was up."""
+
+
+class ClosedError(SpecExportError):
+    """An engine that shuts down takes no request, or ended one."""

@@ -68,7 +68,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
     progress("loading the target", 1, 1)
     draft_path = None
     if options.draft is not None:
-        from specexport.exporter.checkpoint import locate
+        from specexport.exporter.locate import locate
 
         draft_path = locate(options.draft)
         require_same_tokenizer(tokenizer.tokenizer, load_tokenizer(draft_path).tokenizer, target.path, draft_path)

@@ -13,11 +13,10 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from specexport.contract.errors import BuildError
+from specexport.exporter.locate import locate
 from specexport.exporter.trace import CacheShape, quiet
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, lowering, sample_masks
 from specexport.graphs.rotary import freeze_frequencies
-
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 
 
 @dataclass(frozen=True)
@@ -50,33 +49,6 @@ class Checkpoint:
     parameters: int
     eos_token_ids: tuple[int, ...]
     generation: dict[str, float] = field(default_factory=dict)
-
-
-def locate(source: str) -> Path:
-    """The local folder of a checkpoint; a hub id is downloaded into the hub's own cache.
-
-    Raises:
-        BuildError: it is neither a folder with a ``config.json`` and safetensors nor a reachable hub id.
-    """
-    path = Path(source).expanduser()
-    if not path.is_dir():
-        if path.exists() or source.count("/") != 1 or source.startswith((".", "/", "~")):
-            raise BuildError(f"{source}: no such folder; expected a Hugging Face model folder or a hub id (owner/name)")
-        from huggingface_hub import snapshot_download
-
-        try:
-            path = Path(snapshot_download(source, allow_patterns=_HUB_FILES))
-        except Exception as error:  # the hub client raises a dozen unrelated types
-            raise BuildError(f"{source}: not a local folder, and the hub could not provide it: {error}") from error
-    if not (path / "config.json").is_file():
-        raise BuildError(f"{path}: no config.json; expected a Hugging Face model folder")
-    if not any(path.glob("*.safetensors")):
-        found = ", ".join(sorted(p.name for p in path.glob("*.bin"))) or "no weights"
-        raise BuildError(
-            f"{path}: found {found}, expected *.safetensors. Pickled weights are not read, as they can run code; "
-            "convert them with model.save_pretrained(..., safe_serialization=True) where you trust them"
-        )
-    return path
 
 
 def load_checkpoint(source: str) -> Checkpoint:

@@ -16,7 +16,7 @@ from rich.text import Text
 from specexport.contract import manifest as mf
 from specexport.contract.errors import BuildError, RequestError, SpecExportError
 from specexport.exporter import verify_logits as logits
-from specexport.exporter.checkpoint import locate
+from specexport.exporter.locate import locate
 from specexport.exporter.verify_graphs import check_graphs
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle

@@ -8,6 +8,7 @@
 
 from specexport.contract.errors import BackendError, BundleError, RequestError, SpecExportError
 from specexport.runtime.engine import Engine
+from specexport.runtime.logprobs import TokenLogprobs
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.stats import Stats
 from specexport.runtime.stream import Chunk, Completion, Stream
@@ -23,4 +24,5 @@ __all__ = [
     "SpecExportError",
     "Stats",
     "Stream",
+    "TokenLogprobs",
 ]

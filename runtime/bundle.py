@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from specexport.contract.errors import BundleError
 from specexport.contract.manifest import Manifest, check_files, read_manifest
+from specexport.runtime.chat import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -54,3 +55,14 @@ class Bundle:
             return Tokenizer.from_file(str(path))
         except Exception as error:  # the tokenizers library raises bare Exception
             raise BundleError(f"{path}: not a tokenizer: {error}; build the bundle again") from error
+
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's chat template, if it has one."""
+        info = self.manifest.tokenizer
+        if info.chat_template is None:
+            return None
+        path = self.file(info.chat_template)
+        try:
+            return ChatTemplate(path.read_text(encoding="utf-8"), info.special_tokens)
+        except UnicodeDecodeError as error:
+            raise BundleError(f"{path}: not text: {error}; build the bundle again") from error

@@ -20,10 +20,11 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Graph, open_graph, step_buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.hypothesis import Unverified, check_hypothesis, continuation, taken_as_it_is
+from specexport.runtime.logprobs import token_logprobs
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposers import Proposal, Proposer, SlotView, open_proposer
 from specexport.runtime.sampling import accept_greedy, accept_relaxed, accept_sampled, accept_typical
-from specexport.runtime.stream import Chunk, Completion, FinishReason, Stream
+from specexport.runtime.stream import Chunk, Completion, FinishReason, Stream, completed
 from specexport.runtime.text import TextStream
 
 _ROOT = TokenTree.chain(1)
@@ -54,12 +55,14 @@ class Engine:
     Attributes:
         manifest: the bundle's.
         tokenizer: the bundle's.
+        chat_template: the model's, or None.
         speculations: the loaded ways to propose, by the name of their method, the default first.
     """
 
     def __init__(self, bundle: Bundle, target: Graph, speculations: Mapping[str, Speculation]) -> None:
         self.manifest: Manifest = bundle.manifest
         self.tokenizer = bundle.tokenizer()
+        self.chat_template = bundle.chat_template()
         self._target = target
         self.speculations = dict(speculations)
         self._slot = threading.Lock()
@@ -180,6 +183,8 @@ class Engine:
         if self._closed:
             raise RequestError("the engine is closed; load the bundle again")
         params = params or self.defaults()
+        if params.n != 1:
+            raise RequestError(f"n is {params.n}; a stream is one output: start several, or use LLM")
         tokens = self.encode(prompt)
         limit = self.manifest.max_seq_len
         if len(tokens) >= limit and params.max_tokens:
@@ -202,7 +207,14 @@ class Engine:
         expected = continuation(self, prompt, hypothesis)
         if taken_as_it_is(params, hypothesis_entropy):
             room = min(params.max_tokens, limit - len(tokens))
-            return Stream(Unverified(self.tokenizer, room), tokens, params, None, _ROOT, expected)
+            return Stream(
+                Unverified(self.tokenizer, self.manifest.tokenizer.eos_token_ids, room),
+                tokens,
+                params,
+                None,
+                _ROOT,
+                expected,
+            )
         return Stream(self, tokens, params, chosen, tree, expected)
 
     def _choose(self, method: str | None, draft_tokens: int | None) -> tuple[str | None, TokenTree]:
@@ -239,20 +251,17 @@ class Engine:
         hypothesis_entropy: float | None = None,
     ) -> Completion:
         """Runs a request to its end; see :meth:`stream`."""
-        with self.stream(
-            prompt,
-            params,
-            speculation=speculation,
-            method=method,
-            num_speculative_tokens=num_speculative_tokens,
-            hypothesis=hypothesis,
-            hypothesis_entropy=hypothesis_entropy,
-        ) as stream:
-            chunks = list(stream)
-        reason = chunks[-1].finish_reason
-        assert reason is not None
-        text = "".join(chunk.text for chunk in chunks)
-        return Completion(text, tuple(t for chunk in chunks for t in chunk.token_ids), reason, stream.stats)
+        return completed(
+            self.stream(
+                prompt,
+                params,
+                speculation=speculation,
+                method=method,
+                num_speculative_tokens=num_speculative_tokens,
+                hypothesis=hypothesis,
+                hypothesis_entropy=hypothesis_entropy,
+            )
+        )
 
     def _warm_up(self) -> None:
         """Runs a plain step and one of each method, so that the first request does not pay for buffers and pages."""
@@ -292,6 +301,11 @@ class Engine:
                 new = [*(int(proposal.tokens[node - 1]) for node in path), bonus] if proposal else [bonus]
                 self._target.commit(view.slot, len(tokens) - 1, [0, *path])
                 new, piece, reason = self._commit(stream, new[:room], text)
+                said = (
+                    token_logprobs(outputs[tensors.LOGITS][view.slot], [0, *path], new, params.logprobs)
+                    if params.logprobs is not None
+                    else ()
+                )
                 room -= len(new)
                 if reason is None and room == 0:
                     reason = "length"
@@ -308,7 +322,7 @@ class Engine:
                 stats.host += end - decided
                 stats.first_token = stats.first_token or end - began - paused
                 stats.total = end - began - paused
-                yield Chunk(piece, tuple(new), reason)
+                yield Chunk(piece, tuple(new), reason, said)
                 paused += time.perf_counter() - end
             if stats.steps == 0 or reason is None:
                 yield Chunk(text.finish(), (), reason or "cancelled")
@@ -353,7 +367,9 @@ class Engine:
 
     def _commit(self, stream: Stream, new: list[int], text: TextStream) -> tuple[list[int], str, FinishReason | None]:
         """Adds tokens up to an end of text or a stop text: those kept, their text, and why the output ends if so."""
-        ends = () if stream.params.ignore_eos else self.manifest.tokenizer.eos_token_ids
+        ends = stream.params.stop_token_ids
+        if not stream.params.ignore_eos:
+            ends += self.manifest.tokenizer.eos_token_ids
         piece = ""
         for count, token in enumerate(new, start=1):
             stream.tokens.append(token)

@@ -69,8 +69,11 @@ def continuation(engine: _Encoder, prompt: str | Sequence[int], text: str | Sequ
 
 
 def taken_as_it_is(params: SamplingParams, entropy: float | None) -> bool:
-    """Whether a hypothesis is sure enough to be the output without the model (arXiv 2603.11243, stage 1)."""
-    gate = params.entropy_threshold if params.acceptance == "relaxed" else None
+    """Whether a hypothesis is sure enough to be the output without the model (arXiv 2603.11243, stage 1).
+
+    Log-probabilities only the model can give, so that a request for some is verified.
+    """
+    gate = params.entropy_threshold if params.acceptance == "relaxed" and params.logprobs is None else None
     return gate is not None and entropy is not None and entropy < gate
 
 
@@ -79,11 +82,13 @@ class Unverified:
 
     Args:
         tokenizer: the bundle's.
+        eos: tokens that end a text.
         room: most tokens of output.
     """
 
-    def __init__(self, tokenizer: Tokenizer, room: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos: Sequence[int], room: int) -> None:
         self._tokenizer = tokenizer
+        self._eos = tuple(eos)
         self._room = room
 
     def _acquire(self, stream: Stream) -> None:
@@ -95,16 +100,20 @@ class Unverified:
     def _run(self, stream: Stream) -> Iterator[Chunk]:
         """The whole output as one chunk."""
         began = time.perf_counter()
-        text, piece, taken = TextStream(self._tokenizer, stream.params.stop), "", []
+        params = stream.params
+        ends = (*params.stop_token_ids, *(() if params.ignore_eos else self._eos))
+        text, piece, taken = TextStream(self._tokenizer, params.stop), "", []
+        ended = False
         for token in stream.hypothesis[: self._room]:
             taken.append(token)
-            piece += text.push(token)
-            if text.stopped:
+            ended = token in ends
+            piece += "" if ended else text.push(token)
+            if ended := ended or text.stopped:
                 break
         piece += text.finish()
         stream.tokens += taken
         stats = stream.stats
         stats.output_tokens = len(taken)
         stats.total = stats.first_token = time.perf_counter() - began
-        cut = len(taken) < len(stream.hypothesis) and not text.stopped
+        cut = len(taken) < len(stream.hypothesis) and not ended
         yield Chunk(piece, tuple(taken), "length" if cut else "stop")

@@ -9,6 +9,8 @@ from typing import Literal
 
 from specexport.contract.errors import RequestError
 
+MAX_LOGPROBS = 20
+"""Most alternatives a request may ask the log-probabilities of, a token."""
 _GREEDY_BELOW = 1e-5
 """Temperatures this low would overflow what they divide."""
 
@@ -28,6 +30,10 @@ class SamplingParams:
         min_p: drop tokens less probable than this fraction of the most probable one; 0 keeps all.
         seed: makes the text reproducible on the same bundle and machine; None draws a fresh one.
         stop: texts that end the output; they are not part of it.
+        stop_token_ids: tokens that end the output as an end-of-text token does: its last token, not in its text.
+        n: outputs for one prompt. A stream is one output; ``LLM`` and the server make several.
+        logprobs: with each token give its log-probability and those of this many most probable tokens; 0 gives its own
+            alone, None nothing. They are the target's own, before temperature and filters.
         ignore_eos: go on past end-of-text tokens, as benchmarks do.
         acceptance: ``lossless``, or ``typical``: a draft token stays if it is likely enough, so more are accepted and
             what is sampled is no longer the model's own distribution. Greedy decoding is lossless either way. Or
@@ -52,6 +58,9 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    logprobs: int | None = None
     ignore_eos: bool = False
     acceptance: Literal["lossless", "typical", "relaxed"] = "lossless"
     posterior_threshold: float | None = None
@@ -64,6 +73,7 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         else:
             object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _require("max_tokens", self.max_tokens, _whole(self.max_tokens) and self.max_tokens >= 0, "a whole number >= 0")
         _require("temperature", self.temperature, _finite(self.temperature) and self.temperature >= 0, "a number >= 0")
         _require("top_p", self.top_p, _finite(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
@@ -80,6 +90,11 @@ class SamplingParams:
         _require("entropy_threshold", entropy, entropy is None or (_finite(entropy) and entropy >= 0), "a number >= 0")
         texts = all(isinstance(text, str) and text for text in self.stop)
         _require("stop", self.stop, texts, "texts that are not empty")
+        ids = all(_whole(token) and token >= 0 for token in self.stop_token_ids)
+        _require("stop_token_ids", self.stop_token_ids, ids, "whole numbers >= 0")
+        _require("n", self.n, _whole(self.n) and self.n >= 1, "a whole number >= 1")
+        few = self.logprobs is None or (_whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS)
+        _require("logprobs", self.logprobs, few, f"a whole number from 0 to {MAX_LOGPROBS}")
 
     @property
     def greedy(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from specexport.contract.tree import TokenTree
+from specexport.runtime.logprobs import TokenLogprobs
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.stats import Stats
 
@@ -23,11 +24,13 @@ class Chunk:
         token_ids: new tokens.
         finish_reason: set on the last chunk: ``stop`` (end of text or a stop text), ``length`` (``max_tokens`` or the
             end of the context) or ``cancelled``.
+        logprobs: of each new token, if the request asks for them.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,29 @@ class Completion:
         token_ids: every token generated, an end-of-text token included.
         finish_reason: see :class:`Chunk`.
         stats: what it cost.
+        logprobs: of each token, if the request asks for them.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stats: Stats
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+def completed(stream: Stream) -> Completion:
+    """Runs a stream to its end."""
+    with stream:
+        chunks = list(stream)
+    reason = chunks[-1].finish_reason
+    assert reason is not None
+    return Completion(
+        "".join(chunk.text for chunk in chunks),
+        tuple(token for chunk in chunks for token in chunk.token_ids),
+        reason,
+        stream.stats,
+        tuple(entry for chunk in chunks for entry in chunk.logprobs),
+    )
 
 
 class _Runner(Protocol):

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specexport import __version__
 from specexport.contract.errors import TrainError
-from specexport.exporter.checkpoint import locate
+from specexport.exporter.locate import locate
 from specexport.exporter.trace import quiet
 from specexport.training.data import Windows, read_windows
 from specexport.training.loop import Trained

@@ -1,0 +1,106 @@
+"""Chat messages into prompt text, by the model's own Jinja template."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from specexport.contract.errors import BundleError, RequestError
+
+if TYPE_CHECKING:
+    import jinja2
+
+Message = Mapping[str, Any]
+"""``role`` and ``content`` (text), and whatever else the template knows."""
+
+
+class ChatTemplate:
+    """A model's chat template, run as transformers runs it.
+
+    It comes with the bundle, so it is not trusted: Jinja's sandbox keeps it from Python's internals.
+
+    Args:
+        source: Jinja.
+        special_tokens: ``bos_token`` and the like, which templates name.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt's text, special tokens included.
+
+        Args:
+            messages: the conversation, the oldest first.
+            add_generation_prompt: end with what introduces the model's answer.
+            variables: others that the template knows, such as ``enable_thinking``.
+
+        Raises:
+            RequestError: the template refuses the messages, or fails on them.
+            BundleError: it is not a template.
+        """
+        import jinja2
+
+        try:
+            return self._compiled.render(
+                **self._special_tokens,
+                **variables,
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+            )
+        except jinja2.TemplateError as error:
+            raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
+        except (TypeError, ValueError, KeyError, ArithmeticError, OverflowError, RecursionError) as error:
+            raise RequestError(f"messages: the model's chat template fails on them: {error}") from error
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        # Imported here: only chats need it.
+        import jinja2
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Generation(Extension):
+            """``{% generation %}`` marks the model's own words for training; here it changes nothing."""
+
+            tags = {"generation"}  # noqa: RUF012
+
+            def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _now
+        try:
+            return environment.from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise BundleError(f"the chat template is not valid Jinja: line {error.lineno}: {error}") from error
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter it does not escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

@@ -1,0 +1,56 @@
+"""Log-probabilities of what was said, and of what might have been."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The target's log-probabilities where a token was chosen, before temperature and filters.
+
+    Attributes:
+        token: the token.
+        logprob: its own, in nats.
+        rank: its place among all tokens, 1 for the most probable.
+        top: the most probable tokens and theirs, the best first.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+def token_logprobs(
+    logits: npt.NDArray[np.float32], nodes: Sequence[int], tokens: Sequence[int], top: int
+) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of the tokens a step committed.
+
+    Args:
+        logits: float32 ``[N,V]``, at every node of the verified tree.
+        nodes: the node after which each token came: the root, then the accepted path.
+        tokens: the tokens; fewer than nodes where the output ended.
+        top: how many of the most probable tokens to name.
+    """
+    return tuple(_at(logits[node], token, top) for node, token in zip(nodes, tokens, strict=False))
+
+
+def _at(row: npt.NDArray[np.float32], token: int, top: int) -> TokenLogprobs:
+    scores = row.astype(np.float64)
+    scores -= scores.max()
+    scores -= np.log(np.exp(scores).sum())
+    top = min(top, len(scores))
+    best = np.argpartition(scores, -top)[-top:] if top else np.empty(0, np.int64)
+    # Of equal ones the lower token first, as greedy decoding chooses.
+    best = best[np.lexsort((best, -scores[best]))]
+    return TokenLogprobs(
+        token,
+        float(scores[token]),
+        1 + int((scores > scores[token]).sum()),
+        tuple((int(other), float(scores[other])) for other in best),
+    )

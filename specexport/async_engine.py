@@ -1,0 +1,254 @@
+"""``AsyncEngine``: requests of a service, as many at once as there are slots, and a bounded queue for the others."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specexport.contract.errors import ClosedError, DeadlineError, QueueFullError, RequestError, SpecExportError
+from specexport.frontend import Choice, Frontend
+from specexport.runtime import Chunk, SamplingParams, Stats, Stream
+
+DEFAULT_MAX_QUEUE = 128
+_SMOOTHING = 0.1
+"""Weight of the newest request in the mean duration that Retry-After is taken from."""
+
+
+@dataclass(eq=False)
+class _Request:
+    """One output on its way: the thread that iterates the stream puts chunks into the queue of the event loop."""
+
+    stream: Stream
+    loop: asyncio.AbstractEventLoop
+    arrived: float
+    items: asyncio.Queue[Chunk | BaseException] = field(default_factory=asyncio.Queue)
+    work: Future[None] | None = None
+    started: float | None = None
+    timer: asyncio.TimerHandle | None = None
+    ended: bool = False
+    why: SpecExportError | None = None
+
+    def post(self, item: Chunk | BaseException) -> None:
+        try:
+            self.loop.call_soon_threadsafe(self.items.put_nowait, item)
+        except RuntimeError:  # the loop is closed, so nobody reads any more
+            self.stream.cancel()
+
+    def cancel(self, why: SpecExportError | None = None) -> None:
+        """Ends it before its next step, or takes it out of the queue."""
+        if self.ended:
+            return
+        self.why = self.why or why
+        self.stream.cancel()
+        if self.work is not None and self.work.cancel():
+            self.post(Chunk("", (), "cancelled"))
+
+
+class AsyncStream:
+    """The output of one request, an asynchronous iterator of :class:`Chunk`; also a context manager.
+
+    It runs from the moment it is made, whether it is iterated or not, and is cancelled when it is closed or dropped.
+    """
+
+    def __init__(self, request: _Request) -> None:
+        self._request = request
+        self._ended = False
+
+    @property
+    def stats(self) -> Stats:
+        """Counters of the request, up to date after every chunk."""
+        return self._request.stream.stats
+
+    @property
+    def arrived(self) -> float:
+        """When the request was taken, on the clock of ``time.monotonic``."""
+        return self._request.arrived
+
+    @property
+    def started(self) -> float | None:
+        """When it got a slot, on the same clock; None while it waits."""
+        return self._request.started
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """The next chunk.
+
+        Raises:
+            DeadlineError: the request's time is up.
+            ClosedError: the engine shuts down.
+        """
+        if self._ended:
+            raise StopAsyncIteration
+        item = await self._request.items.get()
+        if isinstance(item, BaseException):
+            self._ended = True
+            raise item
+        if item.finish_reason is not None:
+            self._ended = True
+            if item.finish_reason == "cancelled" and self._request.why is not None:
+                raise self._request.why
+        return item
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Ends the request before its next step, or takes it out of the queue; does nothing if it has ended."""
+        self._request.cancel()
+
+
+class AsyncEngine:
+    """Serves requests to coroutines of one event loop.
+
+    >>> engine = AsyncEngine.open(bundle="bundle/")  # doctest: +SKIP
+    >>> async for chunk in engine.generate("one two"):  # doctest: +SKIP
+    ...     print(chunk.text, end="")
+
+    Args:
+        frontend: an engine and the defaults of its requests.
+        max_queue: most requests that wait for a slot.
+    """
+
+    def __init__(self, frontend: Frontend, *, max_queue: int = DEFAULT_MAX_QUEUE) -> None:
+        if max_queue < 0:
+            raise RequestError(f"max_queue is {max_queue}; expected at least 0")
+        self.frontend = frontend
+        self.max_queue = max_queue
+        self.slots = frontend.slots
+        self._threads = ThreadPoolExecutor(self.slots, thread_name_prefix="specexport-request")
+        self._live: set[_Request] = set()
+        self._closed = False
+        self._seconds = 1.0
+
+    @classmethod
+    def open(
+        cls, model: str | Path | None = None, *, max_queue: int = DEFAULT_MAX_QUEUE, **options: Any
+    ) -> AsyncEngine:
+        """Opens a bundle or builds one of a model; options and errors are those of ``LLM``."""
+        return cls(Frontend.open(model, **options), max_queue=max_queue)
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot."""
+        return sum(request.started is not None for request in self._live)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for one."""
+        return len(self._live) - self.running
+
+    @property
+    def closed(self) -> bool:
+        """Whether new requests are refused."""
+        return self._closed
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        choice: Choice | None = None,
+        timeout: float | None = None,
+    ) -> AsyncStream:
+        """Starts a request; to be called in the event loop.
+
+        Args:
+            prompt: text, or token ids.
+            params: None for the model's own. Its ``n`` is 1.
+            choice: how to speculate; None for the engine's default.
+            timeout: seconds after which the request is ended, waiting included; None for no limit.
+
+        Raises:
+            RequestError: a parameter cannot be honoured, or the prompt does not fit.
+            QueueFullError: too many requests wait.
+            ClosedError: the engine shuts down.
+        """
+        if params is not None and params.n != 1:
+            raise RequestError(f"n is {params.n}; a stream is one output, start several")
+        return self.start(self.frontend.streams(prompt, params, choice), timeout)[0]
+
+    def start(self, streams: Sequence[Stream], timeout: float | None = None) -> list[AsyncStream]:
+        """Starts streams of the frontend's, all of them or none; see :meth:`generate`."""
+        if self._closed:
+            raise ClosedError("the server is shutting down; send the request again later")
+        most = self.slots + self.max_queue
+        if len(streams) > most:
+            raise RequestError(f"the request asks for {len(streams)} outputs; this server takes at most {most} at once")
+        if len(self._live) + len(streams) > most:
+            wait = max(1, math.ceil(self._seconds * len(streams) / self.slots))
+            raise QueueFullError(
+                f"{self.waiting} requests wait for {self.slots} slots already; try again in {wait} seconds", wait
+            )
+        loop = asyncio.get_running_loop()
+        made = [_Request(stream, loop, time.monotonic()) for stream in streams]
+        for request in made:
+            self._live.add(request)
+            request.work = self._threads.submit(_iterate, request)
+            request.work.add_done_callback(lambda _, request=request: self._done(request))  # type: ignore[misc]
+            if timeout is not None:
+                why = DeadlineError(f"the request was not done after {timeout:g} seconds")
+                request.timer = loop.call_later(timeout, request.cancel, why)
+        return [AsyncStream(request) for request in made]
+
+    async def drain(self, timeout: float) -> None:
+        """Refuses new requests, waits for those there are, and ends what is left after ``timeout`` seconds."""
+        self._closed = True
+        until = time.monotonic() + timeout
+        while self._live and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        for request in tuple(self._live):
+            request.cancel(ClosedError("the server shut down before the request was done; send it again later"))
+        while self._live:
+            await asyncio.sleep(0.005)
+
+    async def aclose(self) -> None:
+        """Ends every request and frees the engine."""
+        await self.drain(0)
+        self._threads.shutdown()
+        await asyncio.to_thread(self.frontend.close)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _done(self, request: _Request) -> None:
+        """Called once, in whichever thread ended the request."""
+        try:
+            request.loop.call_soon_threadsafe(self._forget, request)
+        except RuntimeError:  # the loop is closed
+            self._live.discard(request)
+
+    def _forget(self, request: _Request) -> None:
+        request.ended = True
+        self._live.discard(request)
+        if request.timer is not None:
+            request.timer.cancel()
+        if request.started is not None:
+            self._seconds += _SMOOTHING * (time.monotonic() - request.started - self._seconds)
+
+
+def _iterate(request: _Request) -> None:
+    """Runs in a thread of its own: one request, from its slot to its end."""
+    request.started = time.monotonic()
+    try:
+        with request.stream as stream:
+            for chunk in stream:
+                request.post(chunk)
+    except Exception as error:  # whatever it is, the request's consumer has to learn of it
+        request.post(error)

@@ -1,0 +1,84 @@
+"""Bundles built on first use: a folder for what was asked of which checkpoints, by their content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from specexport import __version__
+from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, sha256
+from specexport.exporter.locate import locate
+
+_MODELS = ("target", "draft", "medusa", "draft_medusa")
+"""Build options that name checkpoints."""
+_READ = (".json", ".safetensors", ".jinja", ".txt", ".model", ".pt")
+"""Files of a checkpoint that a build may read."""
+
+
+def cache_folder() -> Path:
+    """``$SPECEXPORT_CACHE``, or ``specexport`` in the user's cache folder."""
+    own = os.environ.get("SPECEXPORT_CACHE")
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specexport"
+
+
+def cached_bundle(options: Mapping[str, Any], build: Callable[[dict[str, Any], Path], object]) -> Path:
+    """The bundle of these build options, built if it is not in the cache.
+
+    Its name is a hash of the options and of the content of every checkpoint they name, so a changed checkpoint is built
+    anew and a moved one is not. Of several processes one builds, and the others wait for it. A build that is killed
+    leaves its lock free and nothing under the bundle's name.
+
+    Args:
+        options: fields of ``BuildOptions``, without ``output``.
+        build: called with the options and the folder to write.
+
+    Raises:
+        BuildError: a checkpoint cannot be found, or the build fails.
+    """
+    root = cache_folder()
+    content = dict(options)
+    for name in _MODELS:
+        if options.get(name) is not None:
+            folder = locate(options[name]) if name in ("target", "draft") else Path(options[name]).expanduser()
+            content[name] = _content(folder, root / "hashes")
+    key = _digest({"specexport": __version__, "format": FORMAT_VERSION, "options": content})
+    bundle = root / "bundles" / f"{Path(str(options['target'])).name}-{key[:16]}"
+    if not (bundle / MANIFEST_NAME).is_file():
+        # Imported here: what runs a bundle that is built already does without.
+        from filelock import FileLock
+
+        bundle.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(bundle.parent / f".{bundle.name}.lock"):
+            if not (bundle / MANIFEST_NAME).is_file():
+                build(dict(options), bundle)
+    return bundle
+
+
+def _content(folder: Path, known: Path) -> dict[str, str]:
+    """SHA-256 of a checkpoint's files by their names; remembered until a file changes its size or time."""
+    found: dict[str, str] = {}
+    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if file.suffix not in _READ or not file.is_file():
+            continue
+        state = file.stat()
+        memo = known / _digest([str(file.resolve()), state.st_size, state.st_mtime_ns, state.st_ino])
+        if memo.is_file():
+            found[file.name] = memo.read_text(encoding="ascii")
+        else:
+            found[file.name] = sha256(file)
+            known.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=known, delete=False, encoding="ascii") as written:
+                written.write(found[file.name])
+            Path(written.name).replace(memo)
+    return found
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,209 @@
+"""What ``LLM`` and ``AsyncEngine`` share: an engine, opened or built, with the defaults of whoever serves it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specexport.cache import cached_bundle
+from specexport.contract.errors import BuildError, RequestError
+from specexport.contract.manifest import MANIFEST_NAME
+from specexport.runtime import Engine, SamplingParams, Stream
+from specexport.runtime.chat import Message
+from specexport.speculative import SpeculativeConfig, build_options, choice, read_config
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a request speculates.
+
+    Attributes:
+        speculation: False decodes plainly.
+        method: one of the bundle's; None for its default.
+        num_speculative_tokens: one of the method's sizes; None for its default.
+    """
+
+    speculation: bool = True
+    method: str | None = None
+    num_speculative_tokens: int | None = None
+
+
+@dataclass
+class Frontend:
+    """An engine and the defaults of its requests. Safe to use from several threads.
+
+    Attributes:
+        engine: runs them.
+        name: the model's or the bundle's, as it was named.
+        max_model_len: most tokens of a prompt and its output together.
+        choice: how a request speculates that does not say.
+        seed: makes requests without a seed of their own reproducible, by their order; None draws fresh ones.
+    """
+
+    engine: Engine
+    name: str
+    max_model_len: int
+    choice: Choice = field(default_factory=Choice)
+    seed: int | None = None
+    _count: Iterator[int] = field(default_factory=itertools.count)
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path | None = None,
+        *,
+        bundle: str | Path | None = None,
+        speculative_config: Mapping[str, Any] | str | None = None,
+        max_model_len: int | None = None,
+        seed: int | None = None,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float | None = None,
+        threads: int | None = None,
+        check_hashes: bool = True,
+        **build: Any,
+    ) -> Frontend:
+        """Opens a bundle, or builds one of a model into the cache if it is not there yet.
+
+        Args:
+            model: a Hugging Face folder or hub id; or a bundle.
+            bundle: a folder made by ``specexport build``.
+            speculative_config: see :class:`~specexport.speculative.SpeculativeConfig`. None decodes a model plainly and
+                a bundle by its default method.
+            max_model_len: most tokens of prompt and output; None for what the model or the bundle can.
+            seed: see :class:`Frontend`.
+            tensor_parallel_size: 1; a model is not split over devices.
+            gpu_memory_utilization: share of a GPU's memory that may be taken, in (0, 1]. Bundles for the CPU take none.
+            threads: CPU threads; None for every core.
+            check_hashes: compare the bundle's files with its manifest.
+            build: further fields of ``BuildOptions`` (``precision``, ``draft_precision``, ...), with a model only.
+
+        Raises:
+            BuildError: an option is wrong, or the build fails.
+            BundleError: the bundle is incomplete, altered or too new.
+            BackendError: its backend is not installed or refuses a graph.
+        """
+        if (model is None) == (bundle is None):
+            raise BuildError(f"model is {model!r} and bundle is {bundle!r}; give one of them")
+        if tensor_parallel_size != 1:
+            raise BuildError(f"tensor_parallel_size is {tensor_parallel_size}; expected 1, models are not split")
+        if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
+            raise BuildError(f"gpu_memory_utilization is {gpu_memory_utilization}; expected more than 0, at most 1")
+        if seed is not None and seed < 0:
+            raise BuildError(f"seed is {seed}; expected a whole number >= 0")
+        if model is not None and (Path(model).expanduser() / MANIFEST_NAME).is_file():
+            model, bundle = None, model
+        config = read_config(speculative_config) if speculative_config is not None else None
+        chosen = Choice()
+        if bundle is not None:
+            if build:
+                raise BuildError(f"{next(iter(build))} was given with a bundle, which is built already; leave it out")
+            folder = Path(bundle)
+            chosen = Choice(**choice(config)) if config is not None else chosen
+        else:
+            folder = _built(str(model), config, max_model_len, build)
+        engine = Engine.load(folder, threads=threads, check_hashes=check_hashes)
+        most = engine.manifest.max_seq_len
+        if max_model_len is not None and not 2 <= max_model_len <= most:
+            engine.close()
+            raise BuildError(f"max_model_len is {max_model_len}; this bundle was built for 2 to {most}")
+        try:
+            # Refuses a method or a size the bundle was not built for before any request does.
+            engine.stream([0], method=chosen.method, num_speculative_tokens=chosen.num_speculative_tokens).close()
+        except RequestError as error:
+            engine.close()
+            raise BuildError(f"speculative_config: {error}") from error
+        return cls(engine, str(model or bundle), max_model_len or most, chosen, seed)
+
+    @property
+    def slots(self) -> int:
+        """Requests that run at once."""
+        return max(self.engine.manifest.batch_sizes)
+
+    def chat_tokens(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """The prompt of a conversation; see :meth:`~specexport.runtime.chat.ChatTemplate.render`.
+
+        Raises:
+            RequestError: the model has no chat template, or its template refuses the messages.
+        """
+        template = self.engine.chat_template
+        if template is None:
+            raise RequestError("messages: the model has no chat template; send a prompt instead")
+        text = template.render(messages, **variables)
+        return list(self.engine.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def streams(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, chosen: Choice | None = None
+    ) -> list[Stream]:
+        """A stream for each of a request's ``n`` outputs; they start when they are iterated.
+
+        Raises:
+            RequestError: a parameter cannot be honoured, or the prompt does not fit.
+        """
+        params = params or self.engine.defaults()
+        chosen = chosen or self.choice
+        tokens = self.engine.encode(prompt)
+        room = self.max_model_len - len(tokens)
+        if room <= 0 and params.max_tokens:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens, but the context holds {self.max_model_len}, output included; "
+                "shorten the prompt"
+            )
+        seed = self._seed() if params.seed is None else params.seed
+        return [
+            self.engine.stream(
+                tokens,
+                params.replace(
+                    n=1, max_tokens=max(0, min(params.max_tokens, room)), seed=None if seed is None else seed + index
+                ),
+                speculation=chosen.speculation,
+                method=chosen.method,
+                num_speculative_tokens=chosen.num_speculative_tokens,
+            )
+            for index in range(params.n)
+        ]
+
+    def token_text(self, token: int) -> str:
+        """What a token reads as in the middle of a text."""
+        # Decoders of some tokenizers take a leading space from the first token, so that it is asked for as the second.
+        once, twice = (self.engine.tokenizer.decode([token] * times, skip_special_tokens=False) for times in (1, 2))
+        return twice[len(once) :] if twice.startswith(once) else once
+
+    def close(self) -> None:
+        """Frees the engine."""
+        self.engine.close()
+
+    def _seed(self) -> int | None:
+        if self.seed is None:
+            return None
+        return int(np.random.SeedSequence([self.seed, next(self._count)]).generate_state(1)[0])
+
+
+def _built(model: str, config: SpeculativeConfig | None, max_model_len: int | None, build: dict[str, Any]) -> Path:
+    options = {"target": model, **(build_options(config) if config is not None else {})}
+    if max_model_len is not None:
+        options["max_seq_len"] = max_model_len
+    doubled = next((name for name in build if name in options), None)
+    if doubled is not None:
+        raise BuildError(f"{doubled} was given beside what says it already; leave it out")
+    return cached_bundle(options | build, _build)
+
+
+def _build(options: dict[str, Any], output: Path) -> None:
+    from rich.console import Console
+
+    from specexport.commands.build import Bars, build_progress, exporter
+
+    module = exporter()
+    try:
+        wanted = module.BuildOptions(output=output, **options)
+    except TypeError as error:
+        raise BuildError(f"{str(error).rpartition(') ')[2] or error}") from error
+    console = Console(stderr=True)
+    console.print(f"building {output}")
+    with build_progress(console) as progress:
+        module.build(wanted, Bars(progress))

@@ -1,0 +1,247 @@
+"""``LLM``: many prompts in, their outputs out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from specexport.contract.errors import RequestError
+from specexport.frontend import Frontend
+from specexport.outputs import CompletionOutput, Logprob, RequestOutput
+from specexport.runtime import Completion, SamplingParams, Stream
+from specexport.runtime.chat import Message
+from specexport.runtime.stream import completed
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+
+
+@dataclass
+class _Request:
+    text: str | None
+    streams: list[Stream]
+
+
+class LLM:
+    """Generates offline from a model, which is built on first use, or from a bundle. Names and meanings are vLLM's.
+
+    >>> llm = LLM("Qwen/Qwen3-4B", speculative_config={"model": "Qwen/Qwen3-0.6B"})  # doctest: +SKIP
+    >>> llm.generate(["one", "two"], SamplingParams(temperature=0.8))  # doctest: +SKIP
+
+    Args:
+        model: a Hugging Face folder or hub id, or a bundle.
+        bundle: a folder made by ``specexport build``, instead of a model.
+        speculative_config: how to speculate; see :class:`~specexport.speculative.SpeculativeConfig`. None decodes a
+            model plainly and a bundle by its default method; with a bundle it is ``method`` and
+            ``num_speculative_tokens`` alone.
+        max_model_len: most tokens of prompt and output together.
+        seed: makes requests without a seed of their own reproducible, by their order; None draws fresh ones.
+        tensor_parallel_size: 1; a model is not split over devices.
+        gpu_memory_utilization: share of a GPU's memory that may be taken. Bundles for the CPU take none.
+        threads: CPU threads; None for every core.
+        check_hashes: compare a bundle's files with its manifest.
+        build: with a model, further options of the build: ``precision``, ``draft_precision``, ``lowering``, ...
+
+    Raises:
+        BuildError: an option is unknown or wrong, or the build fails.
+        BundleError: the bundle is incomplete, altered or too new.
+        BackendError: its backend is not installed or refuses a graph.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        bundle: str | Path | None = None,
+        speculative_config: Mapping[str, Any] | str | None = None,
+        max_model_len: int | None = None,
+        seed: int | None = None,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float | None = None,
+        threads: int | None = None,
+        check_hashes: bool = True,
+        **build: Any,
+    ) -> None:
+        self._frontend = Frontend.open(
+            model,
+            bundle=bundle,
+            speculative_config=speculative_config,
+            max_model_len=max_model_len,
+            seed=seed,
+            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            threads=threads,
+            check_hashes=check_hashes,
+            **build,
+        )
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the models."""
+        self._frontend.close()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own sampling parameters, used where none are given."""
+        return self._frontend.engine.defaults()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues prompts.
+
+        Args:
+            prompts: one or several. A list of whole numbers is one prompt of token ids.
+            sampling_params: for all prompts, or for each; None for :meth:`get_default_sampling_params`.
+            use_tqdm: show a progress bar on standard error.
+
+        Returns:
+            One output a prompt, in order. Nothing is generated if any request is refused.
+
+        Raises:
+            RequestError: names the prompt and what is wrong with it.
+        """
+        return self._run([_text_and_tokens(prompt) for prompt in _listed(prompts)], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers conversations, put into words by the model's chat template.
+
+        Args:
+            messages: one conversation or several, each a list of ``{"role": ..., "content": ...}``.
+            sampling_params: see :meth:`generate`.
+            use_tqdm: see :meth:`generate`.
+            add_generation_prompt: end the prompt with what introduces the model's answer.
+            chat_template_kwargs: variables that the template knows.
+
+        Raises:
+            RequestError: the model has no chat template, it refuses the messages, or a parameter is wrong.
+        """
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        extra = dict(chat_template_kwargs or {}, add_generation_prompt=add_generation_prompt)
+        tokens = [
+            self._frontend.chat_tokens(cast(Sequence[Message], conversation), **extra) for conversation in conversations
+        ]
+        return self._run([(None, ids) for ids in tokens], sampling_params, use_tqdm)
+
+    def _run(
+        self,
+        prompts: list[tuple[str | None, str | Sequence[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        each = (
+            [sampling_params] * len(prompts)
+            if sampling_params is None or isinstance(sampling_params, SamplingParams)
+            else list(sampling_params)
+        )
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(each)} sampling_params for {len(prompts)} prompts; give one for all, or one each")
+        requests = [
+            self._request(index, text, prompt, params)
+            for index, ((text, prompt), params) in enumerate(zip(prompts, each, strict=True))
+        ]
+        lengths = [len(request.streams[0].tokens) for request in requests]
+        done = self._complete([stream for request in requests for stream in request.streams], use_tqdm)
+        return [
+            RequestOutput(
+                str(index),
+                request.text,
+                tuple(request.streams[0].tokens[:length]),
+                tuple(self._output(at, stream.params, done[id(stream)]) for at, stream in enumerate(request.streams)),
+            )
+            for index, (request, length) in enumerate(zip(requests, lengths, strict=True))
+        ]
+
+    def _request(
+        self, index: int, text: str | None, prompt: str | Sequence[int], params: SamplingParams | None
+    ) -> _Request:
+        try:
+            return _Request(text, self._frontend.streams(prompt, params))
+        except RequestError as error:
+            raise RequestError(f"prompt {index}: {error}") from error
+
+    def _complete(self, streams: list[Stream], use_tqdm: bool) -> dict[int, Completion]:
+        """Runs streams, as many at once as the engine has slots; by their identity."""
+        done: dict[int, Completion] = {}
+        with ThreadPoolExecutor(self._frontend.slots) as pool, _progress(len(streams), use_tqdm) as advance:
+            running = {pool.submit(completed, stream): stream for stream in streams}
+            try:
+                for future in as_completed(running):
+                    done[id(running[future])] = future.result()
+                    advance()
+            except BaseException:
+                # Leaving the block waits for the threads: what has begun must end soon.
+                for future, stream in running.items():
+                    future.cancel()
+                    stream.cancel()
+                raise
+        return done
+
+    def _output(self, index: int, params: SamplingParams, made: Completion) -> CompletionOutput:
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = [
+                {
+                    token: Logprob(logprob, rank, self._frontend.token_text(token))
+                    for rank, token, logprob in (
+                        *((place, *pair) for place, pair in enumerate(entry.top, start=1)),
+                        (entry.rank, entry.token, entry.logprob),
+                    )
+                }
+                for entry in made.logprobs
+            ]
+        total = sum(entry.logprob for entry in made.logprobs) if logprobs is not None else None
+        return CompletionOutput(index, made.text, made.token_ids, logprobs, total, made.finish_reason, made.stats)
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _text_and_tokens(prompt: Prompt) -> tuple[str | None, str | Sequence[int]]:
+    """What to show as the prompt's text, and what to encode."""
+    if isinstance(prompt, str):
+        return prompt, prompt
+    if not isinstance(prompt, Mapping):
+        return None, prompt
+    if set(prompt) == {"prompt"}:
+        return str(prompt["prompt"]), str(prompt["prompt"])
+    if set(prompt) == {"prompt_token_ids"}:
+        return None, list(prompt["prompt_token_ids"])
+    raise RequestError(f"a prompt has the keys {sorted(prompt)}; expected either prompt or prompt_token_ids")
+
+
+@contextlib.contextmanager
+def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
+    if not shown or total == 0:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress
+
+    with Progress(
+        *Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task("generating", total=total)
+        yield lambda: bar.advance(task)

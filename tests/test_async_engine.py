@@ -1,0 +1,254 @@
+"""``AsyncEngine``: requests from one event loop, a bounded queue, and every way a request can end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specexport import AsyncEngine, SamplingParams
+from specexport.contract.errors import ClosedError, DeadlineError, QueueFullError, RequestError
+from specexport.frontend import Choice, Frontend
+from specexport.runtime import Chunk, Engine
+
+NAME = "llama-near"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+LONG = GREEDY.replace(max_tokens=480)
+PROMPT = (17, 180, 33)
+
+
+@pytest.fixture(scope="module")
+def frontend(engine: Callable[[str], Engine]) -> Frontend:
+    shared = engine(NAME)
+    return Frontend(shared, NAME, shared.manifest.max_seq_len)
+
+
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(work(), 120))
+
+
+async def tokens_of(stream: AsyncIterator[Any]) -> list[int]:
+    return [token async for chunk in stream for token in chunk.token_ids]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def test_many_at_once_say_what_each_says_alone(frontend: Frontend) -> None:
+    prompts = [[5 + index, 60, 7 * index + 3] for index in range(12)]
+    expected = [list(frontend.engine.generate(prompt, GREEDY).token_ids) for prompt in prompts]
+
+    async def work() -> None:
+        engine = AsyncEngine(frontend)
+        streams = [engine.generate(prompt, GREEDY) for prompt in prompts]
+        assert await asyncio.gather(*map(tokens_of, streams)) == expected
+        await until(lambda: engine.running == engine.waiting == 0)
+        assert all(stream.stats.output_tokens == 16 for stream in streams)
+        assert all(stream.started is not None and stream.started >= stream.arrived for stream in streams)
+
+    run(work)
+
+
+def test_chunks_come_while_the_request_runs(frontend: Frontend) -> None:
+    async def work() -> None:
+        engine = AsyncEngine(frontend)
+        stream = engine.generate(PROMPT, LONG)
+        await anext(stream)
+        assert stream.stats.output_tokens < 400
+        assert engine.running == 1
+        stream.cancel()
+        await tokens_of(stream)
+
+    run(work)
+
+
+@pytest.mark.parametrize("end", ["cancel", "drop", "close", "task"])
+def test_a_request_that_is_given_up_frees_its_slot(frontend: Frontend, end: str) -> None:
+    async def work() -> None:
+        engine = AsyncEngine(frontend)
+        stream = engine.generate(PROMPT, LONG)
+        await anext(stream)
+        stats = stream.stats
+        if end == "cancel":
+            stream.cancel()
+            assert [chunk.finish_reason async for chunk in stream][-1] == "cancelled"
+        elif end == "close":
+            async with stream:
+                pass
+        elif end == "task":
+            task = asyncio.create_task(tokens_of(stream))
+            del stream
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            del task
+        else:
+            del stream
+        gc.collect()
+        await until(lambda: engine.running == 0)
+        assert stats.output_tokens < 400
+        assert len(await tokens_of(engine.generate(PROMPT, GREEDY))) == 16
+
+    run(work)
+
+
+def test_the_queue_is_bounded_and_those_in_it_can_leave(frontend: Frontend) -> None:
+    async def work() -> None:
+        engine = AsyncEngine(frontend, max_queue=2)
+        streams = [engine.generate(PROMPT, LONG) for _ in range(engine.slots + 2)]
+        with pytest.raises(QueueFullError, match="2 requests wait") as caught:
+            engine.generate(PROMPT, GREEDY)
+        assert caught.value.retry_after >= 1
+        await until(lambda: engine.running == engine.slots)
+        waiting = streams.pop()
+        assert waiting.started is None
+        waiting.cancel()
+        assert [chunk.finish_reason async for chunk in waiting] == ["cancelled"]
+        await until(lambda: engine.waiting == 1)
+        streams.append(engine.generate(PROMPT, GREEDY))
+        for stream in streams[:-1]:
+            stream.cancel()
+        assert len(await tokens_of(streams[-1])) == 16
+
+    run(work)
+
+
+def test_several_streams_are_admitted_together_or_not_at_all(frontend: Frontend) -> None:
+    async def work() -> None:
+        engine = AsyncEngine(frontend, max_queue=1)
+        first = engine.generate(PROMPT, LONG)
+        for count, kind in ((engine.slots + 1, QueueFullError), (engine.slots + 2, RequestError)):
+            with pytest.raises(kind):
+                engine.start([frontend.streams(PROMPT, GREEDY)[0] for _ in range(count)])
+        assert engine.running + engine.waiting == 1
+        first.cancel()
+
+    run(work)
+
+
+def test_a_deadline_ends_requests_that_run_and_that_wait(frontend: Frontend) -> None:
+    async def work() -> None:
+        engine = AsyncEngine(frontend)
+        running = engine.generate(PROMPT, LONG, timeout=0.05)
+        others = [engine.generate(PROMPT, LONG) for _ in range(engine.slots)]
+        waiting = engine.generate(PROMPT, LONG, timeout=0.01)
+        for stream, limit in ((waiting, "0.01"), (running, "0.05")):
+            with pytest.raises(DeadlineError, match=f"not done after {limit} seconds"):
+                await tokens_of(stream)
+        for stream in others:
+            stream.cancel()
+        await until(lambda: engine.running == engine.waiting == 0)
+        assert running.stats.output_tokens < 480
+
+    run(work)
+
+
+def test_a_deadline_that_is_not_reached_leaves_nothing_behind(frontend: Frontend) -> None:
+    async def work() -> None:
+        engine = AsyncEngine(frontend)
+        before = len(asyncio.get_running_loop()._scheduled)  # type: ignore[attr-defined]
+        assert len(await tokens_of(engine.generate(PROMPT, GREEDY, timeout=1000))) == 16
+        await until(lambda: engine.running == 0)
+        scheduled = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+        assert len([timer for timer in scheduled if not timer.cancelled()]) <= before
+
+    run(work)
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes(frontend: Frontend) -> None:
+    async def work() -> None:
+        engine = AsyncEngine(frontend)
+        streams = [engine.generate(PROMPT, GREEDY) for _ in range(3)]
+        draining = asyncio.create_task(engine.drain(60))
+        await asyncio.sleep(0)
+        with pytest.raises(ClosedError):
+            engine.generate(PROMPT, GREEDY)
+        await draining
+        assert [len(await tokens_of(stream)) for stream in streams] == [16, 16, 16]
+
+    run(work)
+
+
+def test_draining_ends_what_takes_too_long(frontend: Frontend) -> None:
+    async def work() -> None:
+        engine = AsyncEngine(frontend)
+        streams = [engine.generate(PROMPT, LONG) for _ in range(engine.slots + 1)]
+        await anext(streams[0])
+        began = time.monotonic()
+        await engine.drain(0)
+        assert time.monotonic() - began < 60
+        for stream in streams:
+            with pytest.raises(ClosedError, match="shut down before"):
+                await tokens_of(stream)
+
+    run(work)
+
+
+def test_closing_frees_the_engine(bundle: Callable[[str], Path]) -> None:
+    async def work() -> None:
+        async with AsyncEngine.open(bundle=bundle(NAME), threads=1) as engine:
+            stream = engine.generate(PROMPT, LONG)
+            await anext(stream)
+        with pytest.raises(RequestError, match="closed"):
+            engine.frontend.engine.stream(PROMPT, GREEDY)
+
+    run(work)
+
+
+def test_wrong_requests_are_refused_before_they_run(frontend: Frontend) -> None:
+    async def work() -> None:
+        engine = AsyncEngine(frontend)
+        with pytest.raises(RequestError, match="n is 2"):
+            engine.generate(PROMPT, GREEDY.replace(n=2))
+        with pytest.raises(RequestError, match="method is 'magic'"):
+            engine.generate(PROMPT, GREEDY, choice=Choice(method="magic"))
+        assert engine.running + engine.waiting == 0
+        with pytest.raises(RequestError, match="max_queue is -1"):
+            AsyncEngine(frontend, max_queue=-1)
+
+    run(work)
+
+
+class Broken:
+    """Stands in for a stream whose backend fails."""
+
+    def __enter__(self) -> Iterator[Chunk]:
+        yield from (Chunk("a", (5,)),)
+        raise RuntimeError("the backend is gone")
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_an_error_while_it_runs_reaches_who_waits_for_it(frontend: Frontend) -> None:
+    async def work() -> None:
+        engine = AsyncEngine(frontend)
+        (stream,) = engine.start([Broken()])  # type: ignore[list-item]
+        assert (await anext(stream)).text == "a"
+        with pytest.raises(RuntimeError, match="the backend is gone"):
+            await tokens_of(stream)
+        await until(lambda: engine.running == 0)
+        assert len(await tokens_of(engine.generate(PROMPT, GREEDY))) == 16
+
+    run(work)
+
+
+def test_it_speculates_as_asked(frontend: Frontend) -> None:
+    async def work() -> None:
+        engine = AsyncEngine(frontend)
+        plain, fast = engine.generate(PROMPT, GREEDY, choice=Choice(speculation=False)), engine.generate(PROMPT, GREEDY)
+        assert await tokens_of(plain) == await tokens_of(fast)
+        assert (plain.stats.drafted, fast.stats.drafted > 0) == (0, True)
+
+    run(work)

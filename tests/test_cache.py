@@ -1,0 +1,159 @@
+"""Bundles built on first use: once, whole, for what was asked of what checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specexport import LLM, SamplingParams
+from specexport.cache import cache_folder, cached_bundle
+from specexport.contract.errors import BuildError
+from specexport.contract.manifest import MANIFEST_NAME
+from tests.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.exporter
+
+_DICE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """What counts of a checkpoint: its files."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "README.md").write_text("not read by a build")
+    return folder
+
+
+class Builds:
+    """Stands in for the exporter; counts."""
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
+
+    def __call__(self, options: dict[str, Any], output: Path) -> None:
+        self.options.append(options)
+        output.mkdir(parents=True)
+        (output / MANIFEST_NAME).write_text("{}")
+
+
+def test_the_same_is_built_once_and_a_moved_checkpoint_is_the_same(model: Path) -> None:
+    builds = Builds()
+    first = cached_bundle({"target": str(model), "ngram": True}, builds)
+    assert cached_bundle({"ngram": True, "target": str(model)}, builds) == first
+    moved = shutil.copytree(model, model.parent / "other" / "model")
+    (moved / "README.md").write_text("another")
+    assert cached_bundle({"target": str(moved), "ngram": True}, builds) == first
+    assert builds.options == [{"target": str(model), "ngram": True}]
+
+
+def test_other_content_or_other_options_are_built_anew(model: Path) -> None:
+    builds = Builds()
+    found = {
+        cached_bundle({"target": str(model)}, builds),
+        cached_bundle({"target": str(model), "ngram": True}, builds),
+    }
+    (model / "model.safetensors").write_bytes(b"WEIGHTS")
+    found.add(cached_bundle({"target": str(model)}, builds))
+    (model / "config.json").write_text('{"changed": true}')
+    found.add(cached_bundle({"target": str(model)}, builds))
+    assert len(found) == len(builds.options) == 4
+
+
+def test_a_build_that_fails_leaves_nothing_and_may_be_tried_again(model: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise BuildError("out of disk")
+
+    with pytest.raises(BuildError, match="out of disk"):
+        cached_bundle({"target": str(model)}, fail)
+    assert (cached_bundle({"target": str(model)}, Builds()) / MANIFEST_NAME).is_file()
+
+
+def test_of_several_at_once_one_builds(model: Path) -> None:
+    begun, go, builds = threading.Event(), threading.Event(), Builds()
+
+    def slow(options: dict[str, Any], output: Path) -> None:
+        begun.set()
+        assert go.wait(60)
+        builds(options, output)
+
+    threads = [threading.Thread(target=cached_bundle, args=({"target": str(model)}, slow)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(60)
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(builds.options) == 1
+
+
+def test_a_killed_build_frees_its_lock(model: Path) -> None:
+    program = f"""
+import os, signal
+from specexport.cache import cached_bundle
+cached_bundle({{"target": {str(model)!r}}}, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    builds = Builds()
+    cached_bundle({"target": str(model)}, builds)
+    assert len(builds.options) == 1
+
+
+def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("SPECEXPORT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "specexport"
+
+
+def test_a_missing_model_is_named() -> None:
+    with pytest.raises(BuildError, match="no such folder"):
+        LLM("./nowhere")
+
+
+def test_llm_builds_speculates_and_finds_it_again(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = make_checkpoint(tmp_path / "target", "llama", **_DICE)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    texts = []
+    for _ in range(2):
+        with LLM(str(target), speculative_config=config, max_model_len=48, threads=1) as llm:
+            (output,) = llm.generate([5, 6, 5, 6, 5], params, use_tqdm=False)
+            assert output.outputs[0].metrics.drafted > 0
+            texts.append(output.outputs[0].token_ids)
+    with LLM(str(target), max_model_len=48, threads=1) as plain:
+        texts.append(plain.generate([5, 6, 5, 6, 5], params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert texts[0] == texts[1] == texts[2]
+    assert len([folder for folder in (cache / "bundles").iterdir() if folder.is_dir()]) == 2
+    assert capsys.readouterr().err.count("building ") == 2
+
+
+def test_build_options_are_checked_by_name(model: Path) -> None:
+    with pytest.raises(BuildError, match="presicion"):
+        LLM(str(model), presicion="int8")
+    with pytest.raises(BuildError, match="ngram was given beside"):
+        LLM(str(model), speculative_config={"method": "ngram"}, ngram=False)

@@ -1,0 +1,71 @@
+"""Chat templates: what transformers makes of a conversation, in a sandbox."""
+
+from __future__ import annotations
+
+import pytest
+
+from specexport.contract.errors import BundleError, RequestError
+from specexport.runtime.chat import ChatTemplate
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+CHAT = [
+    {"role": "system", "content": "Be <brief> & 'kind'."},
+    {"role": "user", "content": "Hello, ünïcode"},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "Bye"},
+]
+TEMPLATES = {
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}\n{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    "llama": "{{ bos_token }}\n  {%- for message in messages %}\n    {{- message.role | trim }}: "
+    "{{ message['content'] | tojson }}\n  {%- if loop.last %}{% break %}{% endif %}\n{%- endfor %}",
+    "namespace": "{% set ns = namespace(found=false, n=0) %}{% for m in messages if m.role != 'system' %}"
+    "{% set ns.n = ns.n + 1 %}{% generation %}{{ ns.n }}{{ m.content }}{% endgeneration %}{% endfor %}{{ eos_token }}",
+    "variables": "{% if enable_thinking is defined and enable_thinking %}think {% endif %}{{ messages | length }}"
+    "{{ messages | tojson(indent=2) }}",
+}
+
+
+@pytest.mark.exporter
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("prompted", [True, False])
+def test_templates_read_as_transformers_renders_them(name: str, prompted: bool) -> None:
+    from tests.checkpoints import tokenizer
+
+    expected = tokenizer().apply_chat_template(
+        CHAT, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=prompted, enable_thinking=True
+    )
+    template = ChatTemplate(TEMPLATES[name], TOKENS)
+    assert template.render(CHAT, add_generation_prompt=prompted, enable_thinking=True) == expected
+
+
+def test_a_template_refuses_in_its_own_words() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(RequestError, match="messages: the model's chat template refuses them: roles must alternate"):
+        template.render(CHAT)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ raise_exception.__globals__.keys() }}",
+        "{{ messages.append({}) }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+    ],
+)
+def test_a_template_stays_in_its_sandbox(source: str) -> None:
+    with pytest.raises(RequestError, match="chat template"):
+        ChatTemplate(source, {}).render(CHAT)
+
+
+def test_messages_a_template_fails_on_are_an_error_of_the_request() -> None:
+    with pytest.raises(RequestError, match="fails on them"):
+        ChatTemplate("{{ messages[0].content + 1 }}", {}).render(CHAT)
+
+
+def test_a_broken_template_names_its_line() -> None:
+    with pytest.raises(BundleError, match="line 2"):
+        ChatTemplate("fine\n{% if %}", {}).render(CHAT)

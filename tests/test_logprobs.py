@@ -1,0 +1,89 @@
+"""Log-probabilities: the target's own, where each token was chosen, whatever the way there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specexport.runtime import Engine, RequestError, SamplingParams
+from specexport.runtime.logprobs import token_logprobs
+
+Engines = Callable[[str], Engine]
+DICE_PROMPT = (5, 8, 5, 8)
+
+
+def log_softmax(row: Any) -> np.ndarray[Any, Any]:
+    scores = np.asarray(row, np.float64)
+    return scores - np.log(np.exp(scores - scores.max()).sum()) - scores.max()
+
+
+@pytest.mark.parametrize("name", ["dice-near", "dice-tree", "dice-medusa", "dice-ngram"])
+def test_they_are_what_transformers_says(name: str, engine: Engines, oracle: Callable[[str], Any]) -> None:
+    exact = oracle(name)["next_logits"]
+    for seed in range(20):
+        params = SamplingParams(max_tokens=3, temperature=1.7, top_k=9, seed=seed, logprobs=4, ignore_eos=True)
+        made = engine(name).generate(DICE_PROMPT, params)
+        assert len(made.logprobs) == len(made.token_ids) == 3
+        for at, entry in enumerate(made.logprobs):
+            expected = log_softmax(exact[" ".join(map(str, made.token_ids[:at]))])
+            order = np.argsort(-expected)
+            assert entry.token == made.token_ids[at]
+            assert entry.logprob == pytest.approx(expected[entry.token], abs=1e-4)
+            assert order[entry.rank - 1] == entry.token
+            assert [token for token, _ in entry.top] == order[:4].tolist()
+            assert [value for _, value in entry.top] == pytest.approx(expected[order[:4]].tolist(), abs=1e-4)
+
+
+def test_speculation_does_not_change_them(engine: Engines) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=2, ignore_eos=True)
+    fast, plain = (engine("llama-near").generate([17, 180, 33], params, speculation=on) for on in (True, False))
+    assert fast.stats.accepted > 0
+    assert [entry.token for entry in fast.logprobs] == list(fast.token_ids) == list(plain.token_ids)
+    for one, other in zip(fast.logprobs, plain.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert one.rank == other.rank == 1
+
+
+def test_none_are_made_unasked_and_zero_gives_the_tokens_own(engine: Engines) -> None:
+    llama = engine("llama-near")
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    assert llama.generate([17], params).logprobs == ()
+    own = llama.generate([17], params.replace(logprobs=0)).logprobs
+    assert [entry.top for entry in own] == [(), (), (), ()]
+    assert all(entry.logprob < 0 for entry in own)
+
+
+def test_a_tie_names_the_lower_token_first_and_padding_is_never_nan() -> None:
+    row = np.array([[0.0, 2.0, 2.0, -np.inf]], np.float32)
+    (entry,) = token_logprobs(row, [0], [2], 4)
+    assert [token for token, _ in entry.top] == [1, 2, 0, 3]
+    assert entry.rank == 1
+    assert entry.top[-1][1] == -np.inf
+
+
+def test_chunks_hold_those_of_their_own_tokens(engine: Engines) -> None:
+    params = SamplingParams(max_tokens=20, seed=2, logprobs=1, ignore_eos=True)
+    with engine("llama-near").stream([17, 180], params) as stream:
+        for chunk in stream:
+            assert tuple(entry.token for entry in chunk.logprobs) == chunk.token_ids
+
+
+@pytest.mark.parametrize("value", [-1, 21, 1.5, True])
+def test_too_many_are_refused(value: Any) -> None:
+    with pytest.raises(RequestError, match="logprobs is"):
+        SamplingParams(logprobs=value)
+
+
+def test_stop_tokens_end_the_output_as_the_end_of_text_does(engine: Engines) -> None:
+    llama = engine("llama-near")
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    whole = llama.generate([17, 180, 33], params)
+    end = whole.token_ids[5]
+    first = whole.token_ids.index(end)
+    made = llama.generate([17, 180, 33], params.replace(stop_token_ids=(end,)))
+    assert made.token_ids == whole.token_ids[: first + 1]
+    assert made.finish_reason == "stop"
+    assert whole.text.startswith(made.text)
