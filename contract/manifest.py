@@ -204,6 +204,18 @@ class DraftModel(_Ranked, frozen=True, tag_field="name", tag="draft_model"):
         return super().misfit(tree) or (None if tree.has_spine else spine)
 
 
+class SelfDraft(DraftModel, frozen=True, tag_field="name", tag="self_draft"):
+    """Speculation by the target's own first layers, whose output its final norm and head read too early.
+
+    The draft's graph lies beside the target's and reads the same weights file.
+
+    Attributes:
+        layers: how many.
+    """
+
+    layers: Size
+
+
 class Medusa(_Ranked, frozen=True, tag_field="name", tag="medusa"):
     """Speculation by heads on the target's last hidden state (Medusa, arXiv 2401.10774), in the target's step graph.
 
@@ -321,7 +333,7 @@ Ranked = DraftModel | Medusa | MedusaDraft
 """Methods in which a model proposes; their trees may branch."""
 Lookup = Ngram | Suffix | Hypothesis
 """Methods that look in text, and need neither a model nor files."""
-Method = DraftModel | Medusa | MedusaDraft | Ngram | Suffix | Hypothesis | Lookahead
+Method = DraftModel | SelfDraft | Medusa | MedusaDraft | Ngram | Suffix | Hypothesis | Lookahead
 HYPOTHESIS = "hypothesis"
 """The one method that proposes nothing unless a request brings something."""
 
@@ -397,9 +409,12 @@ class Manifest(_Strict, frozen=True):
 
     @property
     def models(self) -> dict[str, Model]:
-        """Every model by its role: ``target``, and ``draft`` where there is one."""
-        drafts = [method.draft for method in self.methods if isinstance(method, DraftModel | MedusaDraft)]
-        return {"target": self.target} | ({"draft": drafts[0]} if drafts else {})
+        """Every model by its role: ``target``, and ``draft`` and ``self_draft`` where there is one."""
+        found = {"target": self.target}
+        for method in self.methods:
+            if isinstance(method, DraftModel | MedusaDraft):
+                found["self_draft" if isinstance(method, SelfDraft) else "draft"] = method.draft
+        return found
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -480,12 +495,12 @@ def _check_references(path: Path, manifest: Manifest) -> None:
 def _check_shapes(path: Path, manifest: Manifest) -> None:
     """Every shape the engine runs at is there, and none asks for an absurd amount of memory."""
     names = [method_name(method) for method in manifest.methods]
-    drafts = [method for method in manifest.methods if isinstance(method, DraftModel | MedusaDraft)]
-    if len(set(names)) != len(names) or len(drafts) > 1:
+    if len(set(names)) != len(names) or {"draft_model", "medusa_draft"} <= set(names):
         raise BundleError(f"{path}: methods: {', '.join(names)}; expected each once, and one with a draft at most")
     verified = {1}
     for name, method in zip(names, manifest.methods, strict=True):
         verified |= _tree_sizes(path, name, method)
+    propose_graphs = [method.draft for method in manifest.methods if isinstance(method, DraftModel)]
     for role, model in manifest.models.items():
         points = [graph.point for graph in model.graph.points]
         width = sum(layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
@@ -495,7 +510,7 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
         if size > _MAX_CACHE_BYTES:
             raise BundleError(f"{path}: the {role}'s cache would take {size} bytes; refusing to load it")
         steps = {(tokens, tokens) for tokens in verified} if role == "target" else set()
-        propose = isinstance(manifest.method("draft_model"), DraftModel) and role == "draft"
+        propose = any(model is draft for draft in propose_graphs)
         needed = steps | {(manifest.prefill_chunk, 0 if propose else 1)}
         missing = needed - {(point.tokens, point.rows) for point in points}
         if missing:

@@ -69,6 +69,9 @@ def plan(options: BuildOptions, heads: HeadsOutline | None, draft_heads: HeadsOu
             _require_ranks(tree, min(MAX_CANDIDATES, vocab))
     elif draft_heads is not None:
         found["medusa_draft"] = _of_heads(options, of_draft, draft_heads, 1, vocab)
+    if options.self_draft_layers is not None:
+        sizes = options.sizes or (DEFAULT_DRAFT_TOKENS,)
+        found["self_draft"] = tuple(TokenTree.chain(size + 1) for size in sizes)
     if heads is not None:
         found["medusa"] = _of_heads(options, named, heads, 0, vocab)
     for name in options.lookups:

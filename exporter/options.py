@@ -22,6 +22,7 @@ class BuildOptions:
         target: folder or hub id of the model whose distribution is sampled.
         output: the bundle's folder; replaced only with ``overwrite``.
         draft: folder or hub id of a smaller model with the same tokenizer, or None for plain decoding.
+        self_draft_layers: also propose with this many of the target's own first layers.
         medusa: folder of Medusa heads for the target.
         draft_medusa: folder of Medusa heads for the draft, which then proposes a tree in one pass.
         ngram: also propose by n-gram prompt lookup.
@@ -53,6 +54,7 @@ class BuildOptions:
     target: str
     output: Path
     draft: str | None = None
+    self_draft_layers: int | None = None
     medusa: str | None = None
     draft_medusa: str | None = None
     ngram: bool = False
@@ -84,7 +86,7 @@ class BuildOptions:
                 raise BuildError(f"num_speculative_tokens is {k}; expected 1 to 32")
         if self.draft_medusa is not None and self.draft is None:
             raise BuildError("draft_medusa was given without draft; they are heads of a draft model")
-        if self.draft is None and self.medusa is None:
+        if self.draft is None and self.medusa is None and self.self_draft_layers is None:
             if self.trees:
                 raise BuildError("trees was given without a draft or Medusa heads; nothing would fill them")
             if self.sizes and not self.lookups:

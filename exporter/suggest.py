@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 from specexport.contract.errors import BuildError
 from specexport.exporter import methods
-from specexport.exporter.checkpoint import load_tokenizer, locate, require_same_tokenizer
+from specexport.exporter.checkpoint import load_tokenizer, require_same_tokenizer
+from specexport.exporter.locate import locate
 
 Device = Literal["cpu", "gpu"]
 SMALLER = (5.0, 10.0)

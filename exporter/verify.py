@@ -155,7 +155,9 @@ def verify(
         "logits": lambda: _logits(opened, given.get("target"), texts),
     }
     for method in opened.manifest.methods:
-        if isinstance(method, mf.DraftModel):
+        if isinstance(method, mf.SelfDraft):
+            steps["self_draft"] = partial(_draft, opened, method, given.get("target"), texts)
+        elif isinstance(method, mf.DraftModel):
             steps["draft"] = partial(_draft, opened, method, given.get("draft"), texts)
         elif isinstance(method, mf.Medusa | mf.MedusaDraft):
             role = "target" if isinstance(method, mf.Medusa) else "draft"
@@ -253,12 +255,13 @@ def _logits(bundle: Bundle, given: Path | None, texts: list[list[int]]) -> Outco
 
 
 def _draft(bundle: Bundle, method: mf.DraftModel, given: Path | None, texts: list[list[int]]) -> Outcome:
-    checkpoint = _reference("draft", method.draft, given)
+    layers = method.layers if isinstance(method, mf.SelfDraft) else None
+    checkpoint = _reference("draft" if layers is None else "target", method.draft, given)
     limits = logits.LIMITS[method.draft.precision.weights]
     made = logits.propose(bundle, method, texts)
     if not made:
         raise _NotRunError("no prompt is long enough to draft from; pass prompts of two tokens or more")
-    found = logits.compare_draft(checkpoint, bundle.manifest, method.draft, made, limits)
+    found = logits.compare_draft(checkpoint, bundle.manifest, method.draft, made, limits, layers)
     sentence = f"the draft graph proposes the draft model's own token at {_agreement(found, limits)}"
     return found.share >= limits.agreement, sentence, _counted(found)
 

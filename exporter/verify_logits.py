@@ -214,13 +214,16 @@ def compare_draft(
     draft: mf.Model,
     made: Sequence[tuple[list[int], list[int]]],
     limits: Limits,
+    layers: int | None = None,
 ) -> Agreement:
     """Compares draft tokens with the draft model's own: each must be its most probable one after those before it.
+
+    With ``layers`` the draft is so many of the checkpoint's first layers.
 
     Raises:
         BundleError: the checkpoint is another model.
     """
-    model = load_reference(checkpoint, draft)
+    model = load_reference(checkpoint, draft, layers)
     vocab, rows = min(manifest.target.vocab_size, draft.vocab_size), model.get_input_embeddings().weight.shape[0]
     agreement = Agreement()
     for text, drafted in made:

@@ -14,6 +14,7 @@ from specexport.contract.manifest import (
     MedusaDraft,
     Method,
     Model,
+    SelfDraft,
     StoredAs,
     method_name,
 )
@@ -159,6 +160,8 @@ def extra_memory(manifest: Manifest, method: Method) -> int:
     """Bytes a method needs beside the target and its cache: weights, and a cache for the longest text."""
     if isinstance(method, Medusa):
         return int(method.parameters * _BYTES[method.weights])
+    if isinstance(method, SelfDraft):
+        return _cache_row(method.draft) * manifest.max_seq_len
     if isinstance(method, DraftModel | MedusaDraft):
         sizes = {entry.path: entry.size for entry in manifest.files}
         return sizes[method.draft.weights] + _cache_row(method.draft) * manifest.max_seq_len

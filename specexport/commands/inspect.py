@@ -21,6 +21,7 @@ from specexport.contract.manifest import (
     Method,
     Model,
     Ngram,
+    SelfDraft,
     Suffix,
     check_files,
     method_name,
@@ -135,6 +136,8 @@ def _by(method: Method) -> str:
         return f"medusa_draft, {method.heads} heads on the draft"
     if isinstance(method, Ngram):
         return f"ngram, matches of {method.prompt_lookup_max} to {method.prompt_lookup_min} tokens"
+    if isinstance(method, SelfDraft):
+        return f"self_draft, the target's first {method.layers} layers"
     if isinstance(method, Suffix):
         least = f"down to probability {method.min_token_prob:g}"
         return f"suffix, at most {method.max_spec_factor:g} a matched token, {least}"
