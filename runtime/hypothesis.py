@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import HYPOTHESIS
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.stream import Chunk, Stream
+from specexport.runtime.stream import Chunk, FinishReason, Stream
 from specexport.runtime.text import TextStream
 
 
@@ -71,10 +71,10 @@ def continuation(engine: _Encoder, prompt: str | Sequence[int], text: str | Sequ
 def taken_as_it_is(params: SamplingParams, entropy: float | None) -> bool:
     """Whether a hypothesis is sure enough to be the output without the model (arXiv 2603.11243, stage 1).
 
-    Log-probabilities only the model can give, so that a request for some is verified.
+    Never where log-probabilities are wanted, which only the model can tell.
     """
-    gate = params.entropy_threshold if params.acceptance == "relaxed" and params.logprobs is None else None
-    return gate is not None and entropy is not None and entropy < gate
+    gate = params.entropy_threshold if params.acceptance == "relaxed" else None
+    return gate is not None and entropy is not None and entropy < gate and params.logprobs is None
 
 
 class Unverified:
@@ -103,17 +103,19 @@ class Unverified:
         params = stream.params
         ends = (*params.stop_token_ids, *(() if params.ignore_eos else self._eos))
         text, piece, taken = TextStream(self._tokenizer, params.stop), "", []
-        ended = False
+        reason: FinishReason = "stop" if len(stream.hypothesis) <= self._room else "length"
         for token in stream.hypothesis[: self._room]:
             taken.append(token)
-            ended = token in ends
-            piece += "" if ended else text.push(token)
-            if ended := ended or text.stopped:
+            if token in ends:
+                reason = "stop"
+                break
+            piece += text.push(token)
+            if text.stopped:
+                reason = "stop"
                 break
         piece += text.finish()
         stream.tokens += taken
         stats = stream.stats
         stats.output_tokens = len(taken)
         stats.total = stats.first_token = time.perf_counter() - began
-        cut = len(taken) < len(stream.hypothesis) and not ended
-        yield Chunk(piece, tuple(taken), "length" if cut else "stop")
+        yield Chunk(piece, tuple(taken), reason)
