@@ -216,6 +216,24 @@ class SelfDraft(DraftModel, frozen=True, tag_field="name", tag="self_draft"):
     layers: Size
 
 
+class UniversalDraft(DraftModel, frozen=True, tag_field="name", tag="universal_draft"):
+    """Speculation by a smaller model with a tokenizer of its own: text is translated both ways. Chains only.
+
+    What is proposed follows from the text alone, without drawing. A step verifies a shorter chain where the draft's
+    tokens make fewer of the target's.
+
+    Attributes:
+        tokenizer: the draft's ``tokenizer.json``.
+    """
+
+    tokenizer: str
+
+    def misfit(self, tree: TokenTree) -> str | None:
+        """See :class:`_Method`."""
+        chain = TokenTree.chain(len(tree))
+        return f"the one of {len(tree) - 1} draft tokens is not a chain" if tree.choices != chain.choices else None
+
+
 class Medusa(_Ranked, frozen=True, tag_field="name", tag="medusa"):
     """Speculation by heads on the target's last hidden state (Medusa, arXiv 2401.10774), in the target's step graph.
 
@@ -333,7 +351,7 @@ Ranked = DraftModel | Medusa | MedusaDraft
 """Methods in which a model proposes; their trees may branch."""
 Lookup = Ngram | Suffix | Hypothesis
 """Methods that look in text, and need neither a model nor files."""
-Method = DraftModel | SelfDraft | Medusa | MedusaDraft | Ngram | Suffix | Hypothesis | Lookahead
+Method = DraftModel | SelfDraft | UniversalDraft | Medusa | MedusaDraft | Ngram | Suffix | Hypothesis | Lookahead
 HYPOTHESIS = "hypothesis"
 """The one method that proposes nothing unless a request brings something."""
 
@@ -483,6 +501,7 @@ def _check_references(path: Path, manifest: Manifest) -> None:
             raise BundleError(f"{path}: files: {entry.path!r} is listed twice")
         listed.add(entry.path)
     used = [manifest.tokenizer.file, *([manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else [])]
+    used += [method.tokenizer for method in manifest.methods if isinstance(method, UniversalDraft)]
     for model in manifest.models.values():
         used += [model.weights, model.graph.master, *(p.file for p in model.graph.points)]
     used += [graph.file for graph in manifest.program]
@@ -495,7 +514,8 @@ def _check_references(path: Path, manifest: Manifest) -> None:
 def _check_shapes(path: Path, manifest: Manifest) -> None:
     """Every shape the engine runs at is there, and none asks for an absurd amount of memory."""
     names = [method_name(method) for method in manifest.methods]
-    if len(set(names)) != len(names) or {"draft_model", "medusa_draft"} <= set(names):
+    drafts = {"draft_model", "medusa_draft", "universal_draft"} & set(names)
+    if len(set(names)) != len(names) or len(drafts) > 1:
         raise BundleError(f"{path}: methods: {', '.join(names)}; expected each once, and one with a draft at most")
     verified = {1}
     for name, method in zip(names, manifest.methods, strict=True):

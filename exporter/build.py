@@ -97,16 +97,17 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         target_info = _with_logits_error(folder, target_info, options.lowering, exact, progress)
 
     made: list[mf.Method] = []
-    if options.draft is not None:
+    if (draft_source := options.draft or options.universal_draft) is not None:
         progress("loading the draft", 0, 1)
-        draft = load_checkpoint(options.draft)
+        draft = load_checkpoint(draft_source)
         progress("loading the draft", 1, 1)
         if draft.max_positions < max_seq_len:
             raise BuildError(
                 f"max_seq_len is {max_seq_len}, but the draft {draft.source} was made for {draft.max_positions} "
                 f"positions; pass --max-seq-len {draft.max_positions} or choose another draft"
             )
-        vocab = min(draft.vocab_size, target_vocab)
+        # A draft with a tokenizer of its own proposes text, and so all of its tokens.
+        vocab = min(draft.vocab_size, target_vocab) if options.draft is not None else draft.vocab_size
         made.append(_export_draft(folder, draft, options, plan, vocab, caches, progress))
     if self_draft is not None:
         made.append(self_draft)
@@ -333,14 +334,15 @@ def _export_draft(
 
     progress("tracing the draft", 0, 1)
     if heads is None:
-        trees = plan["draft_model"]
+        universal = options.universal_draft is not None
+        trees = plan["universal_draft" if universal else "draft_model"]
         one_pass = _traced(
             draft,
             lambda: trace.trace_draft_pass(
                 draft.model, draft.cache, vocab_size, draft.input_vocab, draft.max_positions, options.lowering
             ),
         )
-        return mf.DraftModel(
+        made = mf.DraftModel(
             trees=tuple(tree.choices for tree in trees),
             candidates=min(MAX_CANDIDATES, vocab_size),
             draft=export(
@@ -349,6 +351,10 @@ def _export_draft(
                 _propose_points(trees, caches),
             ),
         )
+        if not universal:
+            return made
+        load_tokenizer(draft.path).tokenizer.save(str(folder / "draft" / "tokenizer.json"))
+        return mf.UniversalDraft(**msgspec.structs.asdict(made), tokenizer="draft/tokenizer.json")
     trees, known = plan["medusa_draft"], methods.candidates(vocab_size)
     model = _traced(
         draft,

@@ -14,6 +14,8 @@ from specexport.graphs.propose import MAX_CANDIDATES
 
 DEFAULT_DRAFT_TOKENS = 4
 """Chosen for CPUs, where every node of a step costs; ``specexport tune tree`` measures what a device can take."""
+UNIVERSAL_DRAFT_TOKENS = (4, 2, 1)
+"""The draft's tokens make more or fewer of the target's, so that shorter chains must be there too."""
 LOOKUP_DRAFT_TOKENS = {"ngram": (8, 4, 2), "suffix": (8, 4, 2), "hypothesis": (16, 8, 4, 2)}
 """Of the methods that look in text, which take a shorter chain where they have found less."""
 MAX_SPEC_FACTOR, MIN_TOKEN_PROB = 1.5, 0.1
@@ -69,6 +71,9 @@ def plan(options: BuildOptions, heads: HeadsOutline | None, draft_heads: HeadsOu
             _require_ranks(tree, min(MAX_CANDIDATES, vocab))
     elif draft_heads is not None:
         found["medusa_draft"] = _of_heads(options, of_draft, draft_heads, 1, vocab)
+    if options.universal_draft is not None:
+        sizes = options.sizes or UNIVERSAL_DRAFT_TOKENS
+        found["universal_draft"] = tuple(TokenTree.chain(size + 1) for size in sizes)
     if options.self_draft_layers is not None:
         sizes = options.sizes or (DEFAULT_DRAFT_TOKENS,)
         found["self_draft"] = tuple(TokenTree.chain(size + 1) for size in sizes)

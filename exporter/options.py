@@ -22,6 +22,7 @@ class BuildOptions:
         target: folder or hub id of the model whose distribution is sampled.
         output: the bundle's folder; replaced only with ``overwrite``.
         draft: folder or hub id of a smaller model with the same tokenizer, or None for plain decoding.
+        universal_draft: folder or hub id of a smaller model with another tokenizer, in the place of ``draft``.
         self_draft_layers: also propose with this many of the target's own first layers.
         medusa: folder of Medusa heads for the target.
         draft_medusa: folder of Medusa heads for the draft, which then proposes a tree in one pass.
@@ -54,6 +55,7 @@ class BuildOptions:
     target: str
     output: Path
     draft: str | None = None
+    universal_draft: str | None = None
     self_draft_layers: int | None = None
     medusa: str | None = None
     draft_medusa: str | None = None
@@ -84,9 +86,16 @@ class BuildOptions:
         for k in self.sizes:
             if not 1 <= k <= 32:
                 raise BuildError(f"num_speculative_tokens is {k}; expected 1 to 32")
+        if self.universal_draft is not None and self.draft is not None:
+            raise BuildError("draft and universal_draft were both given; a bundle has one draft, so give one of them")
         if self.draft_medusa is not None and self.draft is None:
             raise BuildError("draft_medusa was given without draft; they are heads of a draft model")
-        if self.draft is None and self.medusa is None and self.self_draft_layers is None:
+        if (
+            self.draft is None
+            and self.medusa is None
+            and self.self_draft_layers is None
+            and self.universal_draft is None
+        ):
             if self.trees:
                 raise BuildError("trees was given without a draft or Medusa heads; nothing would fill them")
             if self.sizes and not self.lookups:

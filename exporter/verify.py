@@ -255,13 +255,15 @@ def _logits(bundle: Bundle, given: Path | None, texts: list[list[int]]) -> Outco
 
 
 def _draft(bundle: Bundle, method: mf.DraftModel, given: Path | None, texts: list[list[int]]) -> Outcome:
-    layers = method.layers if isinstance(method, mf.SelfDraft) else None
-    checkpoint = _reference("draft" if layers is None else "target", method.draft, given)
+    checkpoint = _reference("target" if isinstance(method, mf.SelfDraft) else "draft", method.draft, given)
+    if isinstance(method, mf.UniversalDraft):
+        target, own = bundle.tokenizer(), bundle.tokenizer(method.tokenizer)
+        texts = [own.encode(target.decode(text)).ids for text in texts]
     limits = logits.LIMITS[method.draft.precision.weights]
     made = logits.propose(bundle, method, texts)
     if not made:
         raise _NotRunError("no prompt is long enough to draft from; pass prompts of two tokens or more")
-    found = logits.compare_draft(checkpoint, bundle.manifest, method.draft, made, limits, layers)
+    found = logits.compare_draft(checkpoint, bundle.manifest, method, made, limits)
     sentence = f"the draft graph proposes the draft model's own token at {_agreement(found, limits)}"
     return found.share >= limits.agreement, sentence, _counted(found)
 

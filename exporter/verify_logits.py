@@ -211,20 +211,20 @@ def propose(bundle: Bundle, method: mf.DraftModel, texts: Sequence[list[int]]) -
 def compare_draft(
     checkpoint: Path,
     manifest: mf.Manifest,
-    draft: mf.Model,
+    method: mf.DraftModel,
     made: Sequence[tuple[list[int], list[int]]],
     limits: Limits,
-    layers: int | None = None,
 ) -> Agreement:
     """Compares draft tokens with the draft model's own: each must be its most probable one after those before it.
-
-    With ``layers`` the draft is so many of the checkpoint's first layers.
 
     Raises:
         BundleError: the checkpoint is another model.
     """
-    model = load_reference(checkpoint, draft, layers)
-    vocab, rows = min(manifest.target.vocab_size, draft.vocab_size), model.get_input_embeddings().weight.shape[0]
+    draft = method.draft
+    model = load_reference(checkpoint, draft, method.layers if isinstance(method, mf.SelfDraft) else None)
+    own = isinstance(method, mf.UniversalDraft)  # it may propose tokens that the target does not have
+    vocab = draft.vocab_size if own else min(manifest.target.vocab_size, draft.vocab_size)
+    rows = model.get_input_embeddings().weight.shape[0]
     agreement = Agreement()
     for text, drafted in made:
         # A token that only the target has is read as the last one, as the graph does.

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from specexport.contract.manifest import DraftModel, Hypothesis, Lookahead, Medusa, Method, Ngram, Suffix
+from specexport.contract.manifest import (
+    DraftModel,
+    Hypothesis,
+    Lookahead,
+    Medusa,
+    Method,
+    Ngram,
+    Suffix,
+    UniversalDraft,
+)
 from specexport.runtime.backend import candidates_buffers, open_graph, propose_buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposers.base import Proposal, Proposer, SlotView
@@ -13,6 +22,7 @@ from specexport.runtime.proposers.medusa import MedusaProposer
 from specexport.runtime.proposers.medusa_draft import MedusaDraftProposer
 from specexport.runtime.proposers.ngram import NgramProposer
 from specexport.runtime.proposers.suffix import OutputStore, SuffixProposer
+from specexport.runtime.proposers.universal import UniversalDraftProposer
 
 __all__ = ["Proposal", "Proposer", "SlotView", "open_proposer"]
 
@@ -45,6 +55,11 @@ def open_proposer(
         return MedusaProposer()
     if isinstance(method, DraftModel):
         graph = open_graph(bundle, method.draft, batch, propose_buffers(method), threads)
-        return DraftModelProposer(graph, bundle.manifest)
+        drafter = DraftModelProposer(graph, bundle.manifest)
+        if isinstance(method, UniversalDraft):
+            own = bundle.tokenizer(method.tokenizer)
+            room = bundle.manifest.max_seq_len
+            return UniversalDraftProposer(drafter, bundle.tokenizer(), own, method.token_trees(), room)
+        return drafter
     graph = open_graph(bundle, method.draft, batch, candidates_buffers(method), threads)
     return MedusaDraftProposer(graph, bundle.manifest, method)

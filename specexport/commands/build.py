@@ -22,6 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, metavar="DIR_OR_ID", help="Hugging Face folder or hub id")
     parser.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer")
     parser.add_argument(
+        "--universal-draft",
+        metavar="DIR_OR_ID",
+        help="smaller model with another tokenizer, translated through text; costs acceptance, so prefer --draft",
+    )
+    parser.add_argument(
         "--self-draft-layers", type=int, metavar="N", help="propose with the target's own first N layers and its head"
     )
     parser.add_argument("--medusa", metavar="DIR", help="Medusa heads of the target (specexport train medusa)")
@@ -150,6 +155,7 @@ def main(arguments: argparse.Namespace) -> int:
         target=arguments.target,
         output=arguments.output,
         draft=arguments.draft,
+        universal_draft=arguments.universal_draft,
         self_draft_layers=arguments.self_draft_layers,
         medusa=arguments.medusa,
         draft_medusa=arguments.draft_medusa,
