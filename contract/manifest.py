@@ -6,7 +6,7 @@ The schema is documented for readers in ``docs/bundle-format.md``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
@@ -417,7 +417,7 @@ class Manifest(_Strict, frozen=True):
     lowering: LoweredAs
     max_seq_len: Size
     prefill_chunk: Size
-    batch_sizes: tuple[Size, ...]
+    batch_sizes: Annotated[tuple[Size, ...], Meta(min_length=1)]
     target: Model
     methods: tuple[Method, ...]
     tokenizer: TokenizerInfo
@@ -532,11 +532,12 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
         steps = {(tokens, tokens) for tokens in verified} if role == "target" else set()
         propose = any(model is draft for draft in propose_graphs)
         needed = steps | {(manifest.prefill_chunk, 0 if propose else 1)}
-        missing = needed - {(point.tokens, point.rows) for point in points}
+        missing = needed - {(point.tokens, point.rows) for point in points if point.batch == 1}
         if missing:
             raise BundleError(
                 f"{path}: no shape point of the {role} has {min(missing)[0]} tokens; build the bundle again"
             )
+        _check_batches(path, role, points, manifest)
         caches, propose = {(point.batch, point.cache) for point in points}, any(point.drafts for point in points)
         for engine in model.engines:
             for profile in engine.profiles:
@@ -545,6 +546,22 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
                         f"{path}: engine {engine.file}: no shape point of the {role} is like its profile {profile}; "
                         "compile the bundle again"
                     )
+
+
+def _check_batches(path: Path, role: str, points: Sequence[ShapePoint], manifest: Manifest) -> None:
+    """Every shape is there at every batch size, prefill chunks of one slot aside, and at every cache size."""
+    sizes = manifest.batch_sizes
+    if sizes[:1] != (1,) or list(sizes) != sorted(set(sizes)):
+        raise BundleError(f"{path}: batch_sizes are {list(sizes)}; expected them to ascend from 1")
+    caches = {point.cache for point in points}
+    shapes = {(point.tokens, point.rows, point.drafts) for point in points}
+    for tokens, rows, drafts in shapes:
+        there = {(p.batch, p.cache) for p in points if (p.tokens, p.rows, p.drafts) == (tokens, rows, drafts)}
+        batches = (1,) if tokens == manifest.prefill_chunk and rows != tokens else sizes
+        absent = {(batch, cache) for batch in batches for cache in caches} - there
+        if absent:
+            wanted = ShapePoint(min(absent)[0], tokens, min(absent)[1], rows, drafts)
+            raise BundleError(f"{path}: the {role} has no shape point {wanted}; build the bundle again")
 
 
 def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:

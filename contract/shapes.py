@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Annotated
 
 import msgspec
@@ -74,3 +75,26 @@ def cache_buckets(max_seq_len: int, widest: int) -> tuple[int, ...]:
         # 256, 384, 512, 768, 1024, 1536, ...: powers of two and the midpoints between them.
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return (*sizes, top)
+
+
+def batch_points(most: int) -> tuple[int, ...]:
+    """Batch sizes that graphs are made for, ascending: the powers of two below the largest, and the largest itself."""
+    sizes = [1]
+    while sizes[-1] * 2 < most:
+        sizes.append(sizes[-1] * 2)
+    return tuple(dict.fromkeys((*sizes, most)))
+
+
+def window(slots: Collection[int], sizes: Sequence[int]) -> range:
+    """The slots one run takes so that it takes in some of them: as many as the smallest batch size that spans them.
+
+    Args:
+        slots: at least one.
+        sizes: batch sizes, ascending; the last one is the number of slots there are.
+    """
+    first, last = min(slots), max(slots)
+    size = next(size for size in sizes if size > last - first)
+    # Aligned where that does, so that there are few different windows.
+    aligned = first // size * size
+    start = aligned if last < aligned + size <= sizes[-1] else min(first, sizes[-1] - size)
+    return range(start, start + size)

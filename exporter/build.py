@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,8 @@ import torch
 
 from specexport.contract import manifest as mf
 from specexport.contract.errors import BuildError
-from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint, cache_buckets
-from specexport.exporter import check, compose, methods, quality, static, trace
+from specexport.contract.shapes import ShapePoint, batch_points, cache_buckets
+from specexport.exporter import check, compose, methods, points, quality, static, trace
 from specexport.exporter.checkpoint import (
     TRANSFORMERS_VERSION,
     Checkpoint,
@@ -34,7 +34,6 @@ from specexport.graphs.medusa import MedusaHeads
 from specexport.graphs.propose import MAX_CANDIDATES
 
 DEFAULT_MAX_SEQ_LEN = 2048
-PREFILL_CHUNK = 64
 
 Progress = Callable[[str, int, int], None]
 """Called with a step's name, how much of it is done, and how much there is in all."""
@@ -79,16 +78,15 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
     max_seq_len = _max_seq_len(options, target)
     plan = methods.plan(options, _outline(options.medusa), _outline(options.draft_medusa), target.vocab_size)
     text_only = _text_only(options, plan, target.parameters)
-    verified = {len(tree) for trees in plan.values() for tree in trees}
-    widths = tuple(sorted({1, *verified, *(width for method in text_only for width in method.widths())}))
-    caches = cache_buckets(max_seq_len, max(*widths, PREFILL_CHUNK))
-    steps = (*((tokens, tokens) for tokens in widths), (PREFILL_CHUNK, 1))
-    at = tuple(ShapePoint(1, tokens, cache, rows) for tokens, rows in steps for cache in caches)
+    widths = {width for method in text_only for width in method.widths()}
+    batches = batch_points(options.max_batch_size)
+    caches = cache_buckets(max_seq_len, max(*points.verify_widths(plan, batches, widths), points.PREFILL_CHUNK))
     target_vocab = target.vocab_size
     quantized = options.precision in ("int8", "int4")
     sample = tokenizer.tokenizer.encode(quality.SAMPLE).ids
     exact = quality.reference(target, sample) if quantized and sample else None
-    target_info, self_draft = _export_target(folder, target, heads, options, plan, at, caches, progress)
+    at = points.of_target(plan, batches, caches, widths)
+    target_info, self_draft = _export_target(folder, target, heads, options, plan, at, batches, caches, progress)
     eos, generation = target.eos_token_ids, target.generation
     medusa = _medusa(options, heads, plan, target_vocab) if heads is not None else None
     del target, heads
@@ -108,7 +106,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
             )
         # A draft with a tokenizer of its own proposes text, and so all of its tokens.
         vocab = min(draft.vocab_size, target_vocab) if options.draft is not None else draft.vocab_size
-        made.append(_export_draft(folder, draft, options, plan, vocab, caches, progress))
+        made.append(_export_draft(folder, draft, options, plan, vocab, batches, caches, progress))
     if self_draft is not None:
         made.append(self_draft)
     if medusa is not None:
@@ -129,8 +127,8 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         backend="onnxruntime",
         lowering=options.lowering,
         max_seq_len=max_seq_len,
-        prefill_chunk=PREFILL_CHUNK,
-        batch_sizes=(1,),
+        prefill_chunk=points.PREFILL_CHUNK,
+        batch_sizes=batches,
         target=target_info,
         methods=tuple(made),
         tokenizer=mf.TokenizerInfo(
@@ -224,6 +222,7 @@ def _export_target(
     options: BuildOptions,
     plan: methods.Plan,
     at: tuple[ShapePoint, ...],
+    batches: tuple[int, ...],
     caches: tuple[int, ...],
     progress: Progress,
 ) -> tuple[mf.Model, mf.SelfDraft | None]:
@@ -240,7 +239,7 @@ def _export_target(
     )
     graphs = [_Part("step", model, at, target.cache, target.parameters)]
     if options.self_draft_layers is not None:
-        graphs.append(_self_draft(target, options, plan["self_draft"], caches))
+        graphs.append(_self_draft(target, options, plan, batches, caches))
     progress("tracing the target", 1, 1)
     info, *rest = _write_models(
         folder / "target",
@@ -261,7 +260,13 @@ def _export_target(
     )
 
 
-def _self_draft(target: Checkpoint, options: BuildOptions, trees: methods.Trees, caches: tuple[int, ...]) -> _Part:
+def _self_draft(
+    target: Checkpoint,
+    options: BuildOptions,
+    plan: methods.Plan,
+    batches: tuple[int, ...],
+    caches: tuple[int, ...],
+) -> _Part:
     """The propose graph of the target's first layers."""
     count = options.self_draft_layers
     assert count is not None
@@ -282,14 +287,8 @@ def _self_draft(target: Checkpoint, options: BuildOptions, trees: methods.Trees,
             )
     except ValueError as error:
         raise BuildError(f"self_draft_layers is {count}, but of {target.source}: {error}") from error
-    at = _propose_points(trees, caches)
+    at = points.of_draft(plan, "self_draft", batches, caches)
     return _Part("self_draft", compose.propose_graph(one_pass, cache, options.lowering), at, cache, parameters)
-
-
-def _propose_points(trees: methods.Trees, caches: tuple[int, ...]) -> tuple[ShapePoint, ...]:
-    """Where the propose graph of a draft runs: drafting for each depth, and in prefill."""
-    runs = (*((CATCH_UP_TOKENS, k) for k in sorted({tree.depth for tree in trees})), (PREFILL_CHUNK, 1))
-    return tuple(ShapePoint(1, tokens, cache, 0, k) for tokens, k in runs for cache in caches)
 
 
 def _with_logits_error(
@@ -311,6 +310,7 @@ def _export_draft(
     options: BuildOptions,
     plan: methods.Plan,
     vocab_size: int,
+    batches: tuple[int, ...],
     caches: tuple[int, ...],
     progress: Progress,
 ) -> mf.DraftModel | mf.MedusaDraft:
@@ -319,11 +319,11 @@ def _export_draft(
     check.same_as_eager(draft, options.lowering)
     progress("checking the draft's lowering", 1, 1)
 
-    def export(name: str, model: ir.Model, at: Iterable[ShapePoint]) -> mf.Model:
+    def export(name: str, model: ir.Model, at: tuple[ShapePoint, ...]) -> mf.Model:
         progress("tracing the draft", 1, 1)
         (info,) = _write_models(
             folder / "draft",
-            [_Part(name, model, tuple(at), draft.cache, draft.parameters)],
+            [_Part(name, model, at, draft.cache, draft.parameters)],
             draft,
             options.proposing_precision,
             None,
@@ -348,7 +348,7 @@ def _export_draft(
             draft=export(
                 "propose",
                 compose.propose_graph(one_pass, draft.cache, options.lowering),
-                _propose_points(trees, caches),
+                points.of_draft(plan, "universal_draft" if universal else "draft_model", batches, caches),
             ),
         )
         if not universal:
@@ -362,13 +362,12 @@ def _export_draft(
             draft.model, draft.cache, heads, known, vocab_size, draft.input_vocab, options.lowering
         ),
     )
-    widths = (1 + max(tree.depth for tree in trees), PREFILL_CHUNK)
     return mf.MedusaDraft(
         trees=tuple(tree.choices for tree in trees),
         candidates=known,
         heads=len(heads),
         source=str(Path(str(options.draft_medusa)).resolve()),
-        draft=export("step", model, (ShapePoint(1, tokens, cache, 1) for tokens in widths for cache in caches)),
+        draft=export("step", model, points.of_draft_with_heads(plan, batches, caches)),
     )
 
 
@@ -430,8 +429,7 @@ def _write_models(
             reports.append(weights.report)
             weights.report = WeightsReport()
     progress(f"writing the {role}'s weights ({precision})", total, total)
-    points, made = sum(len(part.at) for part in parts), []
-    pinned = 0
+    count, pinned, made = sum(len(part.at) for part in parts), 0, []
     for part, report in zip(parts, reports, strict=True):
         passes.RemoveUnusedNodesPass()(part.model)
         master = folder / f"{part.name}.onnx"
@@ -442,7 +440,7 @@ def _write_models(
             static.pin(master, point, file)
             graphs.append(mf.PointGraph(point=point, file=f"{role}/{file.name}"))
             pinned += 1
-            progress(f"pinning the {role}'s shape points", pinned, points)
+            progress(f"pinning the {role}'s shape points", pinned, count)
         made.append(
             mf.Model(
                 family=checkpoint.family,

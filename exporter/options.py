@@ -12,6 +12,8 @@ from specexport.exporter.weights import PRECISIONS, Precision
 
 LOWERINGS: tuple[mf.LoweredAs, ...] = ("native", "portable")
 DEFAULT_BLOCK_SIZE = 32
+DEFAULT_MAX_BATCH_SIZE = 8
+MAX_BATCH_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class BuildOptions:
         trees: what to verify, the default first: presets, JSON files or trees. With ``draft`` and ``medusa`` they are
             the heads'; text that is looked up is proposed in chains.
         max_seq_len: longest sequence in tokens; None for the models' limit, at most 2048.
+        max_batch_size: most requests that run at once; graphs are pinned for the powers of two up to it.
         precision: how the target's matrices are stored.
         draft_precision: how the draft's and the target's heads' are; None for int8, or int4 where ``precision`` is.
             What they round off costs a little acceptance and never changes what the target says.
@@ -70,6 +73,7 @@ class BuildOptions:
     speculative_choices: tuple[int, ...] = ()
     trees: tuple[str | Path | TokenTree, ...] = ()
     max_seq_len: int | None = None
+    max_batch_size: int = DEFAULT_MAX_BATCH_SIZE
     precision: Precision = "fp32"
     draft_precision: Precision | None = None
     block_size: int | None = None
@@ -103,6 +107,8 @@ class BuildOptions:
                     "num_speculative_tokens was given without a draft or Medusa heads, ngram or suffix or hypothesis; "
                     "nothing would propose those tokens"
                 )
+        if not 1 <= self.max_batch_size <= MAX_BATCH_SIZE:
+            raise BuildError(f"max_batch_size is {self.max_batch_size}; expected 1 to {MAX_BATCH_SIZE}")
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         if not 1 <= most <= mf.MAX_LOOKUP:
             raise BuildError(f"prompt_lookup_max is {most}; expected 1 to {mf.MAX_LOOKUP}")

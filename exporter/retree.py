@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -44,13 +46,13 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> mf.Manifest:
         )
     others = [other for other in method.token_trees() if len(other) != len(tree)]
     changed = msgspec.structs.replace(method, trees=tuple(one.choices for one in (tree, *others)))
-    target = _with_points(folder, manifest.target, [(len(tree), len(tree), 0)], caches)
+    target = _with_points(folder, manifest.target, (len(tree), len(tree), 0), manifest.batch_sizes, caches)
     if isinstance(changed, mf.DraftModel):
-        draft = _with_points(folder, changed.draft, [(CATCH_UP_TOKENS, 0, tree.depth)], caches)
+        draft = _with_points(folder, changed.draft, (CATCH_UP_TOKENS, 0, tree.depth), manifest.batch_sizes, caches)
         changed = msgspec.structs.replace(changed, draft=draft)
     elif isinstance(changed, mf.MedusaDraft):
         width = 1 + max(one.depth for one in changed.token_trees())
-        draft = _with_points(folder, changed.draft, [(width, 1, 0)], caches)
+        draft = _with_points(folder, changed.draft, (width, 1, 0), manifest.batch_sizes, caches)
         changed = msgspec.structs.replace(changed, draft=draft)
     methods = tuple(changed if mf.method_name(one) == name else one for one in manifest.methods)
     new = msgspec.structs.replace(manifest, target=target, methods=methods)
@@ -62,17 +64,19 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> mf.Manifest:
     return new
 
 
-def _with_points(folder: Path, model: mf.Model, wanted: list[tuple[int, int, int]], caches: list[int]) -> mf.Model:
-    """A model with (tokens, rows, drafts) pinned at every cache size."""
+def _with_points(
+    folder: Path, model: mf.Model, wanted: tuple[int, int, int], batches: Sequence[int], caches: Sequence[int]
+) -> mf.Model:
+    """A model with (tokens, rows, drafts) pinned at every batch and cache size."""
     master = folder / model.graph.master
     points = {graph.point: graph for graph in model.graph.points}
-    for tokens, rows, drafts in wanted:
-        for cache in caches:
-            point = ShapePoint(1, tokens, cache, rows, drafts)
-            if point not in points:
-                file = master.with_name(f"{master.stem}.{point}.onnx")
-                static.pin(master, point, file)
-                points[point] = mf.PointGraph(point=point, file=file.relative_to(folder).as_posix())
+    tokens, rows, drafts = wanted
+    for batch, cache in itertools.product(batches, caches):
+        point = ShapePoint(batch, tokens, cache, rows, drafts)
+        if point not in points:
+            file = master.with_name(f"{master.stem}.{point}.onnx")
+            static.pin(master, point, file)
+            points[point] = mf.PointGraph(point=point, file=file.relative_to(folder).as_posix())
     return msgspec.structs.replace(model, graph=msgspec.structs.replace(model.graph, points=tuple(points.values())))
 
 

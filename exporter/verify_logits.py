@@ -199,7 +199,10 @@ def propose(bundle: Bundle, method: mf.DraftModel, texts: Sequence[list[int]]) -
         for kept in (K, 1, 0):
             if len(text) + K > bundle.manifest.max_seq_len:
                 break
-            proposal = proposer.propose([SlotView(0, text, params, random, tree)]).get(0)
+            view = SlotView(0, text, params, random, tree)
+            while proposer.prefill(view):
+                pass
+            proposal = proposer.propose([view]).get(0)
             drafted = proposal.tokens.tolist() if proposal is not None else []
             if drafted:
                 made.append((text, drafted))

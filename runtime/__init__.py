@@ -10,8 +10,9 @@ from specexport.contract.errors import BackendError, BundleError, RequestError, 
 from specexport.runtime.engine import Engine
 from specexport.runtime.logprobs import TokenLogprobs
 from specexport.runtime.params import SamplingParams
+from specexport.runtime.request import Chunk
 from specexport.runtime.stats import Stats
-from specexport.runtime.stream import Chunk, Completion, Stream
+from specexport.runtime.stream import Completion, Stream
 
 __all__ = [
     "BackendError",

@@ -18,54 +18,73 @@ Buffers = Callable[[ShapePoint], tuple[dict[str, Array], dict[str, Array]]]
 """Makes the input and output arrays of a shape point, caches aside."""
 
 
-class Graph(Protocol):
-    """A loaded graph with its static buffers.
+FIRST = range(1)
+"""The window of a single request: the first slot alone."""
 
-    Inputs are written into the arrays :meth:`inputs` returns; results are read from those :meth:`run` returns. Both
+
+class Graph(Protocol):
+    """A loaded graph with its static buffers and a cache of several slots.
+
+    A run takes a window of neighbouring slots, as many as one of the batch sizes. Inputs are written into the arrays
+    :meth:`inputs` returns; results are read from those :meth:`run` returns; their first dimension is the window's. Both
     are the same memory call after call: copy what must outlive the next run.
     """
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Batch sizes a window may have, ascending; the last is the number of slots."""
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache at its present size."""
 
+    def filled(self, slot: int) -> int:
+        """How many rows of a slot's cache are what was committed there, from the first on."""
+
     def reserve(self, rows: int) -> None:
         """Makes every slot's cache hold at least ``rows`` rows, keeping its content."""
 
-    def release(self) -> None:
-        """Shrinks the cache to its smallest size; its content is lost."""
+    def fit(self, rows: int) -> None:
+        """Makes the cache as small as ``rows`` rows allow, if it is larger; rows beyond its new size are lost."""
+
+    def copy(self, source: int, to: int, rows: int) -> None:
+        """Makes the first ``rows`` rows of a slot's cache those of another one."""
 
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         """Puts the rows of those tokens of the last run that are kept into the cache, one after the other.
 
-        To be called after every run whose rows are wanted; where they lie already there is nothing to do.
+        To be called after every run whose rows are wanted; where they lie already nothing is copied.
 
         Args:
-            slot: index into the batch.
+            slot: one of the run's window.
             past: the run's ``past_length``.
             nodes: which of the tokens fed are kept, ascending; their rows go to ``past``, ``past + 1``, ...
         """
 
-    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0) -> dict[str, Array]:
+    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """The input arrays of a shape point at the present cache size.
+
+        ``past_length`` is set so that the run leaves every slot's committed rows alone; it is to be set for those that
+        take part. (Where a slot is too full for the tokens of a run it has no part in, its last rows are given up.)
 
         Args:
             tokens: T.
             rows: R, for step graphs.
             drafts: K, for propose graphs.
+            slots: the window.
         """
 
-    def run(self, tokens: int, rows: int = 0, drafts: int = 0) -> dict[str, Array]:
+    def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """Runs at that shape point; the outputs by name, without the caches."""
 
 
-def open_graph(bundle: Bundle, model: Model, batch: int, buffers: Buffers, threads: int | None) -> Graph:
+def open_graph(bundle: Bundle, model: Model, slots: int, buffers: Buffers, threads: int | None) -> Graph:
     """Loads a model's graph on the bundle's backend.
 
     Args:
         bundle: the bundle.
         model: its target or its draft.
-        batch: slots.
+        slots: how many its cache has; one of the bundle's batch sizes.
         buffers: see :data:`Buffers`.
         threads: for CPU backends; None for every core this process may use.
 
@@ -76,7 +95,7 @@ def open_graph(bundle: Bundle, model: Model, batch: int, buffers: Buffers, threa
     from specexport.runtime.ort import OnnxRuntimeGraph, available_cores
 
     cores = threads or available_cores()
-    return OnnxRuntimeGraph(bundle.file(model.graph.master), model, bundle.manifest.lowering, batch, buffers, cores)
+    return OnnxRuntimeGraph(bundle.file(model.graph.master), model, bundle.manifest.lowering, slots, buffers, cores)
 
 
 def step_buffers(manifest: Manifest) -> Buffers:

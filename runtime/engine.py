@@ -1,56 +1,37 @@
-"""The engine: a loaded bundle, and the loop propose -> verify -> accept -> commit."""
+"""The engine: a loaded bundle, and the requests made of it."""
 
 from __future__ import annotations
 
-import threading
-import time
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from specexport.contract import tensors
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import HYPOTHESIS, Manifest, method_name
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Array, Graph, open_graph, step_buffers
+from specexport.runtime.backend import Graph, open_graph, step_buffers
+from specexport.runtime.budget import Budget
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.hypothesis import Unverified, check_hypothesis, continuation, taken_as_it_is
-from specexport.runtime.logprobs import token_logprobs
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposers import Proposal, Proposer, SlotView, open_proposer
-from specexport.runtime.sampling import accept_greedy, accept_relaxed, accept_sampled, accept_typical
-from specexport.runtime.stream import Chunk, Completion, FinishReason, Stream, completed
+from specexport.runtime.proposers import SlotView, open_proposer
+from specexport.runtime.request import Request
+from specexport.runtime.scheduler import Scheduler
+from specexport.runtime.step import ROOT, HostProgram, Speculation
+from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
 
-_ROOT = TokenTree.chain(1)
-"""What a plain step verifies."""
 _WARM_UP_TOKENS = 32
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """A way to propose, loaded.
-
-    Attributes:
-        proposer: proposes.
-        trees: the trees the bundle was built for, the default first.
-    """
-
-    proposer: Proposer
-    trees: tuple[TokenTree, ...]
 
 
 class Engine:
     """Generates text from a bundle; made by :meth:`load`.
 
-    It has one slot: one request runs at a time. Methods may be called from any thread; a request waits until the one
-    before it is finished, closed or cancelled. A thread that holds an unfinished stream cannot start another request
-    (it would wait for itself) and gets an error instead.
+    It has as many slots as the bundle's largest batch size, and runs that many requests at once; others wait for a free
+    one. Methods may be called from any thread, and a thread may have several streams. There is no thread in the
+    background: whoever reads a stream takes steps for all of them.
 
     Attributes:
         manifest: the bundle's.
@@ -59,15 +40,16 @@ class Engine:
         speculations: the loaded ways to propose, by the name of their method, the default first.
     """
 
-    def __init__(self, bundle: Bundle, target: Graph, speculations: Mapping[str, Speculation]) -> None:
+    def __init__(
+        self, bundle: Bundle, target: Graph, speculations: Mapping[str, Speculation], prefix_cache: bool = True
+    ) -> None:
         self.manifest: Manifest = bundle.manifest
         self.tokenizer = bundle.tokenizer()
         self.chat_template = bundle.chat_template()
         self._target = target
         self.speculations = dict(speculations)
-        self._slot = threading.Lock()
-        self._holder: int | None = None
-        self._running: weakref.ref[Stream] | None = None
+        program = HostProgram(self.manifest, target, self.speculations)
+        self._scheduler = Scheduler(program, Budget(self.manifest, self.speculations), prefix_cache)
         self._closed = False
         self._warm_up()
 
@@ -79,6 +61,8 @@ class Engine:
         threads: int | None = None,
         check_hashes: bool = True,
         suffix_store_tokens: int = 0,
+        max_batch_size: int | None = None,
+        prefix_cache: bool = True,
     ) -> Engine:
         """Opens a bundle and loads its graphs.
 
@@ -88,11 +72,14 @@ class Engine:
             check_hashes: compare every file's SHA-256 with the manifest; sizes are always compared.
             suffix_store_tokens: tokens of earlier outputs that the method ``suffix`` looks in too, at about half a
                 kilobyte each; the oldest go first. 0 for none. It changes how much is accepted, never what is said.
+            max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest.
+            prefix_cache: a prompt that begins like a text the cache still holds is read from where they part.
 
         Raises:
             BundleError: the bundle is incomplete, altered or too new.
             BackendError: its backend is not installed or refuses a graph.
-            RequestError: a store was asked for that is too small, or of a bundle without the method.
+            RequestError: a store was asked for that is too small, or of a bundle without the method; or the bundle was
+                not built for the batch size.
         """
         opened = Bundle.open(bundle, check_hashes=check_hashes)
         manifest = opened.manifest
@@ -101,14 +88,18 @@ class Engine:
                 f"suffix_store_tokens is {suffix_store_tokens}, but the bundle was built without the method suffix; "
                 "build it with --suffix"
             )
-        target = open_graph(opened, manifest.target, 1, step_buffers(manifest), threads)
+        slots = manifest.batch_sizes[-1] if max_batch_size is None else max_batch_size
+        if slots not in manifest.batch_sizes:
+            built = ", ".join(map(str, manifest.batch_sizes))
+            raise RequestError(f"max_batch_size is {slots}; the bundle was built for {built} (build --max-batch-size)")
+        target = open_graph(opened, manifest.target, slots, step_buffers(manifest), threads)
         speculations = {
             method_name(method): Speculation(
-                open_proposer(opened, method, 1, threads, suffix_store_tokens), method.token_trees()
+                open_proposer(opened, method, slots, threads, suffix_store_tokens), method.token_trees()
             )
             for method in manifest.methods
         }
-        return cls(opened, target, speculations)
+        return cls(opened, target, speculations, prefix_cache)
 
     def __enter__(self) -> Engine:
         return self
@@ -119,15 +110,14 @@ class Engine:
     def close(self) -> None:
         """Frees the models and their caches; later requests are refused.
 
-        Another thread's running request is waited for; a stream this thread has not finished ends.
+        Streams that this thread started end, requests that wait for a slot fail, and those of other threads that run
+        are finished first: what is left of them can still be read.
         """
         self._closed = True
-        stream = self._running() if self._running is not None and self._holder == threading.get_ident() else None
-        if stream is not None:
-            stream.close()
-        with self._slot:
-            if hasattr(self, "_target"):
-                del self._target, self.speculations
+        self._scheduler.close()
+        if hasattr(self, "_target"):
+            del self._target
+            self.speculations.clear()
 
     def defaults(self) -> SamplingParams:
         """The model's own sampling parameters, as its checkpoint states them."""
@@ -201,21 +191,24 @@ class Engine:
         )
         check_hypothesis(params, speculation, method, hypothesis, hypothesis_entropy)
         if hypothesis is None:
-            chosen, tree = self._choose(method, num_speculative_tokens) if speculation else (None, _ROOT)
-            return Stream(self, tokens, params, chosen, tree)
+            chosen, tree = self._choose(method, num_speculative_tokens) if speculation else (None, ROOT)
+            return Stream(self._scheduler, self._request(tokens, params, chosen, tree))
         chosen, tree = self._choose(HYPOTHESIS, num_speculative_tokens)
-        expected = continuation(self, prompt, hypothesis)
-        if taken_as_it_is(params, hypothesis_entropy):
-            room = min(params.max_tokens, limit - len(tokens))
-            return Stream(
-                Unverified(self.tokenizer, self.manifest.tokenizer.eos_token_ids, room),
-                tokens,
-                params,
-                None,
-                _ROOT,
-                expected,
-            )
-        return Stream(self, tokens, params, chosen, tree, expected)
+        request = self._request(tokens, params, chosen, tree, continuation(self, prompt, hypothesis))
+        return Stream(Unverified() if taken_as_it_is(params, hypothesis_entropy) else self._scheduler, request)
+
+    def _request(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        method: str | None,
+        tree: TokenTree,
+        hypothesis: Sequence[int] = (),
+    ) -> Request:
+        view = SlotView(0, tokens, params, np.random.default_rng(params.seed), tree, hypothesis, method)
+        room = min(params.max_tokens, self.manifest.max_seq_len - len(tokens))
+        ends = params.stop_token_ids + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
+        return Request(view, TextStream(self.tokenizer, params.stop), room, ends)
 
     def _choose(self, method: str | None, draft_tokens: int | None) -> tuple[str | None, TokenTree]:
         """The method and tree of a request that speculates; none where the bundle has no way to."""
@@ -224,7 +217,7 @@ class Engine:
         if method is None:
             method = next((name for name in self.speculations if name != HYPOTHESIS), None)
             if method is None and draft_tokens is None:
-                return None, _ROOT
+                return None, ROOT
         if not self.speculations or method is None:
             asked = f"method is {method!r}" if method else f"num_speculative_tokens is {draft_tokens}"
             raise RequestError(f"{asked}, but the bundle was built without a way to speculate")
@@ -268,147 +261,6 @@ class Engine:
         # Repeats, so that there is something to look up; long enough for the longest chain.
         start = self.encode([0] * max(2, min(_WARM_UP_TOKENS, self.manifest.max_seq_len - 2)))
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-        for method, tree in ((None, _ROOT), *(self._choose(name, None) for name in self.speculations)):
-            for _ in Stream(self, list(start), params, method, tree, start):
+        for method, tree in ((None, ROOT), *(self._choose(name, None) for name in self.speculations)):
+            for _ in Stream(self._scheduler, self._request(list(start), params, method, tree, start)):
                 pass
-
-    # --- the loop -----------------------------------------------------------------------------------------------------
-
-    def _run(self, stream: Stream) -> Iterator[Chunk]:
-        """One request from prefill to finish. The target's cache holds all tokens but the last, the step's root."""
-        params, stats, tokens = stream.params, stream.stats, stream.tokens
-        began = time.perf_counter()
-        view = SlotView(0, tokens, params, np.random.default_rng(params.seed), stream.tree, stream.hypothesis)
-        proposer = self.speculations[stream.method].proposer if stream.method is not None else None
-        text = TextStream(self.tokenizer, params.stop)
-        room = min(params.max_tokens, self.manifest.max_seq_len - len(tokens))
-        reason: FinishReason | None = "length" if room <= 0 else None
-        paused = 0.0
-        try:
-            if reason is None:
-                self._prefill(view, proposer)
-                stats.prefill = time.perf_counter() - began
-            while reason is None and not stream.cancelled:
-                start = time.perf_counter()
-                proposal = proposer.propose([view]).get(0) if proposer is not None and room > 1 else None
-                proposed = time.perf_counter()
-                outputs = self._verify(view, proposal)
-                verified = time.perf_counter()
-                path, bonus = _accept(outputs[tensors.LOGITS][view.slot], proposal, view)
-                decided = time.perf_counter()
-                if proposer is not None:
-                    proposer.observe(view.slot, outputs, path[-1] if path else 0)
-                new = [*(int(proposal.tokens[node - 1]) for node in path), bonus] if proposal else [bonus]
-                self._target.commit(view.slot, len(tokens) - 1, [0, *path])
-                new, piece, reason = self._commit(stream, new[:room], text)
-                said = (
-                    token_logprobs(outputs[tensors.LOGITS][view.slot], [0, *path], new, params.logprobs)
-                    if params.logprobs is not None
-                    else ()
-                )
-                room -= len(new)
-                if reason is None and room == 0:
-                    reason = "length"
-                if proposal is None:
-                    stats.count_step()
-                else:
-                    stats.count_step(len(proposal.tokens), proposal.tree.depth, len(path))
-                stats.propose += proposed - start
-                stats.verify += verified - proposed
-                stats.accept += decided - verified
-                if reason is not None:
-                    piece += text.finish()
-                end = time.perf_counter()
-                stats.host += end - decided
-                stats.first_token = stats.first_token or end - began - paused
-                stats.total = end - began - paused
-                yield Chunk(piece, tuple(new), reason, said)
-                paused += time.perf_counter() - end
-            if stats.steps == 0 or reason is None:
-                yield Chunk(text.finish(), (), reason or "cancelled")
-        finally:
-            if proposer is not None:
-                proposer.release(view.slot)
-
-    def _prefill(self, view: SlotView, proposer: Proposer | None) -> None:
-        """Runs the prompt through the target in chunks, all but its last token, which is the first step's root."""
-        chunk, tokens, slot = self.manifest.prefill_chunk, view.tokens[:-1], view.slot
-        for done in range(0, len(tokens), chunk):
-            part = tokens[done : done + chunk]
-            self._target.reserve(done + chunk)
-            given = self._target.inputs(chunk, 1)
-            given[tensors.INPUT_IDS][slot, : len(part)] = part
-            given[tensors.POSITION_IDS][slot] = self._positions(done, TokenTree.chain(chunk))
-            given[tensors.PAST_LENGTH][slot] = done
-            given[tensors.LOGITS_ROWS][slot] = len(part) - 1
-            outputs = self._target.run(chunk, 1)
-            self._target.commit(slot, done, range(len(part)))
-            if proposer is not None:
-                proposer.observe(slot, outputs, 0)
-
-    def _verify(self, view: SlotView, proposal: Proposal | None) -> dict[str, Array]:
-        """What the target says at the root and at every draft token of the tree; rows go into its cache."""
-        step = None if proposal is None else proposal.window or proposal
-        tree = step.tree if step is not None else _ROOT
-        past = len(view.tokens) - 1
-        self._target.reserve(past + len(tree))
-        given = self._target.inputs(len(tree), len(tree))
-        given[tensors.INPUT_IDS][view.slot, 0] = view.tokens[-1]
-        if step is not None:
-            given[tensors.INPUT_IDS][view.slot, 1:] = step.tokens
-        given[tensors.POSITION_IDS][view.slot] = self._positions(past, tree)
-        given[tensors.TREE_MASK][view.slot] = tree.mask
-        given[tensors.PAST_LENGTH][view.slot] = past
-        return self._target.run(len(tree), len(tree))
-
-    def _positions(self, past: int, tree: TokenTree) -> npt.NDArray[np.int64]:
-        # A step at the end of the context reaches past it; what it computes there is cut off by `room`.
-        return np.minimum(past + tree.depths, self.manifest.target.max_positions - 1)
-
-    def _commit(self, stream: Stream, new: list[int], text: TextStream) -> tuple[list[int], str, FinishReason | None]:
-        """Adds tokens up to an end of text or a stop text: those kept, their text, and why the output ends if so."""
-        ends = stream.params.stop_token_ids
-        if not stream.params.ignore_eos:
-            ends += self.manifest.tokenizer.eos_token_ids
-        piece = ""
-        for count, token in enumerate(new, start=1):
-            stream.tokens.append(token)
-            stream.stats.output_tokens += 1
-            if token in ends:
-                return new[:count], piece, "stop"
-            piece += text.push(token)
-            if text.stopped:
-                return new[:count], piece, "stop"
-        return new, piece, None
-
-    def _acquire(self, stream: Stream) -> None:
-        me = threading.get_ident()
-        if self._holder == me:
-            raise RequestError(
-                "this thread has an unfinished stream on the engine, which runs one request at a time; finish it or "
-                "call its close() first"
-            )
-        self._slot.acquire()
-        if self._closed:
-            self._slot.release()
-            raise RequestError("the engine is closed; load the bundle again")
-        self._holder, self._running = me, weakref.ref(stream)
-
-    def _release(self) -> None:
-        self._holder = self._running = None
-        self._slot.release()
-
-
-def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: SlotView) -> tuple[list[int], int]:
-    """The nodes of the proposal's tree that are accepted, and the token after them."""
-    tree, drafted, q = (
-        (_ROOT, np.empty(0, np.int64), None) if proposal is None else (proposal.tree, proposal.tokens, proposal.q)
-    )
-    logits = logits[: len(tree)]
-    if view.params.acceptance == "relaxed":
-        return accept_relaxed(logits, tree, drafted, view.params, view.random.random())
-    if view.params.greedy:
-        return accept_greedy(logits, tree, drafted)
-    if view.params.acceptance == "typical":
-        return accept_typical(logits, tree, drafted, view.params, view.random.random())
-    return accept_sampled(logits, tree, drafted, q, view.params, view.random.random(len(tree)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import HYPOTHESIS
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.stream import Chunk, FinishReason, Stream
-from specexport.runtime.text import TextStream
+from specexport.runtime.request import Chunk, Request
 
 
 def check_hypothesis(
@@ -78,44 +77,19 @@ def taken_as_it_is(params: SamplingParams, entropy: float | None) -> bool:
 
 
 class Unverified:
-    """Runs a stream whose hypothesis is its output: no model is asked, and no slot is taken.
+    """Runs requests whose hypothesis is their output: no model is asked, and no slot is taken."""
 
-    Args:
-        tokenizer: the bundle's.
-        eos: tokens that end a text.
-        room: most tokens of output.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, eos: Sequence[int], room: int) -> None:
-        self._tokenizer = tokenizer
-        self._eos = tuple(eos)
-        self._room = room
-
-    def _acquire(self, stream: Stream) -> None:
-        pass
-
-    def _release(self) -> None:
-        pass
-
-    def _run(self, stream: Stream) -> Iterator[Chunk]:
-        """The whole output as one chunk."""
+    def submit(self, request: Request) -> None:
+        """Makes the whole output one chunk."""
         began = time.perf_counter()
-        params = stream.params
-        ends = (*params.stop_token_ids, *(() if params.ignore_eos else self._eos))
-        text, piece, taken = TextStream(self._tokenizer, params.stop), "", []
-        reason: FinishReason = "stop" if len(stream.hypothesis) <= self._room else "length"
-        for token in stream.hypothesis[: self._room]:
-            taken.append(token)
-            if token in ends:
-                reason = "stop"
-                break
-            piece += text.push(token)
-            if text.stopped:
-                reason = "stop"
-                break
-        piece += text.finish()
-        stream.tokens += taken
-        stats = stream.stats
-        stats.output_tokens = len(taken)
-        stats.total = stats.first_token = time.perf_counter() - began
-        yield Chunk(piece, tuple(taken), reason)
+        chunk = request.take(request.view.hypothesis, last=True)
+        request.stats.total = request.stats.first_token = time.perf_counter() - began
+        request.give(chunk)
+
+    def next_chunk(self, request: Request) -> Chunk | None:
+        """That chunk; None after it, or when the request was abandoned."""
+        return request.chunks.popleft() if request.chunks and not request.abandoned else None
+
+    def abandon(self, request: Request) -> None:
+        """Nobody reads the request any more."""
+        request.abandoned = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.manifest import LoweredAs, Model
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.backend import Array, Buffers
+from specexport.runtime.backend import FIRST, Array, Buffers
+
+_Shape = tuple[int, int, int, int]
+"""Batch, tokens, rows and drafts: a shape point at any cache size."""
 
 MINIMUM: dict[LoweredAs, tuple[int, int]] = {"native": (1, 28), "portable": (1, 23)}
 """Releases before 1.28 compute TensorScatter and Attention with fully masked rows wrongly; those before 1.23 are not
@@ -82,14 +86,15 @@ class OnnxRuntimeGraph:
     """A graph in an onnxruntime session on the CPU.
 
     The session runs the symbolic master, so weights are held once; only the manifest's shape points are ever run. A
-    point's input, output and cache buffers are bound once: lowered natively the caches as input and output alike, which
-    is what makes TensorScatter write in place; lowered portably as input, and the new rows as output.
+    point's input and output buffers are made once, and bound once a window together with the caches of its slots, which
+    are neighbours in memory: lowered natively the caches as input and output alike, which is what makes TensorScatter
+    write in place; lowered portably as input, and the new rows as output.
 
     Args:
         path: the master.
         model: its description.
         lowering: the bundle's.
-        batch: slots.
+        slots: how many the cache has.
         buffers: makes the input and output arrays of a shape point.
         threads: intra-op threads.
 
@@ -98,28 +103,40 @@ class OnnxRuntimeGraph:
     """
 
     def __init__(
-        self, path: Path, model: Model, lowering: LoweredAs, batch: int, buffers: Buffers, threads: int
+        self, path: Path, model: Model, lowering: LoweredAs, slots: int, buffers: Buffers, threads: int
     ) -> None:
         self._ort = _import_onnxruntime(lowering)
         self._session = open_session(path, threads, lowering)
         self._model = model
         self._in_place = lowering == "native"
-        self._batch = batch
+        self._slots = slots
         self._buffers = buffers
-        points = [graph.point for graph in model.graph.points if graph.point.batch == batch]
-        self._cache_sizes = sorted({point.cache for point in points})
-        self._points = set(points)
+        self._points = {graph.point for graph in model.graph.points if graph.point.batch <= slots}
+        self._sizes = tuple(sorted({point.batch for point in self._points}))
+        self._cache_sizes = sorted({point.cache for point in self._points})
         self._rows = 0
+        self._filled = [0] * slots
         self._blocks: list[Array] = []
         self._caches: dict[str, Array] = {}
-        self._bound: dict[tuple[int, int, int], _Bound] = {}
+        self._arrays: dict[_Shape, _Arrays] = {}
+        self._bound: dict[tuple[range, _Shape], Any] = {}
         self._made: list[Array] = []
+        self._made_from = 0
         self.reserve(1)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """See :class:`~specexport.runtime.backend.Graph`."""
+        return self._sizes
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache at its present size."""
         return sum(cache.nbytes for cache in self._caches.values())
+
+    def filled(self, slot: int) -> int:
+        """See :class:`~specexport.runtime.backend.Graph`."""
+        return self._filled[slot]
 
     def reserve(self, rows: int) -> None:
         """Grows the cache to the next declared size that holds ``rows`` rows; content is copied.
@@ -127,27 +144,29 @@ class OnnxRuntimeGraph:
         Raises:
             BackendError: no declared size is large enough.
         """
+        if rows > self._rows:
+            self._resize(rows)
+
+    def fit(self, rows: int) -> None:
+        """See :class:`~specexport.runtime.backend.Graph`."""
         if rows <= self._rows:
-            return
+            self._resize(rows)
+
+    def _resize(self, rows: int) -> None:
         size = next((size for size in self._cache_sizes if size >= rows), None)
         if size is None:
             raise BackendError(f"{rows} cache rows wanted, but the bundle's largest cache has {self._cache_sizes[-1]}")
-        self._resize(size)
-
-    def release(self) -> None:
-        """Shrinks the cache to its smallest size; its content is lost."""
-        if self._rows != self._cache_sizes[0]:
-            self._caches = {}
-            self._resize(self._cache_sizes[0])
-
-    def _resize(self, size: int) -> None:
-        blocks, caches = self._rows_of_layers(size)
-        for name, cache in self._caches.items():
-            caches[name][:, :, : self._rows] = cache
+        if size == self._rows:
+            return
+        blocks, caches = self._rows_of_layers(self._slots, size)
+        self._filled = [min(count, size) for count in self._filled]
+        for old, new in zip(self._blocks, blocks, strict=False):
+            for slot, count in enumerate(self._filled):
+                new[:, slot, :, :count] = old[:, slot, :, :count]
         self._blocks, self._caches, self._rows = blocks, caches, size
         self._bound.clear()
 
-    def _rows_of_layers(self, rows: int) -> tuple[list[Array], dict[str, Array]]:
+    def _rows_of_layers(self, slots: int, rows: int) -> tuple[list[Array], dict[str, Array]]:
         """Zeros for ``rows`` rows of every layer's cache: blocks ``[L,B,Hkv,rows,D]``, and their parts by cache name.
 
         Rows of one shape lie in one block, so that a commit is one copy over all their layers.
@@ -159,69 +178,92 @@ class OnnxRuntimeGraph:
         blocks: list[Array] = []
         parts: dict[str, Array] = {}
         for (heads, width), members in names.items():
-            block = np.zeros((len(members), self._batch, heads, rows, width), np.float32)
+            block = np.zeros((len(members), slots, heads, rows, width), np.float32)
             blocks.append(block)
             parts.update(zip(members, block, strict=True))
         return blocks, parts
 
+    def copy(self, source: int, to: int, rows: int) -> None:
+        """See :class:`~specexport.runtime.backend.Graph`."""
+        for block in self._blocks:
+            block[:, to, :, :rows] = block[:, source, :, :rows]
+        self._filled[to] = rows
+
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         """See :class:`~specexport.runtime.backend.Graph`."""
         count = len(nodes)
+        self._filled[slot] = past + count
         in_order = count == 0 or nodes[-1] == count - 1
         if self._in_place and in_order:
             return
-        start = past if self._in_place else 0
+        start, at = (past, slot) if self._in_place else (0, slot - self._made_from)
         for block, made in zip(self._blocks, self._blocks if self._in_place else self._made, strict=True):
-            rows = made[:, slot, :, start:]
+            rows = made[:, at, :, start:]
             # Not take(), which would copy the whole cache first to make it contiguous.
             block[:, slot, :, past : past + count] = rows[:, :, :count] if in_order else rows[:, :, list(nodes)]
 
-    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0) -> dict[str, Array]:
+    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        return self._at(tokens, rows, drafts).inputs
+        arrays = self._arrays_of((len(slots), tokens, rows, drafts))
+        past = arrays.inputs[tensors.PAST_LENGTH]
+        for at, slot in enumerate(slots):
+            past[at] = self._filled[slot] = min(self._filled[slot], self._rows - arrays.fed)
+        return arrays.inputs
 
-    def run(self, tokens: int, rows: int = 0, drafts: int = 0) -> dict[str, Array]:
+    def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        bound = self._at(tokens, rows, drafts)
-        self._session.run_with_iobinding(bound.binding)
-        self._made = bound.made
-        return bound.outputs
+        shape = (len(slots), tokens, rows, drafts)
+        arrays = self._arrays_of(shape)
+        binding = self._bound.get((slots, shape))
+        if binding is None:
+            binding = self._bound[slots, shape] = self._bind(slots, shape, arrays)
+        self._session.run_with_iobinding(binding)
+        self._made, self._made_from = arrays.made, slots.start
+        return arrays.outputs
 
-    def _at(self, tokens: int, rows: int, drafts: int) -> _Bound:
-        bound = self._bound.get((tokens, rows, drafts))
-        if bound is None:
-            point = ShapePoint(self._batch, tokens, self._rows, rows, drafts)
-            bound = self._bound[tokens, rows, drafts] = self._bind(point)
-        return bound
+    def _arrays_of(self, shape: _Shape) -> _Arrays:
+        arrays = self._arrays.get(shape)
+        if arrays is None:
+            batch, tokens, rows, drafts = shape
+            point = ShapePoint(batch, tokens, self._rows, rows, drafts)
+            if point not in self._points:
+                raise BackendError(
+                    f"shape point {point} was not built; this is a defect of specexport, please report it"
+                )
+            blocks, parts = ([], {}) if self._in_place else self._rows_of_layers(batch, point.fed)
+            arrays = self._arrays[shape] = _Arrays(*self._buffers(point), blocks, parts, point.fed)
+        return arrays
 
-    def _bind(self, point: ShapePoint) -> _Bound:
-        if point not in self._points:
-            raise BackendError(f"shape point {point} was not built; this is a defect of specexport, please report it")
-        binding = self._session.io_binding()
-        inputs, outputs = self._buffers(point)
-        for name, array in inputs.items():
-            binding.bind_ortvalue_input(name, self._ort.OrtValue.ortvalue_from_numpy(array))
-        for name, array in outputs.items():
-            binding.bind_ortvalue_output(name, self._ort.OrtValue.ortvalue_from_numpy(array))
-        caches = {name: self._ort.OrtValue.ortvalue_from_numpy(array) for name, array in self._caches.items()}
-        for name, value in caches.items():
+    def _bind(self, slots: range, shape: _Shape, arrays: _Arrays) -> Any:
+        binding, value_of = self._session.io_binding(), self._ort.OrtValue.ortvalue_from_numpy
+        for name, array in arrays.inputs.items():
+            binding.bind_ortvalue_input(name, value_of(array))
+        for name, array in arrays.outputs.items():
+            binding.bind_ortvalue_output(name, value_of(array))
+        for name, array in self._caches.items():
+            value = value_of(array[slots.start : slots.stop])
             binding.bind_ortvalue_input(name, value)
-        if self._in_place:
-            for name, value in caches.items():
+            if self._in_place:
                 binding.bind_ortvalue_output(name.replace("past_", "present_", 1), value)
-            return _Bound(binding, inputs, outputs, [])
-        blocks, parts = self._rows_of_layers(point.fed)
-        for name, array in parts.items():
-            value = self._ort.OrtValue.ortvalue_from_numpy(array)
-            binding.bind_ortvalue_output(name.replace("past_", "new_", 1), value)
-        return _Bound(binding, inputs, outputs, blocks)
+        for name, array in arrays.parts.items():
+            binding.bind_ortvalue_output(name.replace("past_", "new_", 1), value_of(array))
+        return binding
 
 
-class _Bound:
-    """The buffers of one shape point and their binding; those of new rows are blocks ``[L,B,Hkv,F,D]``."""
+@dataclass
+class _Arrays:
+    """The buffers of one shape, at any cache size.
 
-    def __init__(self, binding: Any, inputs: dict[str, Array], outputs: dict[str, Array], made: list[Array]) -> None:
-        self.binding = binding
-        self.inputs = inputs
-        self.outputs = outputs
-        self.made = made
+    Attributes:
+        inputs: by name.
+        outputs: by name.
+        made: lowered portably, blocks ``[L,B,Hkv,F,D]`` of new rows.
+        parts: those, by the name of the cache they belong to.
+        fed: F, rows a run makes.
+    """
+
+    inputs: dict[str, Array]
+    outputs: dict[str, Array]
+    made: list[Array]
+    parts: dict[str, Array]
+    fed: int

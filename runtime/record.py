@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from specexport.runtime.backend import Array
-from specexport.runtime.engine import Engine, Speculation
+from specexport.runtime.engine import Engine
 from specexport.runtime.proposers import Proposal, Proposer, SlotView
+from specexport.runtime.step import Speculation
 
 
-class Recorder:
+class Recorder(Proposer):
     """A proposer that hands everything on to another one and keeps what it proposed.
 
     Attributes:
@@ -31,6 +32,22 @@ class Recorder:
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
         """See :class:`Proposer`."""
         self._proposer.observe(slot, outputs, row)
+
+    def prefill(self, sequence: SlotView) -> bool:
+        """See :class:`Proposer`."""
+        return self._proposer.prefill(sequence)
+
+    def move(self, source: int, to: int) -> None:
+        """See :class:`Proposer`."""
+        self._proposer.move(source, to)
+
+    def share(self, source: int, to: int, tokens: int) -> None:
+        """See :class:`Proposer`."""
+        self._proposer.share(source, to, tokens)
+
+    def fit(self, rows: int) -> None:
+        """See :class:`Proposer`."""
+        self._proposer.fit(rows)
 
     def release(self, slot: int) -> None:
         """See :class:`Proposer`."""

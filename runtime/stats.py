@@ -19,23 +19,29 @@ class Stats:
         accepted: draft tokens accepted.
         accepted_at: how often a draft token was accepted at each depth of a step's tree.
         steps_with_draft: steps that verified draft tokens.
-        prefill: time in the target's prefill.
-        propose: time proposing, the draft's own prefill included.
-        verify: time in the target's decode and verify steps.
-        accept: time deciding what is accepted.
-        host: everything else between the first step and the last: bookkeeping and text.
+        cached_tokens: tokens of the prompt that were not read, as the cache held them already.
+        queued: time until there was a free slot.
+        prefill: time reading the prompt, by the target and by a draft.
+        stalled: time between its steps in which a chunk of another request's prompt was read.
+        propose: time proposing, for all requests of its steps.
+        verify: time in the target's decode and verify steps, likewise.
+        accept: time deciding what is accepted, likewise.
+        host: everything else in its steps: bookkeeping and text.
         first_token: from the start of the request to its first tokens.
-        total: from start to end, waiting for the consumer of the stream left out.
+        total: from start to end. Neither counts time in which nobody read any stream of the engine, so that it rested.
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
     steps_with_draft: int = 0
+    queued: float = 0.0
     prefill: float = 0.0
+    stalled: float = 0.0
     propose: float = 0.0
     verify: float = 0.0
     accept: float = 0.0
@@ -61,7 +67,7 @@ class Stats:
     @property
     def decode_seconds(self) -> float:
         """Time after the prefill."""
-        return self.propose + self.verify + self.accept + self.host
+        return self.stalled + self.propose + self.verify + self.accept + self.host
 
     @property
     def tokens_per_second(self) -> float:

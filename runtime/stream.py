@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from specexport.contract.tree import TokenTree
 from specexport.runtime.logprobs import TokenLogprobs
 from specexport.runtime.params import SamplingParams
+from specexport.runtime.request import Chunk, FinishReason, Request
 from specexport.runtime.stats import Stats
-
-FinishReason = Literal["stop", "length", "cancelled"]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one step added to the output.
-
-    Attributes:
-        text: new text; may be empty while a character or a possible stop text is unfinished.
-        token_ids: new tokens.
-        finish_reason: set on the last chunk: ``stop`` (end of text or a stop text), ``length`` (``max_tokens`` or the
-            end of the context) or ``cancelled``.
-        logprobs: of each new token, if the request asks for them.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,74 +48,79 @@ def completed(stream: Stream) -> Completion:
 
 
 class _Runner(Protocol):
-    """What a stream needs of the engine."""
+    """What a stream needs of the scheduler."""
 
-    def _acquire(self, stream: Stream) -> None: ...
+    def submit(self, request: Request) -> None: ...
 
-    def _release(self) -> None: ...
+    def next_chunk(self, request: Request) -> Chunk | None: ...
 
-    def _run(self, stream: Stream) -> Iterator[Chunk]: ...
+    def abandon(self, request: Request) -> None: ...
 
 
 class Stream:
     """The output of one request, an iterator of :class:`Chunk`; also a context manager.
 
-    The request starts at the first iteration and holds the engine's slot until it ends, is closed, or is cancelled.
+    The request joins the engine's batch at the first iteration, or when :meth:`start` is called, and leaves it when it
+    ends, is closed, is cancelled, or the stream is dropped. It moves on whenever any stream of the engine is read.
 
     Attributes:
         tokens: prompt and output so far.
         params: how it samples.
         stats: its counters, up to date after every chunk.
         method: how it speculates; None decodes plainly.
-        tree: the tree its steps verify; the root alone where it decodes plainly.
+        tree: the tree its steps verify, in a batch perhaps a smaller one; the root alone where it decodes plainly.
         hypothesis: tokens the output is expected to be.
-        cancelled: whether :meth:`cancel` was called.
     """
 
-    def __init__(
-        self,
-        engine: _Runner,
-        tokens: list[int],
-        params: SamplingParams,
-        method: str | None,
-        tree: TokenTree,
-        hypothesis: Sequence[int] = (),
-    ) -> None:
-        self.tokens = tokens
-        self.params = params
-        self.method = method
-        self.tree = tree
-        self.hypothesis = hypothesis
-        self.stats = Stats(prompt_tokens=len(tokens))
-        self.cancelled = False
-        self._engine = engine
-        self._chunks: Iterator[Chunk] | None = None
-        self._ended = False
-        self._step = threading.RLock()
+    def __init__(self, runner: _Runner, request: Request) -> None:
+        self._runner = runner
+        self._request = request
+        self._started = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output so far."""
+        return self._request.view.tokens
+
+    @property
+    def params(self) -> SamplingParams:
+        """How it samples."""
+        return self._request.view.params
+
+    @property
+    def method(self) -> str | None:
+        """How it speculates; None decodes plainly."""
+        return self._request.view.method
+
+    @property
+    def tree(self) -> TokenTree:
+        """The tree it asks its steps to verify."""
+        return self._request.tree
+
+    @property
+    def hypothesis(self) -> Sequence[int]:
+        """Tokens the output is expected to be."""
+        return self._request.view.hypothesis
+
+    @property
+    def stats(self) -> Stats:
+        """Its counters."""
+        return self._request.stats
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether :meth:`cancel` was called."""
+        return self._request.cancelled
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> Chunk:
-        if self._chunks is None and not self._ended:
-            # Without the lock: a stream that waits for its turn can still be closed.
-            self._engine._acquire(self)
-            with self._step:
-                if self._ended:
-                    self._engine._release()
-                else:
-                    self._chunks = self._engine._run(self)
-        with self._step:
-            if self._ended or self._chunks is None:
-                raise StopIteration
-            try:
-                chunk = next(self._chunks)
-            except BaseException:
-                self.close()
-                raise
-            if chunk.finish_reason is not None:
-                self.close()
-            return chunk
+        self.start()
+        chunk = self._runner.next_chunk(self._request)
+        if chunk is None:
+            raise StopIteration
+        return chunk
 
     def __enter__(self) -> Stream:
         return self
@@ -144,18 +129,23 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        # No lock is taken here: this may run at any moment, in a thread that holds it. Nobody waits for this stream.
+        self._request.abandoned = True
+
+    def start(self) -> None:
+        """Lets the request join the batch now; otherwise it does when it is first read.
+
+        Raises:
+            RequestError: the engine is closed.
+        """
+        if not self._started and not self._request.abandoned:
+            self._started = True
+            self._runner.submit(self._request)
 
     def cancel(self) -> None:
         """Ends the request before its next step; may be called from another thread."""
-        self.cancelled = True
+        self._request.cancelled = True
 
     def close(self) -> None:
-        """Ends the request and frees the engine's slot, after the step another thread may be in; then does nothing."""
-        with self._step:
-            if self._ended:
-                return
-            self._ended = True
-            if self._chunks is not None:
-                self._chunks.close()  # type: ignore[attr-defined]
-                self._engine._release()
+        """Ends the request; its slot is free before the next step. What was not read yet is dropped."""
+        self._runner.abandon(self._request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specexport.runtime import Stats
-from specexport.runtime.stream import FinishReason
+from specexport.runtime.request import FinishReason
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ class Recipe:
         lowering: which operators the graphs are made of.
         lookahead: W, N and G.
         self_draft: how many of the target's layers draft.
+        batch: most requests that run at once.
     """
 
     family: str
@@ -81,6 +82,7 @@ class Recipe:
     lowering: LoweredAs = "native"
     lookahead: tuple[int, int, int] | None = None
     self_draft: int | None = None
+    batch: int = 1
 
 
 HEADS = 3
@@ -110,7 +112,10 @@ RECIPES = {
     "dice-suffix": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("suffix",)),
     "dice-hypothesis": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("hypothesis",)),
 }
-PORTABLE = ("llama-near", "gemma2-equal", "gpt2-tree", "qwen3-medusa", "qwen3-medusa-draft")
+BATCHED = ("llama-near", "gpt2-tree", "qwen3-medusa", "qwen3-medusa-draft", "qwen3-lookup", "dice-near")
+RECIPES |= {f"{name}-batch": dataclasses.replace(RECIPES[name], batch=8) for name in BATCHED}
+"""With eight slots."""
+PORTABLE = ("llama-near", "llama-near-batch", "gemma2-equal", "gpt2-tree", "qwen3-medusa", "qwen3-medusa-draft")
 """These are there lowered portably too, as ``{name}-portable``."""
 RECIPES |= {f"{name}-portable": dataclasses.replace(RECIPES[name], lowering="portable") for name in PORTABLE}
 _NOISE = {"llama": 0.03, "gpt2": 0.05}
@@ -124,7 +129,7 @@ def make(name: str, root: Path) -> Path:
     with FileLock(root / ".lock"):
         if not (root / name).exists():
             target = _target(recipe, root)
-            twin = root / f"{name.removesuffix('-portable')}.json"
+            twin = root / f"{name.removesuffix('-portable').removesuffix('-batch')}.json"
             if not twin.exists():
                 oracle = {"next_logits": _next_logits(target)} if recipe.config else {"greedy": _greedy(target)}
                 twin.write_text(json.dumps(oracle), encoding="utf-8")
@@ -148,6 +153,7 @@ def make(name: str, root: Path) -> Path:
                     lookahead=recipe.lookahead,
                     self_draft_layers=recipe.self_draft,
                     lowering=recipe.lowering,
+                    max_batch_size=recipe.batch,
                     draft_precision="fp32",  # where the draft is the target, everything must be accepted
                 )
             )

@@ -13,7 +13,7 @@ import pytest
 
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime import engine as engine_module
+from specexport.runtime import step as step_module
 from specexport.runtime.sampling import Distributions, accept_sampled, draw, target_distribution
 from tests.reference import Text, chi_square_p, draw_candidates, text_distribution, warped
 
@@ -164,7 +164,7 @@ def test_a_store_of_earlier_outputs_changes_nothing(
 def test_an_engine_without_the_residual_is_found_out(
     engine: Callable[[str], Engine], oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "accept_sampled", without_residual)
+    monkeypatch.setattr(step_module, "accept_sampled", without_residual)
     setting = ENGINE_SETTINGS[1]
     texts, _ = engine_texts(engine(f"dice-{setting.draft}"), setting, RUNS // 4)
     assert chi_square_p(texts, exact_texts(oracle(f"dice-{setting.draft}"), setting.params)) < SIGNIFICANCE**2

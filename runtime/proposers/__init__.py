@@ -28,14 +28,14 @@ __all__ = ["Proposal", "Proposer", "SlotView", "open_proposer"]
 
 
 def open_proposer(
-    bundle: Bundle, method: Method, batch: int, threads: int | None, suffix_store_tokens: int = 0
+    bundle: Bundle, method: Method, slots: int, threads: int | None, suffix_store_tokens: int = 0
 ) -> Proposer:
     """Loads what a method needs.
 
     Args:
         bundle: the bundle.
         method: one of its methods.
-        batch: slots.
+        slots: how many.
         threads: for CPU backends; None for every core this process may use.
         suffix_store_tokens: most tokens of earlier outputs that suffix decoding keeps; 0 for none.
 
@@ -54,12 +54,12 @@ def open_proposer(
     if isinstance(method, Medusa):
         return MedusaProposer()
     if isinstance(method, DraftModel):
-        graph = open_graph(bundle, method.draft, batch, propose_buffers(method), threads)
+        graph = open_graph(bundle, method.draft, slots, propose_buffers(method), threads)
         drafter = DraftModelProposer(graph, bundle.manifest)
         if isinstance(method, UniversalDraft):
             own = bundle.tokenizer(method.tokenizer)
             room = bundle.manifest.max_seq_len
             return UniversalDraftProposer(drafter, bundle.tokenizer(), own, method.token_trees(), room)
         return drafter
-    graph = open_graph(bundle, method.draft, batch, candidates_buffers(method), threads)
+    graph = open_graph(bundle, method.draft, slots, candidates_buffers(method), threads)
     return MedusaDraftProposer(graph, bundle.manifest, method)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from specexport.runtime.params import SamplingParams
 from specexport.runtime.sampling import Distributions
 
 Ints = npt.NDArray[np.int64]
+State = TypeVar("State")
 
 
 @dataclass
@@ -22,12 +23,14 @@ class SlotView:
     """What a proposer sees of one slot.
 
     Attributes:
-        slot: index into the batch.
+        slot: which slot of every cache is its own, for now: a request may be moved between steps.
         tokens: prompt and output so far; the last one, the step's root, is not in the target's cache yet.
         params: how it samples.
         random: its own noise.
-        tree: the tree it wants filled.
+        tree: the tree it wants filled in this step; the root alone where it decodes plainly.
         hypothesis: tokens the output is expected to be; empty where the request brought none.
+        method: how it speculates; None decodes plainly.
+        prompt: how many of the tokens are the prompt.
     """
 
     slot: int
@@ -36,6 +39,11 @@ class SlotView:
     random: np.random.Generator
     tree: TokenTree
     hypothesis: Sequence[int] = ()
+    method: str | None = None
+    prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -70,23 +78,47 @@ class Proposal:
     window: Window | None = None
 
 
-class Proposer(Protocol):
-    """Proposes draft tokens for several slots at once. Its state is per slot."""
+class Proposer:
+    """Proposes draft tokens for several slots at once. Its state is per slot.
+
+    A way to propose says how in :meth:`propose`, and of the rest what it needs: by default nothing is done.
+    """
 
     def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
         """Proposals by slot; a slot it has nothing for is left out and decodes plainly this step."""
+        raise NotImplementedError
+
+    def prefill(self, sequence: SlotView) -> bool:
+        """Reads up to one chunk of a slot's text, before its first step; whether there is more to read."""
+        return False
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
         """Called after the target ran for a slot.
 
         Args:
-            slot: index into the batch.
-            outputs: what the target's graph made, for all slots; copy what is kept.
+            slot: the slot.
+            outputs: what the target's graph made for it, without the batch dimension; copy what is kept.
             row: the row of it that belongs to the last token in the target's cache.
         """
 
+    def move(self, source: int, to: int) -> None:
+        """A request goes on in another slot, which was free."""
+
+    def share(self, source: int, to: int, tokens: int) -> None:
+        """The text in slot ``to`` begins with the same tokens as the one in ``source``, this many."""
+
+    def fit(self, rows: int) -> None:
+        """The longest text running will have at most so many tokens: a larger cache may be given up."""
+
     def release(self, slot: int) -> None:
-        """Forgets a slot: its request ended."""
+        """Forgets a slot: its request ended. What only the text's tokens say may be kept for a text alike."""
+
+
+def moved(state: dict[int, State], source: int, to: int) -> None:
+    """Moves what is known of a slot to another one."""
+    state.pop(to, None)
+    if source in state:
+        state[to] = state.pop(source)
 
 
 class Chains:

@@ -8,14 +8,15 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
-from specexport.contract.shapes import CATCH_UP_TOKENS
+from specexport.contract.shapes import CATCH_UP_TOKENS, window
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Graph
-from specexport.runtime.proposers.base import Ints, Proposal, SlotView, fill
+from specexport.runtime.proposers.base import Ints, Proposal, Proposer, SlotView, fill
+from specexport.runtime.proposers.reader import Reader
 from specexport.runtime.sampling import Distributions, Floats
 
 
-class DraftModelProposer:
+class DraftModelProposer(Proposer):
     """A smaller model drafts a chain of tokens in one graph call.
 
     The draft's cache holds rows for the tokens it was given and for the drafts it made, all committed at once; those of
@@ -29,66 +30,78 @@ class DraftModelProposer:
     def __init__(self, graph: Graph, manifest: Manifest) -> None:
         self._graph = graph
         self._chunk = manifest.prefill_chunk
-        self._seen: dict[int, list[int]] = {}
+        self._reader = Reader(graph, manifest.prefill_chunk, self._read)
 
     def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`; a text of one token has nothing to catch up on and is left out."""
-        ready = [sequence for sequence in sequences if len(sequence.tokens) >= CATCH_UP_TOKENS]
-        if not ready:
-            return {}
-        for sequence in ready:
-            self._prefill(sequence)
+        """See :class:`Proposer`; a text of one token has nothing to catch up on and is left out.
+
+        So are slots that the draft is far behind in, as after plain steps: it reads one chunk of one of them.
+        """
+        texts = {sequence.slot: sequence.tokens[:-CATCH_UP_TOKENS] for sequence in sequences}
+        behind = [slot for slot, text in texts.items() if self._reader.known(slot, text) < len(text)]
+        waiting = {slot for at, slot in enumerate(behind) if at or self._reader.read(slot, texts[slot])}
+        ready = [one for one in sequences if len(one.tokens) >= CATCH_UP_TOKENS and one.slot not in waiting]
+        return self._draft(ready) if ready else {}
+
+    def _draft(self, ready: Sequence[SlotView]) -> dict[int, Proposal]:
         K = max(sequence.tree.depth for sequence in ready)
         longest = max(len(sequence.tokens) for sequence in ready)
         self._graph.reserve(longest + K - 1)
-        given = self._graph.inputs(CATCH_UP_TOKENS, drafts=K)
+        slots = window([sequence.slot for sequence in ready], self._graph.sizes)
+        given = self._graph.inputs(CATCH_UP_TOKENS, drafts=K, slots=slots)
         for sequence in ready:
-            slot, params = sequence.slot, sequence.params
-            given[tensors.INPUT_IDS][slot] = sequence.tokens[-CATCH_UP_TOKENS:]
-            given[tensors.PAST_LENGTH][slot] = len(sequence.tokens) - CATCH_UP_TOKENS
-            given[tensors.TEMPERATURE][slot] = params.temperature or 1.0
-            given[tensors.TOP_K][slot] = 1 if params.greedy else min(max(params.top_k, 0), 2**31)
-            given[tensors.TOP_P][slot] = params.top_p
-            given[tensors.MIN_P][slot] = params.min_p
+            at, params = sequence.slot - slots.start, sequence.params
+            given[tensors.INPUT_IDS][at] = sequence.tokens[-CATCH_UP_TOKENS:]
+            given[tensors.PAST_LENGTH][at] = len(sequence.tokens) - CATCH_UP_TOKENS
+            given[tensors.TEMPERATURE][at] = params.temperature or 1.0
+            given[tensors.TOP_K][at] = 1 if params.greedy else min(max(params.top_k, 0), 2**31)
+            given[tensors.TOP_P][at] = params.top_p
+            given[tensors.MIN_P][at] = params.min_p
             if not params.greedy:
-                given[tensors.UNIFORM][slot] = sequence.random.random(K, np.float32)
-        made = self._graph.run(CATCH_UP_TOKENS, drafts=K)
+                # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
+                depth = sequence.tree.depth
+                given[tensors.UNIFORM][at, :depth] = sequence.random.random(depth, np.float32)
+        made = self._graph.run(CATCH_UP_TOKENS, drafts=K, slots=slots)
         for sequence in ready:
             fed = range(CATCH_UP_TOKENS + sequence.tree.depth - 1)
             self._graph.commit(sequence.slot, len(sequence.tokens) - CATCH_UP_TOKENS, fed)
-        return {sequence.slot: self._take(sequence, made) for sequence in ready}
+        return {sequence.slot: self._take(sequence, made, sequence.slot - slots.start) for sequence in ready}
 
-    def _take(self, sequence: SlotView, made: Mapping[str, Array]) -> Proposal:
-        slot, tree = sequence.slot, sequence.tree
-        drafted = made[tensors.DRAFT_TOKENS][: tree.depth, slot].astype(np.int64)
-        ids = made[tensors.DRAFT_IDS][: tree.depth, slot].astype(np.int64)
-        self._seen[slot] = [*sequence.tokens, *drafted[:-1].tolist()]
+    def _take(self, sequence: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
+        tree = sequence.tree
+        drafted = made[tensors.DRAFT_TOKENS][: tree.depth, at].astype(np.int64)
+        ids = made[tensors.DRAFT_IDS][: tree.depth, at].astype(np.int64)
+        self._reader.note(sequence.slot, [*sequence.tokens, *drafted[:-1].tolist()])
         if sequence.params.greedy:
             return Proposal(fill(tree, ids), tree, None, ids)
-        probs = made[tensors.DRAFT_PROBS][: tree.depth, slot].astype(np.float32)
+        probs = made[tensors.DRAFT_PROBS][: tree.depth, at].astype(np.float32)
         return _drawn(tree, drafted, ids, probs)
 
-    def _prefill(self, sequence: SlotView) -> None:
-        """Gives the draft whatever it has not seen of the text, all but its last two tokens, in chunks."""
-        slot, tokens = sequence.slot, sequence.tokens
-        done, stop = _common_prefix(self._seen.get(slot, []), tokens), len(tokens) - CATCH_UP_TOKENS
-        while done < stop:
-            chunk = tokens[done : min(done + self._chunk, stop)]
-            self._graph.reserve(done + self._chunk)
-            given = self._graph.inputs(self._chunk, drafts=1)
-            given[tensors.INPUT_IDS][slot, : len(chunk)] = chunk
-            given[tensors.PAST_LENGTH][slot] = done
-            given[tensors.LAST_ROW][slot] = len(chunk) - 1
-            self._graph.run(self._chunk, drafts=1)
-            self._graph.commit(slot, done, range(len(chunk)))
-            done += len(chunk)
+    def prefill(self, sequence: SlotView) -> bool:
+        """See :class:`Proposer`; all but the last two tokens are read."""
+        return self._reader.read(sequence.slot, sequence.tokens[:-CATCH_UP_TOKENS])
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        """See :class:`Proposer`; nothing the target makes is needed."""
+    def _read(self, slot: int, tokens: list[int], past: int) -> None:
+        slots = range(slot, slot + 1)
+        self._graph.reserve(past + self._chunk)
+        given = self._graph.inputs(self._chunk, drafts=1, slots=slots)
+        given[tensors.INPUT_IDS][0, : len(tokens)] = tokens
+        given[tensors.PAST_LENGTH][0] = past
+        given[tensors.LAST_ROW][0] = len(tokens) - 1
+        self._graph.run(self._chunk, drafts=1, slots=slots)
+        self._graph.commit(slot, past, range(len(tokens)))
 
-    def release(self, slot: int) -> None:
+    def move(self, source: int, to: int) -> None:
         """See :class:`Proposer`."""
-        self._seen.pop(slot, None)
+        self._reader.copy(source, to)
+
+    def share(self, source: int, to: int, tokens: int) -> None:
+        """See :class:`Proposer`."""
+        self._reader.copy(source, to, tokens)
+
+    def fit(self, rows: int) -> None:
+        """See :class:`Proposer`."""
+        self._reader.fit(rows)
 
 
 def _drawn(tree: TokenTree, drafted: Ints, ids: Ints, probs: Floats) -> Proposal:
@@ -114,15 +127,3 @@ def _drawn(tree: TokenTree, drafted: Ints, ids: Ints, probs: Floats) -> Proposal
     on_chain = np.asarray(tree.ranks[1:])[:, None] == 0
     q = np.where(on_chain, np.take_along_axis(probs, order, 1)[rows], chosen)
     return Proposal(tokens, tree, Distributions(candidates[rows], q), candidates)
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    """How many leading tokens two texts share. Texts grow at the end, so the search runs from there."""
-    length = min(len(a), len(b))
-    if a[:length] == b[:length]:
-        return length
-    low, high = 0, length
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
-    return low

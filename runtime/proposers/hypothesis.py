@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from specexport.contract.manifest import Hypothesis
-from specexport.runtime.backend import Array
-from specexport.runtime.proposers.base import Chains, Proposal, SlotView
+from specexport.runtime.proposers.base import Chains, Proposal, Proposer, SlotView, moved
 
 LONGEST_MATCH = 4
 """Tokens that are compared to find the place again; a longer match says no more."""
@@ -91,7 +90,7 @@ class _Followed:
     read: int
 
 
-class HypothesisProposer:
+class HypothesisProposer(Proposer):
     """Proposes what the request's hypothesis goes on with; nothing for a request that brought none.
 
     Tokens are chosen without drawing (q = 1). The chain is the longest the bundle verifies that the hypothesis fills,
@@ -111,7 +110,7 @@ class HypothesisProposer:
         for sequence in sequences:
             followed = self._slots.get(sequence.slot)
             if followed is None:
-                followed = _Followed(Follower(sequence.hypothesis), len(sequence.tokens))
+                followed = _Followed(Follower(sequence.hypothesis), sequence.prompt)
                 self._slots[sequence.slot] = followed
             followed.follower.extend(sequence.tokens[followed.read :])
             followed.read = len(sequence.tokens)
@@ -122,8 +121,9 @@ class HypothesisProposer:
                 made[sequence.slot] = Proposal(tokens, tree, None, tokens[:, None])
         return made
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        """See :class:`Proposer`; nothing the target makes is needed."""
+    def move(self, source: int, to: int) -> None:
+        """See :class:`Proposer`."""
+        moved(self._slots, source, to)
 
     def release(self, slot: int) -> None:
         """See :class:`Proposer`."""

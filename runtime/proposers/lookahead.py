@@ -11,7 +11,7 @@ from specexport.contract import tensors
 from specexport.contract.manifest import Lookahead
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array
-from specexport.runtime.proposers.base import Proposal, SlotView, Window
+from specexport.runtime.proposers.base import Proposal, Proposer, SlotView, Window, moved
 
 _SEED = 0
 """The window begins with tokens drawn from the prompt. What they are costs nothing but acceptance, so that they need
@@ -119,7 +119,7 @@ class _Slot:
     asked: tuple[int, Array] | None = None
 
 
-class LookaheadProposer:
+class LookaheadProposer(Proposer):
     """Proposes n-grams that begin with the root, and lets the step carry on the window that finds them.
 
     Guesses are merged where they begin alike, which changes neither what they see nor what is accepted. They are chosen
@@ -178,9 +178,13 @@ class LookaheadProposer:
             return
         root, rows = known.asked
         known.asked = None
-        said = outputs[tensors.LOGITS][slot, rows].argmax(-1).tolist()
+        said = outputs[tensors.LOGITS][rows].argmax(-1).tolist()
         for first, rest in known.trajectory.advance(root, said):
             known.pool.add(first, rest)
+
+    def move(self, source: int, to: int) -> None:
+        """See :class:`Proposer`."""
+        moved(self._slots, source, to)
 
     def release(self, slot: int) -> None:
         """See :class:`Proposer`."""

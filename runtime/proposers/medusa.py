@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from specexport.contract import tensors
 from specexport.runtime.backend import Array
-from specexport.runtime.proposers.base import Ints, Proposal, SlotView, fill
+from specexport.runtime.proposers.base import Ints, Proposal, Proposer, SlotView, fill, moved
 
 
-class MedusaProposer:
+class MedusaProposer(Proposer):
     """Fills a tree with the candidates the target's heads made at the last token in its cache.
 
     Head i saw the text up to that token, t, and predicts t+2+i: the root of the next step is t+1, so its candidates
@@ -31,7 +31,11 @@ class MedusaProposer:
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
         """See :class:`Proposer`."""
-        self._candidates[slot] = outputs[tensors.CANDIDATES][slot, :, row].copy()
+        self._candidates[slot] = outputs[tensors.CANDIDATES][:, row].copy()
+
+    def move(self, source: int, to: int) -> None:
+        """See :class:`Proposer`."""
+        moved(self._candidates, source, to)
 
     def release(self, slot: int) -> None:
         """See :class:`Proposer`."""

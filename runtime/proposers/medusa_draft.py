@@ -8,11 +8,13 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.manifest import Manifest, MedusaDraft
-from specexport.runtime.backend import Array, Graph
-from specexport.runtime.proposers.base import Ints, Proposal, SlotView, fill
+from specexport.contract.shapes import window
+from specexport.runtime.backend import Graph
+from specexport.runtime.proposers.base import Ints, Proposal, Proposer, SlotView, fill
+from specexport.runtime.proposers.reader import Reader
 
 
-class MedusaDraftProposer:
+class MedusaDraftProposer(Proposer):
     """Fills a tree with the candidates of a draft's own head (depth 1) and its Medusa heads (the depths after it).
 
     The draft sees committed tokens only, so its cache is always right. A step commits at most one token more than its
@@ -29,48 +31,63 @@ class MedusaDraftProposer:
         self._chunk = manifest.prefill_chunk
         self._last_position = method.draft.max_positions - 1
         self._width = catch_up(method)
-        self._seen: dict[int, int] = {}
+        self._reader = Reader(graph, manifest.prefill_chunk, self._read)
 
     def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
+        """See :class:`Proposer`; of slots the draft is far behind in, as after plain steps, one reads one chunk."""
+        texts = {sequence.slot: sequence.tokens[: -self._width] for sequence in sequences}
+        behind = [slot for slot, text in texts.items() if self._reader.known(slot, text) < len(text)]
+        waiting = {slot for at, slot in enumerate(behind) if at or self._reader.read(slot, texts[slot])}
+        made: dict[int, Ints] = {}
+        wide = [one for one in sequences if len(one.tokens) >= self._width and one.slot not in waiting]
+        if wide:
+            past = {one.slot: len(one.tokens) - self._width for one in wide}
+            made = self._run({one.slot: one.tokens[past[one.slot] :] for one in wide}, past, self._width)
+        for one in sequences:
+            if len(one.tokens) < self._width:
+                made |= self._run({one.slot: one.tokens}, {one.slot: 0}, self._chunk)
+            if one.slot in made:
+                self._reader.note(one.slot, list(one.tokens))
+        return {
+            one.slot: Proposal(fill(one.tree, made[one.slot]), one.tree, None, made[one.slot])
+            for one in sequences
+            if one.slot in made
+        }
+
+    def prefill(self, sequence: SlotView) -> bool:
+        """See :class:`Proposer`; all but the tokens it is given in each step."""
+        return self._reader.read(sequence.slot, sequence.tokens[: -self._width])
+
+    def _read(self, slot: int, tokens: list[int], past: int) -> None:
+        self._run({slot: tokens}, {slot: past}, self._chunk)
+
+    def _run(self, texts: Mapping[int, list[int]], pasts: Mapping[int, int], width: int) -> dict[int, Ints]:
+        """Gives the draft tokens of some slots, at most ``width``; what it proposes after them, by slot."""
+        self._graph.reserve(max(pasts.values()) + width)
+        slots = window(texts, self._graph.sizes)
+        given = self._graph.inputs(width, 1, slots=slots)
+        for slot, tokens in texts.items():
+            at, past = slot - slots.start, pasts[slot]
+            given[tensors.INPUT_IDS][at, : len(tokens)] = tokens
+            given[tensors.POSITION_IDS][at] = np.minimum(past + np.arange(width), self._last_position)
+            given[tensors.PAST_LENGTH][at] = past
+            given[tensors.LOGITS_ROWS][at] = len(tokens) - 1
+        candidates = self._graph.run(width, 1, slots=slots)[tensors.CANDIDATES]
+        for slot, tokens in texts.items():
+            self._graph.commit(slot, pasts[slot], range(len(tokens)))
+        return {slot: candidates[slot - slots.start, :, 0].copy() for slot in texts}
+
+    def move(self, source: int, to: int) -> None:
         """See :class:`Proposer`."""
-        made = {}
-        for sequence in sequences:
-            candidates = self._read(sequence)
-            made[sequence.slot] = Proposal(fill(sequence.tree, candidates), sequence.tree, None, candidates)
-        return made
+        self._reader.copy(source, to)
 
-    def _read(self, sequence: SlotView) -> Ints:
-        """Gives the draft what it has not seen of the text; what it proposes after it."""
-        slot, tokens = sequence.slot, sequence.tokens
-        done = self._seen.get(slot, 0)
-        while len(tokens) - done > self._width:
-            self._run(slot, tokens[done : done + self._chunk], done, self._chunk)
-            done = min(done + self._chunk, len(tokens))
-        if len(tokens) >= self._width:
-            done = len(tokens) - self._width
-            made = self._run(slot, tokens[done:], done, self._width)
-        else:
-            made = self._run(slot, tokens, 0, self._chunk)
-        self._seen[slot] = len(tokens)
-        return made
-
-    def _run(self, slot: int, tokens: list[int], past: int, width: int) -> Ints:
-        self._graph.reserve(past + width)
-        given = self._graph.inputs(width, 1)
-        given[tensors.INPUT_IDS][slot, : len(tokens)] = tokens
-        given[tensors.POSITION_IDS][slot] = np.minimum(past + np.arange(width), self._last_position)
-        given[tensors.PAST_LENGTH][slot] = past
-        given[tensors.LOGITS_ROWS][slot] = len(tokens) - 1
-        made: Ints = self._graph.run(width, 1)[tensors.CANDIDATES][slot, :, 0].copy()
-        self._graph.commit(slot, past, range(len(tokens)))
-        return made
-
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        """See :class:`Proposer`; nothing the target makes is needed."""
-
-    def release(self, slot: int) -> None:
+    def share(self, source: int, to: int, tokens: int) -> None:
         """See :class:`Proposer`."""
-        self._seen.pop(slot, None)
+        self._reader.copy(source, to, tokens)
+
+    def fit(self, rows: int) -> None:
+        """See :class:`Proposer`."""
+        self._reader.fit(rows)
 
 
 def catch_up(method: MedusaDraft) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from specexport.contract.manifest import Ngram
-from specexport.runtime.backend import Array
-from specexport.runtime.proposers.base import Chains, Proposal, SlotView
+from specexport.runtime.proposers.base import Chains, Proposal, Proposer, SlotView, moved
 
 TRUST = 2
 """Draft tokens a matched token is worth: a short match is often chance, and a step pays for every token it verifies."""
@@ -57,7 +56,7 @@ class NgramIndex:
         return [self._tokens[start + at % period] for at in range(count)]
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Proposes what followed the latest occurrence of the text's last n tokens, for the largest n that has one.
 
     Tokens are chosen without drawing (q = 1). The chain is the largest the bundle verifies that is no longer than the
@@ -90,8 +89,9 @@ class NgramProposer:
                 made[sequence.slot] = Proposal(tokens, tree, None, tokens[:, None])
         return made
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        """See :class:`Proposer`; nothing the target makes is needed."""
+    def move(self, source: int, to: int) -> None:
+        """See :class:`Proposer`."""
+        moved(self._indexes, source, to)
 
     def release(self, slot: int) -> None:
         """See :class:`Proposer`."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import Suffix
-from specexport.runtime.backend import Array
-from specexport.runtime.proposers.base import Chains, Proposal, SlotView
+from specexport.runtime.proposers.base import Chains, Proposal, Proposer, SlotView, moved
 
 _END = -1
 """Stands after each output of a store; no token is negative, so that no match goes across it."""
@@ -206,7 +205,7 @@ class _Text:
     matches: list[_Match] = field(default_factory=list)
 
 
-class SuffixProposer:
+class SuffixProposer(Proposer):
     """Proposes the most frequent continuation of the longest suffix that occurs earlier in prompt, output or store.
 
     The longer the match and the surer the continuation, the longer the chain: at most ``max_spec_factor`` tokens for a
@@ -240,8 +239,8 @@ class SuffixProposer:
         """Takes in what is new of a slot's text."""
         text = self._texts.get(sequence.slot)
         if text is None:
-            # Before the first step all of it is prompt. The list is the request's own: it has the whole output later.
-            text = self._texts[sequence.slot] = _Text(sequence.tokens, len(sequence.tokens))
+            # The list is the request's own: it has the whole output later.
+            text = self._texts[sequence.slot] = _Text(sequence.tokens, sequence.prompt)
         new = sequence.tokens[len(text.automaton) :]
         for token in new:
             text.automaton.append(token)
@@ -265,8 +264,9 @@ class SuffixProposer:
                 best, most = tokens, expected
         return best
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        """See :class:`Proposer`; nothing the target makes is needed."""
+    def move(self, source: int, to: int) -> None:
+        """See :class:`Proposer`."""
+        moved(self._texts, source, to)
 
     def release(self, slot: int) -> None:
         """See :class:`Proposer`; the output goes into the store, as far as it got."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Array
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposers.base import Chains, Proposal, Proposer, SlotView
+from specexport.runtime.proposers.base import Chains, Proposal, Proposer, SlotView, moved
 from specexport.runtime.text import TextStream
 
 _GREEDY = SamplingParams(temperature=0.0)
@@ -44,7 +43,7 @@ class _Text:
         self.read += len(tokens)
 
 
-class UniversalDraftProposer:
+class UniversalDraftProposer(Proposer):
     """Lets a draft model go on with the text, and proposes what that is in the target's tokens (universal assisted
     decoding, Timor et al., arXiv 2502.05202).
 
@@ -119,8 +118,14 @@ class UniversalDraftProposer:
         text: str = tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        """See :class:`Proposer`; nothing the target makes is needed."""
+    def move(self, source: int, to: int) -> None:
+        """See :class:`Proposer`."""
+        moved(self._texts, source, to)
+        self._drafter.move(source, to)
+
+    def fit(self, rows: int) -> None:
+        """See :class:`Proposer`."""
+        self._drafter.fit(rows)
 
     def release(self, slot: int) -> None:
         """See :class:`Proposer`."""

@@ -79,6 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-seq-len", type=int, metavar="S", help="longest prompt and output (default: the model's, at most 2048)"
     )
+    parser.add_argument(
+        "--max-batch-size", type=int, default=8, metavar="B", help="most requests that run at once (default: 8)"
+    )
     parser.add_argument("--precision", choices=_PRECISIONS, default="fp32", help="how matrices are stored")
     parser.add_argument(
         "--draft-precision",
@@ -169,6 +172,7 @@ def main(arguments: argparse.Namespace) -> int:
         speculative_choices=wanted[1:],
         trees=tuple(arguments.tree),
         max_seq_len=arguments.max_seq_len,
+        max_batch_size=arguments.max_batch_size,
         precision=arguments.precision,
         draft_precision=arguments.draft_precision,
         block_size=arguments.block_size,

@@ -1,0 +1,69 @@
+"""A draft's graph, and the text whose rows each slot of its cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from specexport.runtime.backend import Graph
+
+ReadChunk = Callable[[int, list[int], int], None]
+"""Runs a draft over a chunk of tokens: the slot, the tokens, and how many rows come before them."""
+
+
+class Reader:
+    """Keeps a draft's cache in step with the texts in its slots.
+
+    Which rows are right is read off the tokens, so rejected drafts need not be told, and the text of a request that has
+    ended serves the next one in its slot as far as the two begin alike.
+
+    Args:
+        graph: the draft's.
+        chunk: tokens of a prefill chunk.
+        run: gives the draft a chunk.
+    """
+
+    def __init__(self, graph: Graph, chunk: int, run: ReadChunk) -> None:
+        self._graph = graph
+        self._chunk = chunk
+        self._run = run
+        self._texts: dict[int, list[int]] = {}
+
+    def known(self, slot: int, tokens: Sequence[int]) -> int:
+        """How many of a text's first tokens have their rows in a slot."""
+        return min(common_prefix(self._texts.get(slot, ()), tokens), self._graph.filled(slot))
+
+    def note(self, slot: int, tokens: list[int]) -> None:
+        """The rows of a slot are those of these tokens now."""
+        self._texts[slot] = tokens
+
+    def read(self, slot: int, tokens: Sequence[int]) -> bool:
+        """Reads what is new of a text, at most a chunk; whether there is more."""
+        done = self.known(slot, tokens)
+        part = list(tokens[done : done + self._chunk])
+        if part:
+            self._run(slot, part, done)
+            self.note(slot, list(tokens[: done + len(part)]))
+        return done + len(part) < len(tokens)
+
+    def copy(self, source: int, to: int, tokens: int | None = None) -> None:
+        """Gives a slot the rows of another one: of its first so many tokens, or of all."""
+        text = self._texts.get(source, [])[:tokens]
+        rows = min(len(text), self._graph.filled(source))
+        self._graph.copy(source, to, rows)
+        self._texts[to] = text[:rows]
+
+    def fit(self, rows: int) -> None:
+        """See :class:`~specexport.runtime.proposers.base.Proposer`."""
+        self._graph.fit(rows)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading tokens two texts share. Texts grow at the end, so the search runs from there."""
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:
+        return length
+    low, high = 0, length
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
+    return low

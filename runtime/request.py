@@ -1,0 +1,134 @@
+"""One request while it runs: its text so far, and what of it nobody has read yet."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from specexport.runtime.logprobs import TokenLogprobs
+from specexport.runtime.proposers import SlotView
+from specexport.runtime.stats import Stats
+from specexport.runtime.text import TextStream
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step added to the output.
+
+    Attributes:
+        text: new text; may be empty while a character or a possible stop text is unfinished.
+        token_ids: new tokens.
+        finish_reason: set on the last chunk: ``stop`` (end of text or a stop text), ``length`` (``max_tokens`` or the
+            end of the context) or ``cancelled``.
+        logprobs: of each new token, if the request asks for them.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Request:
+    """A request, from when it is asked for until its last chunk is read.
+
+    Args:
+        view: what a step program sees of it: its prompt, to which the output is added, and the tree it asks for.
+        text: makes text of its tokens.
+        room: most tokens it may generate.
+        ends: tokens that end it.
+
+    Attributes:
+        view: see above.
+        tree: the tree it asks to be verified; in a batch a step may verify a smaller one.
+        stats: its counters.
+        room: tokens it may still generate.
+        read: whether its prompt is read, so that steps may begin.
+        began: the scheduler's clock when it joined.
+        owner: the thread that started it.
+        chunks: those nobody has read yet.
+        finished: whether its last chunk is made.
+        cancelled: whether it is to end before its next step, with a last chunk.
+        abandoned: whether nobody will read its chunks any more.
+        error: why it ended without a last chunk.
+    """
+
+    def __init__(
+        self,
+        view: SlotView,
+        text: TextStream,
+        room: int,
+        ends: Sequence[int],
+    ) -> None:
+        self.view = view
+        self.tree = view.tree
+        self.stats = Stats(prompt_tokens=view.prompt)
+        self.room = room
+        self.read = False
+        self.began = 0.0
+        self.owner: int | None = None
+        self.chunks: deque[Chunk] = deque()
+        self.finished = self.cancelled = self.abandoned = False
+        self.error: BaseException | None = None
+        self._text = text
+        self._ends = ends
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to tell its reader."""
+        return bool(self.chunks) or self.finished or self.abandoned or self.error is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether no step is to run for it any more."""
+        return self.finished or self.cancelled or self.abandoned or self.error is not None
+
+    def own_thread(self) -> None:
+        """Notes which thread starts it."""
+        self.owner = threading.get_ident()
+
+    def take(self, made: Sequence[int], logprobs: tuple[TokenLogprobs, ...] = (), *, last: bool = False) -> Chunk:
+        """Adds a step's tokens to the text, up to its end: what that adds to the output.
+
+        Args:
+            made: the tokens.
+            logprobs: theirs.
+            last: the output ends after them in any case.
+        """
+        new = made[: self.room]
+        tokens, piece = self.view.tokens, ""
+        reason: FinishReason | None = None
+        kept = 0
+        for token in new:
+            tokens.append(token)
+            kept += 1
+            if token in self._ends:
+                reason = "stop"
+                break
+            piece += self._text.push(token)
+            if self._text.stopped:
+                reason = "stop"
+                break
+        self.stats.output_tokens += kept
+        self.room -= kept
+        if reason is None and last and kept == len(made):
+            reason = "stop"
+        if reason is None and self.room == 0:
+            reason = "length"
+        if reason is not None:
+            piece += self._text.finish()
+        return Chunk(piece, tuple(new[:kept]), reason, logprobs[:kept])
+
+    def give(self, chunk: Chunk) -> None:
+        """Lays a chunk out for its reader."""
+        self.finished = chunk.finish_reason is not None
+        self.chunks.append(chunk)
+
+    def end(self, reason: FinishReason) -> None:
+        """Ends it without a step: its last chunk is the text that was held back."""
+        self.give(Chunk(self._text.finish(), (), reason))

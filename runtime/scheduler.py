@@ -1,0 +1,265 @@
+"""Which request runs next: requests join and leave between steps, and whoever waits for one takes the steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from specexport.contract.errors import RequestError
+from specexport.runtime.budget import Budget
+from specexport.runtime.request import Chunk, Request
+from specexport.runtime.slots import Slots
+from specexport.runtime.step import Outcome, StepProgram
+
+
+class Scheduler:
+    """Runs requests in the slots of a step program.
+
+    There is no thread of its own. A thread that waits for a chunk takes steps, for all requests, while no other thread
+    does; when its chunk is there it hands over to another that waits. So a request that is alone runs in the thread
+    that reads it, and a request is never stuck behind one that nobody reads.
+
+    A turn reads at most one chunk of one prompt and takes one step, so that decoding never stalls for longer than that.
+
+    Args:
+        program: runs the steps.
+        budget: says how much may be speculated.
+        prefix_cache: see :class:`~specexport.runtime.slots.Slots`.
+    """
+
+    def __init__(self, program: StepProgram, budget: Budget, prefix_cache: bool) -> None:
+        self._program = program
+        self._budget = budget
+        self._slots = Slots(program, prefix_cache)
+        # Reentrant, as the garbage collector may drop a stream while its thread holds it.
+        self._lock = threading.RLock()
+        self._waiters: list[_Waiter] = []
+        self._driving = False
+        self._closed = False
+        self._queue: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._busy = 0.0
+        self._turn_began: float | None = None
+
+    # --- readers ------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Puts a request into the queue.
+
+        Raises:
+            RequestError: the engine is closed.
+        """
+        with self._lock:
+            if self._closed:
+                request.abandoned = True
+                raise RequestError("the engine is closed; load the bundle again")
+            request.own_thread()
+            request.began = self._clock()
+            if request.room <= 0:
+                request.end("length")
+            else:
+                self._queue.append(request)
+
+    def next_chunk(self, request: Request) -> Chunk | None:
+        """Waits for a request's next chunk; None after its last, or when it was abandoned.
+
+        Raises:
+            Exception: whatever ended the request before its last chunk.
+        """
+        if not request.ready:
+            self._drive_until(lambda: request.ready)
+        with self._lock:
+            if request.abandoned:
+                return None
+            if request.chunks:
+                return request.chunks.popleft()
+            if request.error is not None:
+                request.abandoned = True
+                raise request.error
+            return None
+
+    def abandon(self, request: Request) -> None:
+        """Nobody reads a request any more: it leaves before the next step."""
+        with self._lock:
+            request.abandoned = True
+            self._tell()
+
+    def close(self) -> None:
+        """Refuses new requests, ends those of this thread and those in the queue, and runs the others to their end."""
+        with self._lock:
+            self._closed = True
+            while self._queue:
+                self._queue.popleft().error = RequestError("the engine is closed; load the bundle again")
+            for request in self._running:
+                request.abandoned |= request.owner == threading.get_ident()
+            self._tell()
+        self._drive_until(lambda: not self._running)
+        with self._lock:
+            if hasattr(self, "_program"):
+                del self._program, self._slots  # and with them the models, which streams must not keep
+
+    # --- who drives ---------------------------------------------------------------------------------------------------
+
+    def _drive_until(self, done: Callable[[], bool]) -> None:
+        """Waits until something is done, taking turns itself while no other thread does."""
+        with self._lock:
+            try:
+                while not done():
+                    if self._driving:
+                        self._wait(done)
+                    else:
+                        self._drive()
+            finally:
+                self._hand_over()
+
+    def _drive(self) -> None:
+        """One turn, without the lock."""
+        self._driving = True
+        self._lock.release()
+        try:
+            self._turn()
+        finally:
+            self._lock.acquire()
+            self._driving = False
+            self._tell()
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        waiter = _Waiter(done, threading.Condition(self._lock))
+        self._waiters.append(waiter)
+        try:
+            waiter.wake.wait()
+        finally:
+            self._waiters.remove(waiter)
+
+    def _tell(self) -> None:
+        """Wakes those whose wait is over."""
+        for waiter in self._waiters:
+            if waiter.done():
+                waiter.wake.notify()
+
+    def _hand_over(self) -> None:
+        """Wakes one that waits on, to take the next turn."""
+        if not self._driving:
+            heir = next((waiter for waiter in self._waiters if not waiter.done()), None)
+            if heir is not None:
+                heir.wake.notify()
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    def _clock(self) -> float:
+        """Seconds spent in turns: a clock that stands still while nobody reads."""
+        return self._busy + (time.perf_counter() - self._turn_began if self._turn_began is not None else 0.0)
+
+    def _turn(self) -> None:
+        """Reads at most one chunk of a prompt, and takes a step for everyone whose prompt is read."""
+        self._turn_began = time.perf_counter()
+        try:
+            self._leave()
+            self._join()
+            decoding = [request for request in self._running if request.read]
+            arriving = next((request for request in self._running if not request.read), None)
+            if arriving is not None:
+                self._read(arriving, decoding)
+            if arriving is not None and arriving.read:
+                decoding.append(arriving)
+            if decoding:
+                self._step(decoding)
+                self._leave()
+        except BaseException as error:
+            for request in self._running:
+                request.error = error
+            self._leave()
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._busy, self._turn_began = self._clock(), None
+
+    def _leave(self) -> None:
+        """Frees the slots of requests that are over, and draws the others together."""
+        left = [request for request in self._running if request.over]
+        for request in left:
+            self._running.remove(request)
+            self._slots.leave(request.view.slot)
+            self._program.release(request.view.slot, request.view.method)
+            if request.cancelled and not request.finished and not request.abandoned and request.error is None:
+                request.end("cancelled")
+        while left and (move := self._slots.closer()) is not None:
+            mover = next(request for request in self._running if request.view.slot == move[0])
+            self._program.move(*move, mover.view.method)
+            self._slots.moved(*move)
+            mover.view.slot = move[1]
+        if left and self._running:
+            self._fit()
+
+    def _join(self) -> None:
+        """Gives free slots to requests that wait, the first that came first."""
+        with self._lock:
+            over = [request for request in self._queue if request.over]
+            for request in over:
+                self._queue.remove(request)
+            joining = [self._queue.popleft() for _ in range(min(self._slots.free, len(self._queue)))]
+        for request in over:
+            if not request.abandoned:
+                request.end("cancelled")
+        for request in joining:
+            request.view.slot = self._slots.take(request.view.tokens)
+            request.stats.queued = self._clock() - request.began
+            self._running.append(request)
+            self._fit()
+
+    def _fit(self) -> None:
+        self._program.fit(max(len(request.view.tokens) + request.room for request in self._running))
+
+    def _read(self, request: Request, stalled: list[Request]) -> None:
+        """Reads a chunk of a request's prompt."""
+        start = time.perf_counter()
+        if request.stats.prefill == 0.0:
+            request.stats.cached_tokens = self._slots.begin(request.view.slot)
+        request.read = not self._program.prefill(request.view)
+        seconds = time.perf_counter() - start
+        request.stats.prefill += seconds
+        for other in stalled:
+            other.stats.stalled += seconds
+
+    def _step(self, requests: list[Request]) -> None:
+        """A step for requests whose prompts are read; lays out what it made for their readers."""
+        start = time.perf_counter()
+        self._budget.assign(requests)
+        step = self._program.step([request.view for request in requests])
+        made = [(request, _take(request, outcome)) for request, outcome in zip(requests, step.outcomes, strict=True)]
+        now, total = self._clock(), time.perf_counter() - start
+        for request, chunk in made:
+            stats = request.stats
+            stats.propose += step.propose
+            stats.verify += step.verify
+            stats.accept += step.accept
+            stats.host += total - step.propose - step.verify - step.accept
+            stats.first_token = stats.first_token or now - request.began
+            stats.total = now - request.began
+            if chunk is not None:
+                request.give(chunk)
+
+
+def _take(request: Request, outcome: Outcome) -> Chunk | None:
+    """Adds what a step made to a request; None where that failed, which ends this one and no other."""
+    try:
+        request.stats.count_step(outcome.drafted, outcome.depth, outcome.accepted)
+        return request.take(outcome.tokens, outcome.logprobs)
+    except Exception as error:
+        request.error = error
+        return None
+
+
+class _Waiter:
+    """A thread that waits.
+
+    Attributes:
+        done: whether its wait is over.
+        wake: wakes it.
+    """
+
+    def __init__(self, done: Callable[[], bool], wake: threading.Condition) -> None:
+        self.done = done
+        self.wake = wake

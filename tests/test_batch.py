@@ -1,0 +1,397 @@
+"""Many requests at once: each gets what it would get alone, and none waits longer than it must."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specexport.contract.shapes import batch_points, window
+from specexport.contract.tree import TokenTree
+from specexport.runtime import Engine, RequestError, SamplingParams, Stream
+from specexport.runtime.budget import Budget
+from specexport.runtime.request import Request
+from specexport.runtime.slots import Slots
+from specexport.runtime.step import ROOT, HostProgram, Step
+from tests.reference import chi_square_p, text_distribution, warped
+
+SLOTS = 8
+DICE_PROMPT, DICE_VOCAB = (5, 8, 5, 8), 12
+TIE = 1e-4
+JOIN = 120.0
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+BUNDLES = ("llama-near-batch", "llama-near-batch-portable", "gpt2-tree-batch", "qwen3-medusa-batch",
+           "qwen3-medusa-draft-batch", "qwen3-lookup-batch")  # fmt: skip
+
+
+class Generous(Budget):
+    """Lets every request speculate as if it were alone."""
+
+    def assign(self, requests: Sequence[Request]) -> None:
+        """Sets the tree of each request's next step."""
+        for request in requests:
+            request.view.tree = request.tree if request.room > 1 else ROOT
+
+
+@pytest.fixture
+def generous(bundle: Callable[[str], Path]) -> Iterator[Callable[[str], Engine]]:
+    """Loads a bundle for a test of its own, with every request speculating fully."""
+    loaded: list[Engine] = []
+
+    def load(name: str, **options: Any) -> Engine:
+        one = Engine.load(bundle(name), threads=1, **options)
+        one._scheduler._budget = Generous(one.manifest, one.speculations)
+        loaded.append(one)
+        return one
+
+    yield load
+    for one in loaded:
+        one.close()
+
+
+def tokens_of(stream: Stream) -> tuple[int, ...]:
+    return tuple(token for chunk in stream for token in chunk.token_ids)
+
+
+def prompts(seed: int, count: int, longest: int = 150) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(3, 300) for _ in range(draw.randrange(1, longest))] for _ in range(count)]
+
+
+# --- shapes and slots -------------------------------------------------------------------------------------------------
+
+
+def test_batch_points_are_powers_of_two_and_the_largest() -> None:
+    assert [batch_points(most) for most in (1, 2, 3, 8)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 8)]
+    assert batch_points(12) == (1, 2, 4, 8, 12)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 8), (1, 2, 4, 6)])
+def test_a_window_is_the_smallest_that_spans_its_slots(sizes: tuple[int, ...]) -> None:
+    for bits in range(1, 2 ** sizes[-1]):
+        slots = [slot for slot in range(sizes[-1]) if bits >> slot & 1]
+        found = window(slots, sizes)
+        assert set(slots) <= set(found) <= set(range(sizes[-1]))
+        assert len(found) == min(size for size in sizes if size >= slots[-1] - slots[0] + 1)
+
+
+class Caches:
+    """Stands for a program: only what slots ask of it, with the texts its caches would hold."""
+
+    sizes = (1, 2, 4, 8)
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = [[] for _ in range(SLOTS)]
+
+    def filled(self, slot: int) -> int:
+        return len(self.rows[slot])
+
+    def share(self, source: int, to: int, tokens: int) -> None:
+        self.rows[to] = self.rows[source][:tokens]
+
+
+def test_running_slots_stay_close_and_caches_hold_what_is_claimed() -> None:
+    caches, draw = Caches(), random.Random(0)
+    slots = Slots(caches, True)  # type: ignore[arg-type]
+    running: dict[int, list[int]] = {}
+    saved = 0
+    for _ in range(3000):
+        if slots.free and draw.random() < 0.5:
+            text = [draw.randrange(2) for _ in range(draw.randrange(1, 12))]
+            slot = slots.take(text)
+            known = slots.begin(slot)
+            saved += known
+            assert caches.rows[slot] == text[:known]
+            assert known < len(text)
+            caches.rows[slot] = text[:-1]
+            running[slot] = text
+        elif running:
+            slot = draw.choice(list(running))
+            del running[slot]
+            slots.leave(slot)
+            while (move := slots.closer()) is not None:
+                source, to = move
+                assert to not in running
+                caches.rows[to] = list(caches.rows[source])
+                slots.moved(source, to)
+                running[to] = running.pop(source)
+        if running:
+            assert len(window(running, Caches.sizes)) == next(s for s in Caches.sizes if s >= len(running))
+    assert saved > 2000
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_requests_that_join_and_leave_get_the_text_they_get_alone(
+    name: str, generous: Callable[..., Engine], oracle: Callable[[str], Any]
+) -> None:
+    """All methods and trees and none, side by side; some are cancelled, closed or dropped on the way."""
+    cases = [case for case in oracle(name)["greedy"] if len(case["prompt"]) < 400]
+    one, draw = generous(name), random.Random(1)
+    ways: list[dict[str, Any]] = [{"speculation": False}]
+    for method, speculation in one.speculations.items():
+        ways += [{"method": method, "num_speculative_tokens": len(tree) - 1} for tree in speculation.trees]
+    running: list[tuple[dict[str, Any], Stream, list[int]]] = []
+    whole = ties = widest = drafted = 0
+    for turn in range(3 * len(cases)):
+        case = cases[turn % len(cases)]
+        params = SamplingParams(temperature=0.0, max_tokens=len(case["tokens"]))
+        stream = one.stream(case["prompt"], params, **draw.choice(ways))
+        stream.start()
+        running.append((case, stream, []))
+        while len(running) > draw.choice((3, 8, 11)):
+            case, stream, got = draw.choice(running)
+            chunk = next(stream, None)
+            if chunk is not None and draw.random() < 0.98:
+                got += chunk.token_ids
+                continue
+            running.remove((case, stream, got))
+            if chunk is not None:
+                draw.choice((stream.close, stream.cancel, lambda: None))()
+                continue
+            drafted += stream.stats.drafted
+            same = got == case["tokens"]
+            whole += same
+            if not same:
+                at = next(i for i, pair in enumerate(zip(got, case["tokens"], strict=True)) if len(set(pair)) > 1)
+                assert case["gaps"][at] < TIE, (case, got)
+                ties += 1
+        widest = max(widest, len(one._scheduler._running))
+    assert widest == SLOTS
+    assert whole > len(cases)
+    assert ties <= 2
+    assert drafted > 500
+
+
+def test_a_seed_draws_the_same_text_in_a_batch(generous: Callable[..., Engine]) -> None:
+    one = generous("llama-near-batch", prefix_cache=False)
+    sampled = [GREEDY.replace(temperature=1.0, top_p=0.95, seed=seed) for seed in range(12)]
+    alone = [one.generate(prompt, params).token_ids for prompt, params in zip(prompts(3, 12), sampled, strict=True)]
+    streams = [one.stream(prompt, params) for prompt, params in zip(prompts(3, 12), sampled, strict=True)]
+    for stream in streams:
+        stream.start()
+    assert [tokens_of(stream) for stream in streams] == alone
+
+
+@pytest.mark.parametrize("budget", ["generous", "own"])
+def test_a_batch_samples_the_target_distribution(
+    budget: str, bundle: Callable[[str], Path], generous: Callable[..., Engine], oracle: Callable[[str], Any]
+) -> None:
+    name, params = "dice-near-batch", SamplingParams(temperature=0.9, max_tokens=3, ignore_eos=True, seed=None)
+    logits = oracle(name)["next_logits"]
+    exact = text_distribution(lambda text: warped(logits[" ".join(map(str, text))], params), 3)
+    one = generous(name) if budget == "generous" else Engine.load(bundle(name), threads=1)
+    texts: list[tuple[int, ...]] = []
+    queue = [one.stream(DICE_PROMPT, params.replace(seed=seed), num_speculative_tokens=(5, 1, 3)[seed % 3])
+             for seed in range(2000)]  # fmt: skip
+    for at, stream in enumerate(queue):
+        for ahead in queue[at : at + SLOTS]:
+            ahead.start()
+        texts.append(tokens_of(stream))
+    assert max(max(text) for text in texts) < DICE_VOCAB
+    assert chi_square_p(texts, exact) > 1e-3
+
+
+def test_cache_sizes_follow_the_longest_request(generous: Callable[..., Engine]) -> None:
+    one = generous("llama-near-batch", prefix_cache=False)
+    long, short = [5 + i % 290 for i in range(400)], [9, 8, 7]
+    alone = one.generate(short, GREEDY).token_ids, one.generate(long, GREEDY).token_ids
+    first = one.stream(short, GREEDY.replace(max_tokens=80))
+    start = next(first).token_ids
+    second = one.stream(long, GREEDY)
+    begun = next(second).token_ids
+    large = one._target.cache_bytes
+    assert (*begun, *tokens_of(second)) == alone[1]
+    assert (*start, *tokens_of(first))[:24] == alone[0]
+    assert one.generate(short, GREEDY).token_ids == alone[0]
+    assert one._target.cache_bytes < large
+
+
+# --- prefixes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_a_prefix_is_read_once(name: str, generous: Callable[..., Engine]) -> None:
+    one, system = generous(name), [7 + i % 250 for i in range(150)]
+    plain = generous(name, prefix_cache=False)
+    texts = [[*system, 30 + i, 40 + i, 50] for i in range(5)]
+    streams = [one.stream(text, GREEDY) for text in texts]
+    for stream in streams:
+        stream.start()
+    got = [tokens_of(stream) for stream in streams]
+    assert got == [plain.generate(text, GREEDY).token_ids for text in texts]
+    assert [stream.stats.cached_tokens for stream in streams] == [0, 150, 150, 150, 150]
+
+
+def test_a_conversation_goes_on_where_it_was_and_others_keep_theirs(generous: Callable[..., Engine]) -> None:
+    one = generous("llama-near-batch")
+    plain = generous("llama-near-batch", prefix_cache=False)
+    talks = [list(prompt) for prompt in prompts(5, 4, 40)]
+    for turn in range(3):
+        for talk in talks:
+            with one.stream(talk, GREEDY) as stream:
+                got = tokens_of(stream)
+            assert got == plain.generate(talk, GREEDY).token_ids
+            # Its last token is in the cache if it was a draft token that the last step accepted.
+            assert stream.stats.cached_tokens in ((len(talk) - 3, len(talk) - 2) if turn else (0,))
+            talk += [*got, 11, 12]
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+def test_decoding_never_stalls_for_more_than_a_chunk(
+    generous: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    real_prefill, real_step = HostProgram.prefill, HostProgram.step
+
+    def prefill(self: HostProgram, sequence: Any) -> bool:
+        calls.append("chunk")
+        return real_prefill(self, sequence)
+
+    def step(self: HostProgram, sequences: Any) -> Step:
+        calls.append("step")
+        return real_step(self, sequences)
+
+    one = generous("llama-near-batch")
+    monkeypatch.setattr(HostProgram, "prefill", prefill)
+    monkeypatch.setattr(HostProgram, "step", step)
+    first = one.stream([5, 6, 7], GREEDY.replace(max_tokens=100))
+    next(first)
+    others = [one.stream(prompt, GREEDY) for prompt in prompts(2, 6, 400)]
+    for other in others:
+        other.start()
+    calls.clear()
+    tokens_of(first)
+    assert calls.count("chunk") > 12
+    assert all(pair != ("chunk", "chunk") for pair in itertools.pairwise(calls))
+    assert first.stats.stalled > 0
+
+
+def test_slots_that_are_taken_are_waited_for(generous: Callable[..., Engine]) -> None:
+    """In one thread too: a request that waits takes the steps of those before it."""
+    one = generous("llama-near-batch", max_batch_size=2)
+    wanted = [one.generate(prompt, GREEDY).token_ids for prompt in prompts(7, 6)]
+    streams = [one.stream(prompt, GREEDY) for prompt in prompts(7, 6)]
+    for stream in streams:
+        stream.start()
+    assert tokens_of(streams[-1]) == wanted[-1]
+    assert [tokens_of(stream) for stream in streams[:-1]] == wanted[:-1]
+    assert streams[-1].stats.queued > 0
+
+
+def test_threads_share_the_slots(generous: Callable[..., Engine]) -> None:
+    one = generous("llama-near-batch")
+    asked = prompts(9, 40, 80)
+    alone = [one.generate(prompt, GREEDY).token_ids for prompt in asked]
+    together: dict[int, tuple[int, ...]] = {}
+
+    def work(mine: range) -> None:
+        for i in mine:
+            together[i] = one.generate(asked[i], GREEDY).token_ids
+
+    threads = [threading.Thread(target=work, args=(range(start, 40, 12),), daemon=True) for start in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN)
+        assert not thread.is_alive()
+    assert [together[i] for i in range(40)] == alone
+
+
+@pytest.mark.parametrize("how", ["close", "cancel", "drop"])
+def test_a_request_nobody_reads_leaves_its_slot(how: str, generous: Callable[..., Engine]) -> None:
+    one = generous("llama-near-batch")
+    streams = [one.stream(prompt, GREEDY.replace(max_tokens=300)) for prompt in prompts(4, SLOTS, 20)]
+    for stream in streams:
+        next(stream)
+    for stream in streams[:-1]:
+        if how != "drop":
+            getattr(stream, how)()
+    del stream
+    last = streams.pop()
+    streams.clear()
+    gc.collect()
+    next(last)
+    while len(one._scheduler._running) > 1:
+        next(last)
+    assert last.stats.output_tokens < 250
+    assert len(window([last._request.view.slot], one._target.sizes)) == 1
+
+
+def test_an_error_in_a_step_ends_its_requests_and_no_others(
+    generous: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = generous("llama-near-batch", max_batch_size=2)
+    wanted = one.generate([5, 6, 7], GREEDY).token_ids
+    streams = [one.stream([5, 6, 7], GREEDY) for _ in range(3)]
+    for stream in streams:
+        stream.start()
+    next(streams[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(HostProgram, "step", lambda *_: 1 / 0)
+        for stream in streams[:2]:
+            with pytest.raises(ZeroDivisionError):
+                while True:
+                    next(stream)
+    assert tokens_of(streams[2]) == wanted
+    assert one.generate([5, 6, 7], GREEDY).token_ids == wanted
+
+
+# --- how much is speculated -------------------------------------------------------------------------------------------
+
+
+def test_k_shrinks_as_the_batch_fills(bundle: Callable[[str], Path]) -> None:
+    with Engine.load(bundle("llama-near-batch"), threads=1) as one:
+        streams = [one.stream(prompt, GREEDY.replace(max_tokens=60)) for prompt in prompts(6, SLOTS, 30)]
+        seen: dict[int, set[int]] = {}
+        for count, stream in enumerate(streams, start=1):
+            for _ in range(3):
+                next(stream)
+            running = one._scheduler._running
+            assert len(running) == count
+            seen[count] = {len(request.view.tree) for request in running}
+        assert seen == {1: {5}, 2: {2}} | {count: {1} for count in range(3, SLOTS + 1)}
+
+
+def test_a_batch_size_the_bundle_was_not_built_for_is_refused(bundle: Callable[[str], Path]) -> None:
+    with pytest.raises(RequestError, match=r"max_batch_size is 3; the bundle was built for 1, 2, 4, 8"):
+        Engine.load(bundle("llama-near-batch"), threads=1, max_batch_size=3)
+    with Engine.load(bundle("llama-near-batch"), threads=1, max_batch_size=1) as one:
+        assert one._scheduler._slots.free == 1
+
+
+def test_a_smaller_tree_in_a_wider_step_says_the_same(bundle: Callable[[str], Path]) -> None:
+    """Logits of a tree padded to another width, beside slots that take no part."""
+    from specexport.contract import tensors
+    from specexport.runtime.proposers import Proposal, SlotView
+
+    with Engine.load(bundle("llama-near-batch"), threads=1) as one:
+        program = HostProgram(one.manifest, one._target, one.speculations)
+        noise, tree = np.random.default_rng(0), TokenTree((-1, 0))
+        views = {slot: SlotView(slot, [9 + slot, 20, 30 + slot], GREEDY, noise, tree) for slot in (1, 3, 6)}
+        for view in views.values():
+            one._target.copy(view.slot, view.slot, 0)
+            while program.prefill(view):
+                pass
+        proposals = {
+            1: Proposal(np.array([44]), tree, None, np.array([[44]])),
+            6: Proposal(np.arange(50, 57), TokenTree.chain(8), None, np.arange(50, 57)[:, None]),
+        }
+        together = program._verify(list(views.values()), proposals)
+        for slot, view in views.items():
+            alone = program._verify([view], {s: p for s, p in proposals.items() if s == slot})
+            nodes = len(proposals[slot].tree) if slot in proposals else 1
+            np.testing.assert_allclose(
+                together[slot][tensors.LOGITS][:nodes], alone[slot][tensors.LOGITS][:nodes], atol=2e-5
+            )
