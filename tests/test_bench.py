@@ -13,7 +13,7 @@ from specexport.cli import main
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import read_manifest
 from specexport.runtime import Engine, workloads
-from specexport.runtime import engine as engine_module
+from specexport.runtime import step as step_module
 from specexport.runtime.bench import compare, extra_memory
 
 Engines = Callable[[str], Engine]
@@ -75,13 +75,13 @@ def test_bench(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 def test_a_method_that_is_not_lossless_is_found_out(
     engine: Engines, monkeypatch: pytest.MonkeyPatch, bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = engine_module.accept_greedy
+    real = step_module.accept_greedy
 
     def too_kind(logits: Any, tree: Any, tokens: Any) -> tuple[list[int], int]:
         path, token = real(logits, tree, tokens)
         return path, (token + 1) % 300 if len(tree) > 1 else token
 
-    monkeypatch.setattr(engine_module, "accept_greedy", too_kind)
+    monkeypatch.setattr(step_module, "accept_greedy", too_kind)
     tasks = workloads.built_in(engine(NAME).encode, 1, 40)
     (row,) = compare(engine(NAME), ["draft_model"], tasks, 12, lambda *_: None)
     assert not row.lossless
