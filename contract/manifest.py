@@ -157,6 +157,10 @@ class _Method(_Strict, frozen=True):
         """Why a tree is none that this method can fill; None for one that it can."""
         raise NotImplementedError
 
+    def widths(self) -> tuple[int, ...]:
+        """T of every step it may ask for, that of the default tree first."""
+        return tuple(len(tree) for tree in self.token_trees())
+
 
 class _Ranked(_Method, frozen=True):
     """A way to propose by a model that knows several tokens at each depth.
@@ -198,6 +202,36 @@ class DraftModel(_Ranked, frozen=True, tag_field="name", tag="draft_model"):
         """See :class:`_Method`."""
         spine = "only the most probable token of each depth can have children"
         return super().misfit(tree) or (None if tree.has_spine else spine)
+
+
+class SelfDraft(DraftModel, frozen=True, tag_field="name", tag="self_draft"):
+    """Speculation by the target's own first layers, whose output its final norm and head read too early.
+
+    The draft's graph lies beside the target's and reads the same weights file.
+
+    Attributes:
+        layers: how many.
+    """
+
+    layers: Size
+
+
+class UniversalDraft(DraftModel, frozen=True, tag_field="name", tag="universal_draft"):
+    """Speculation by a smaller model with a tokenizer of its own: text is translated both ways. Chains only.
+
+    What is proposed follows from the text alone, without drawing. A step verifies a shorter chain where the draft's
+    tokens make fewer of the target's.
+
+    Attributes:
+        tokenizer: the draft's ``tokenizer.json``.
+    """
+
+    tokenizer: str
+
+    def misfit(self, tree: TokenTree) -> str | None:
+        """See :class:`_Method`."""
+        chain = TokenTree.chain(len(tree))
+        return f"the one of {len(tree) - 1} draft tokens is not a chain" if tree.choices != chain.choices else None
 
 
 class Medusa(_Ranked, frozen=True, tag_field="name", tag="medusa"):
@@ -270,11 +304,54 @@ class Hypothesis(_Chained, frozen=True, tag_field="name", tag="hypothesis"):
     """Speculation by a text given with the request, the output as somebody expects it. Chains only, as for Ngram."""
 
 
+class Lookahead(_Method, frozen=True, tag_field="name", tag="lookahead"):
+    """Speculation by Jacobi iteration in the target's own steps (lookahead decoding, arXiv 2402.02057).
+
+    A step runs the window, W columns by N - 1 levels of which the root is the first, beside the guesses. A request's
+    tree is its most guesses, chains of N - 1 tokens; where guesses are fewer or share their beginnings, steps take the
+    smallest width that holds them.
+
+    Attributes:
+        window: W, columns.
+        ngram: N, tokens of an n-gram; a guess is one without its first.
+        prompt_seeding: whether the pool starts with the prompt's n-grams.
+    """
+
+    window: Annotated[int, Meta(ge=1, le=MAX_NODES)]
+    ngram: Annotated[int, Meta(ge=2, le=32)]
+    prompt_seeding: bool
+
+    @property
+    def window_nodes(self) -> int:
+        """Nodes of the window, the root included."""
+        return self.window * (self.ngram - 1)
+
+    def misfit(self, tree: TokenTree) -> str | None:
+        """See :class:`_Method`."""
+        guesses = (len(tree) - 1) // (self.ngram - 1)
+        if tree.choices != guess_tree(guesses, self.ngram).choices:
+            return f"the one of {len(tree) - 1} draft tokens is not made of chains of {self.ngram - 1} off the root"
+        if self.window < self.ngram - 2:
+            return f"window {self.window}, with n-grams of {self.ngram}; the window fills only with {self.ngram - 2}"
+        if self.window_nodes + len(tree) - 1 > MAX_NODES:
+            return f"{self.window_nodes + len(tree) - 1} nodes a step, at most {MAX_NODES} are verified"
+        return None
+
+    def widths(self) -> tuple[int, ...]:
+        """See :class:`_Method`."""
+        return (*(self.window_nodes + len(tree) - 1 for tree in self.token_trees()), self.window_nodes)
+
+
+def guess_tree(guesses: int, ngram: int) -> TokenTree:
+    """G guesses of lookahead decoding: chains of N - 1 tokens off the root."""
+    return TokenTree.from_choices([(guess, *[0] * at) for guess in range(guesses) for at in range(ngram - 1)])
+
+
 Ranked = DraftModel | Medusa | MedusaDraft
 """Methods in which a model proposes; their trees may branch."""
 Lookup = Ngram | Suffix | Hypothesis
 """Methods that look in text, and need neither a model nor files."""
-Method = DraftModel | Medusa | MedusaDraft | Ngram | Suffix | Hypothesis
+Method = DraftModel | SelfDraft | UniversalDraft | Medusa | MedusaDraft | Ngram | Suffix | Hypothesis | Lookahead
 HYPOTHESIS = "hypothesis"
 """The one method that proposes nothing unless a request brings something."""
 
@@ -350,9 +427,12 @@ class Manifest(_Strict, frozen=True):
 
     @property
     def models(self) -> dict[str, Model]:
-        """Every model by its role: ``target``, and ``draft`` where there is one."""
-        drafts = [method.draft for method in self.methods if isinstance(method, DraftModel | MedusaDraft)]
-        return {"target": self.target} | ({"draft": drafts[0]} if drafts else {})
+        """Every model by its role: ``target``, and ``draft`` and ``self_draft`` where there is one."""
+        found = {"target": self.target}
+        for method in self.methods:
+            if isinstance(method, DraftModel | MedusaDraft):
+                found["self_draft" if isinstance(method, SelfDraft) else "draft"] = method.draft
+        return found
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -421,6 +501,7 @@ def _check_references(path: Path, manifest: Manifest) -> None:
             raise BundleError(f"{path}: files: {entry.path!r} is listed twice")
         listed.add(entry.path)
     used = [manifest.tokenizer.file, *([manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else [])]
+    used += [method.tokenizer for method in manifest.methods if isinstance(method, UniversalDraft)]
     for model in manifest.models.values():
         used += [model.weights, model.graph.master, *(p.file for p in model.graph.points)]
     used += [graph.file for graph in manifest.program]
@@ -433,12 +514,13 @@ def _check_references(path: Path, manifest: Manifest) -> None:
 def _check_shapes(path: Path, manifest: Manifest) -> None:
     """Every shape the engine runs at is there, and none asks for an absurd amount of memory."""
     names = [method_name(method) for method in manifest.methods]
-    drafts = [method for method in manifest.methods if isinstance(method, DraftModel | MedusaDraft)]
+    drafts = {"draft_model", "medusa_draft", "universal_draft"} & set(names)
     if len(set(names)) != len(names) or len(drafts) > 1:
         raise BundleError(f"{path}: methods: {', '.join(names)}; expected each once, and one with a draft at most")
     verified = {1}
     for name, method in zip(names, manifest.methods, strict=True):
         verified |= _tree_sizes(path, name, method)
+    propose_graphs = [method.draft for method in manifest.methods if isinstance(method, DraftModel)]
     for role, model in manifest.models.items():
         points = [graph.point for graph in model.graph.points]
         width = sum(layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
@@ -448,7 +530,7 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
         if size > _MAX_CACHE_BYTES:
             raise BundleError(f"{path}: the {role}'s cache would take {size} bytes; refusing to load it")
         steps = {(tokens, tokens) for tokens in verified} if role == "target" else set()
-        propose = isinstance(manifest.method("draft_model"), DraftModel) and role == "draft"
+        propose = any(model is draft for draft in propose_graphs)
         needed = steps | {(manifest.prefill_chunk, 0 if propose else 1)}
         missing = needed - {(point.tokens, point.rows) for point in points if point.batch == 1}
         if missing:
@@ -483,7 +565,7 @@ def _check_batches(path: Path, role: str, points: Sequence[ShapePoint], manifest
 
 
 def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:
-    """Nodes of a method's trees, which are checked to be trees that it can fill."""
+    """Widths of a method's steps; its trees are checked to be trees that it can fill."""
     if isinstance(method, Ngram) and method.prompt_lookup_min > method.prompt_lookup_max:
         raise BundleError(
             f"{path}: ngram: prompt_lookup_min is {method.prompt_lookup_min}, more than prompt_lookup_max, "
@@ -500,7 +582,7 @@ def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:
         sizes.add(len(tree))
         if (misfit := method.misfit(tree)) is not None:
             raise BundleError(f"{path}: {name}: trees: {misfit}")
-    return sizes
+    return set(method.widths())
 
 
 def file_entry(folder: Path, name: str) -> FileEntry:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,7 @@ from specexport.exporter.folders import written_beside
 from specexport.exporter.medusa import HeadsOutline, load_medusa, read_outline
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.weights import Precision, WeightsFile, WeightsReport
+from specexport.graphs.layers import first_layers
 from specexport.graphs.medusa import MedusaHeads
 from specexport.graphs.propose import MAX_CANDIDATES
 
@@ -92,13 +94,16 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
     heads = _heads(options.medusa, target)
     max_seq_len = _max_seq_len(options, target)
     plan = methods.plan(options, _outline(options.medusa), _outline(options.draft_medusa), target.vocab_size)
+    text_only = _text_only(options, plan, target.parameters)
+    widths = {width for method in text_only for width in method.widths()}
     batches = batch_points(options.max_batch_size)
-    caches = cache_buckets(max_seq_len, max(*points.verify_widths(plan, batches), points.PREFILL_CHUNK))
+    caches = cache_buckets(max_seq_len, max(*points.verify_widths(plan, batches, widths), points.PREFILL_CHUNK))
     target_vocab = target.vocab_size
     quantized = options.precision in ("int8", "int4")
     sample = tokenizer.tokenizer.encode(quality.SAMPLE).ids
     exact = quality.reference(target, sample) if quantized and sample else None
-    target_info = _export_target(folder, target, heads, options, points.of_target(plan, batches, caches), progress)
+    at = points.of_target(plan, batches, caches, widths)
+    target_info, self_draft = _export_target(folder, target, heads, options, plan, at, batches, caches, progress)
     eos, generation = target.eos_token_ids, target.generation
     medusa = _medusa(options, heads, plan, target_vocab) if heads is not None else None
     del target, heads
@@ -107,20 +112,23 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         target_info = _with_logits_error(folder, target_info, options.lowering, exact, progress)
 
     made: list[mf.Method] = []
-    if options.draft is not None:
+    if (draft_source := options.draft or options.universal_draft) is not None:
         progress("loading the draft", 0, 1)
-        draft = load_checkpoint(options.draft)
+        draft = load_checkpoint(draft_source)
         progress("loading the draft", 1, 1)
         if draft.max_positions < max_seq_len:
             raise BuildError(
                 f"max_seq_len is {max_seq_len}, but the draft {draft.source} was made for {draft.max_positions} "
                 f"positions; pass --max-seq-len {draft.max_positions} or choose another draft"
             )
-        vocab = min(draft.vocab_size, target_vocab)
+        # A draft with a tokenizer of its own proposes text, and so all of its tokens.
+        vocab = min(draft.vocab_size, target_vocab) if options.draft is not None else draft.vocab_size
         made.append(_export_draft(folder, draft, options, plan, vocab, batches, caches, progress))
+    if self_draft is not None:
+        made.append(self_draft)
     if medusa is not None:
         made.append(medusa)
-    made += _lookups(options, plan)
+    made += text_only
 
     (folder / "tokenizer").mkdir()
     tokenizer.tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
@@ -204,7 +212,8 @@ def _medusa(options: BuildOptions, heads: MedusaHeads, plan: methods.Plan, vocab
     )
 
 
-def _lookups(options: BuildOptions, plan: methods.Plan) -> list[mf.Method]:
+def _text_only(options: BuildOptions, plan: methods.Plan, parameters: int) -> list[mf.Method]:
+    """The methods that need no model but the target."""
     made: list[mf.Method] = []
     if options.ngram:
         made.append(
@@ -224,6 +233,8 @@ def _lookups(options: BuildOptions, plan: methods.Plan) -> list[mf.Method]:
         )
     if options.hypothesis:
         made.append(mf.Hypothesis(trees=tuple(tree.choices for tree in plan["hypothesis"])))
+    if options.lookahead is not None:
+        made.append(methods.lookahead(options.lookahead, options.lookahead_seeding, parameters))
     return made
 
 
@@ -232,9 +243,13 @@ def _export_target(
     target: Checkpoint,
     heads: MedusaHeads | None,
     options: BuildOptions,
+    plan: methods.Plan,
     at: tuple[ShapePoint, ...],
+    batches: tuple[int, ...],
+    caches: tuple[int, ...],
     progress: Progress,
-) -> mf.Model:
+) -> tuple[mf.Model, mf.SelfDraft | None]:
+    """The target, and its first layers as a draft where they are asked for."""
     progress("checking the target's lowering", 0, 1)
     check.same_as_eager(target, options.lowering)
     progress("checking the target's lowering", 1, 1)
@@ -245,18 +260,58 @@ def _export_target(
             target.model, target.cache, heads, methods.candidates(target.vocab_size), options.lowering
         ),
     )
+    graphs = [_Part("step", model, at, target.cache, target.parameters)]
+    if options.self_draft_layers is not None:
+        graphs.append(_self_draft(target, options, plan, batches, caches))
     progress("tracing the target", 1, 1)
-    return _write_model(
+    info, *rest = _write_models(
         folder / "target",
-        "step",
-        model,
+        graphs,
         target,
         options.precision,
         options.proposing_precision,
         options.weights_a_scale,
-        at,
         progress,
     )
+    if options.self_draft_layers is None:
+        return info, None
+    return info, mf.SelfDraft(
+        trees=tuple(tree.choices for tree in plan["self_draft"]),
+        candidates=min(MAX_CANDIDATES, target.vocab_size),
+        draft=rest[0],
+        layers=options.self_draft_layers,
+    )
+
+
+def _self_draft(
+    target: Checkpoint,
+    options: BuildOptions,
+    plan: methods.Plan,
+    batches: tuple[int, ...],
+    caches: tuple[int, ...],
+) -> _Part:
+    """The propose graph of the target's first layers."""
+    count = options.self_draft_layers
+    assert count is not None
+    cache = target.cache[:count]
+    try:
+        with first_layers(target.model, count):
+            parameters = sum(parameter.numel() for parameter in target.model.parameters())
+            one_pass = _traced(
+                target,
+                lambda: trace.trace_draft_pass(
+                    target.model,
+                    cache,
+                    target.vocab_size,
+                    target.input_vocab,
+                    target.max_positions,
+                    options.lowering,
+                ),
+            )
+    except ValueError as error:
+        raise BuildError(f"self_draft_layers is {count}, but of {target.source}: {error}") from error
+    at = points.of_draft(plan, "self_draft", batches, caches)
+    return _Part("self_draft", compose.propose_graph(one_pass, cache, options.lowering), at, cache, parameters)
 
 
 def _with_logits_error(
@@ -289,36 +344,40 @@ def _export_draft(
 
     def export(name: str, model: ir.Model, at: tuple[ShapePoint, ...]) -> mf.Model:
         progress("tracing the draft", 1, 1)
-        return _write_model(
+        (info,) = _write_models(
             folder / "draft",
-            name,
-            model,
+            [_Part(name, model, at, draft.cache, draft.parameters)],
             draft,
             options.proposing_precision,
             None,
             options.weights_a_scale,
-            at,
             progress,
         )
+        return info
 
     progress("tracing the draft", 0, 1)
     if heads is None:
-        trees = plan["draft_model"]
+        universal = options.universal_draft is not None
+        trees = plan["universal_draft" if universal else "draft_model"]
         one_pass = _traced(
             draft,
             lambda: trace.trace_draft_pass(
                 draft.model, draft.cache, vocab_size, draft.input_vocab, draft.max_positions, options.lowering
             ),
         )
-        return mf.DraftModel(
+        made = mf.DraftModel(
             trees=tuple(tree.choices for tree in trees),
             candidates=min(MAX_CANDIDATES, vocab_size),
             draft=export(
                 "propose",
                 compose.propose_graph(one_pass, draft.cache, options.lowering),
-                points.of_draft(plan, batches, caches),
+                points.of_draft(plan, "universal_draft" if universal else "draft_model", batches, caches),
             ),
         )
+        if not universal:
+            return made
+        load_tokenizer(draft.path).tokenizer.save(str(folder / "draft" / "tokenizer.json"))
+        return mf.UniversalDraft(**msgspec.structs.asdict(made), tokenizer="draft/tokenizer.json")
     trees, known = plan["medusa_draft"], methods.candidates(vocab_size)
     model = _traced(
         draft,
@@ -347,18 +406,35 @@ def _traced(checkpoint: Checkpoint, tracer: Callable[[], ir.Model]) -> ir.Model:
         ) from error
 
 
-def _write_model(
+@dataclass(frozen=True)
+class _Part:
+    """A traced graph of a checkpoint: all of its layers or the first ones.
+
+    Attributes:
+        name: of its files.
+        model: the master.
+        at: where it runs.
+        cache: its attention layers.
+        parameters: how many it has.
+    """
+
+    name: str
+    model: ir.Model
+    at: tuple[ShapePoint, ...]
+    cache: tuple[trace.CacheShape, ...]
+    parameters: int
+
+
+def _write_models(
     folder: Path,
-    name: str,
-    model: ir.Model,
+    parts: list[_Part],
     checkpoint: Checkpoint,
     precision: Precision,
     heads: Precision | None,
     block_size: int | None,
-    at: tuple[ShapePoint, ...],
     progress: Progress,
-) -> mf.Model:
-    """Writes weights, master and static graphs into ``folder`` and describes them."""
+) -> list[mf.Model]:
+    """Writes one weights file, masters and static graphs into ``folder`` and describes them."""
     folder.mkdir()
     role = folder.name
     total = 4 * checkpoint.parameters
@@ -369,31 +445,41 @@ def _write_model(
         done = min(total, done + size)
         progress(f"writing the {role}'s weights ({precision})", done, total)
 
+    reports = []
     with WeightsFile(folder / "weights.bin", advance) as weights:
-        weights.externalize(model.graph, precision, block_size, heads)
+        for part in parts:
+            weights.externalize(part.model.graph, precision, block_size, heads)
+            reports.append(weights.report)
+            weights.report = WeightsReport()
     progress(f"writing the {role}'s weights ({precision})", total, total)
-    passes.RemoveUnusedNodesPass()(model)
-    master = folder / f"{name}.onnx"
-    ir.save(model, master)
-    graphs = []
-    for index, point in enumerate(at):
-        file = folder / f"{name}.{point}.onnx"
-        static.pin(master, point, file)
-        graphs.append(mf.PointGraph(point=point, file=f"{role}/{file.name}"))
-        progress(f"pinning the {role}'s shape points", index + 1, len(at))
-    return mf.Model(
-        family=checkpoint.family,
-        source=str(checkpoint.path.resolve()) if Path(checkpoint.source).is_dir() else checkpoint.source,
-        parameters=checkpoint.parameters,
-        vocab_size=checkpoint.vocab_size,
-        max_positions=checkpoint.max_positions,
-        precision=_precision_info(precision, block_size, weights.report),
-        cache=tuple(
-            mf.CacheLayer(heads=c.heads, key_size=c.key_size, value_size=c.value_size) for c in checkpoint.cache
-        ),
-        weights=f"{role}/weights.bin",
-        graph=mf.Graph(master=f"{role}/{name}.onnx", points=tuple(graphs)),
-    )
+    count, pinned, made = sum(len(part.at) for part in parts), 0, []
+    for part, report in zip(parts, reports, strict=True):
+        passes.RemoveUnusedNodesPass()(part.model)
+        master = folder / f"{part.name}.onnx"
+        ir.save(part.model, master)
+        graphs = []
+        for point in part.at:
+            file = folder / f"{part.name}.{point}.onnx"
+            static.pin(master, point, file)
+            graphs.append(mf.PointGraph(point=point, file=f"{role}/{file.name}"))
+            pinned += 1
+            progress(f"pinning the {role}'s shape points", pinned, count)
+        made.append(
+            mf.Model(
+                family=checkpoint.family,
+                source=str(checkpoint.path.resolve()) if Path(checkpoint.source).is_dir() else checkpoint.source,
+                parameters=part.parameters,
+                vocab_size=checkpoint.vocab_size,
+                max_positions=checkpoint.max_positions,
+                precision=_precision_info(precision, block_size, report),
+                cache=tuple(
+                    mf.CacheLayer(heads=c.heads, key_size=c.key_size, value_size=c.value_size) for c in part.cache
+                ),
+                weights=f"{role}/weights.bin",
+                graph=mf.Graph(master=f"{role}/{part.name}.onnx", points=tuple(graphs)),
+            )
+        )
+    return made
 
 
 def _precision_info(precision: Precision, block_size: int | None, report: WeightsReport) -> mf.PrecisionInfo:

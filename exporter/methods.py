@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from specexport.contract import manifest as mf
 from specexport.contract.errors import BuildError, SpecExportError
-from specexport.contract.tree import TokenTree
+from specexport.contract.tree import MAX_NODES, TokenTree
 from specexport.exporter.medusa import HeadsOutline
 from specexport.exporter.options import BuildOptions
 from specexport.graphs.medusa import MAX_TOP_K
@@ -13,6 +14,8 @@ from specexport.graphs.propose import MAX_CANDIDATES
 
 DEFAULT_DRAFT_TOKENS = 4
 """Chosen for CPUs, where every node of a step costs; ``specexport tune tree`` measures what a device can take."""
+UNIVERSAL_DRAFT_TOKENS = (4, 2, 1)
+"""The draft's tokens make more or fewer of the target's, so that shorter chains must be there too."""
 LOOKUP_DRAFT_TOKENS = {"ngram": (8, 4, 2), "suffix": (8, 4, 2), "hypothesis": (16, 8, 4, 2)}
 """Of the methods that look in text, which take a shorter chain where they have found less."""
 MAX_SPEC_FACTOR, MIN_TOKEN_PROB = 1.5, 0.1
@@ -24,6 +27,11 @@ _OWN_ACCURACY = 0.8
 """Stands in for how often a draft's own head is right."""
 _NEXT_RANK = 0.3
 """Without a measurement, a guess is taken to be right this often compared with the guess before it."""
+
+LOOKAHEAD = {"cpu": (4, 3, 4), "small": (7, 5, 7), "medium": (10, 5, 10), "large": (15, 5, 15)}
+"""W, N and G. The larger ones are the paper's (arXiv 2402.02057) for models of 33, 13 and 7 thousand million
+parameters: the larger the model, the fewer tokens a GPU computes for nothing. ``cpu`` is for devices where every node
+costs."""
 
 Trees = tuple[TokenTree, ...]
 Plan = dict[str, Trees]
@@ -63,11 +71,51 @@ def plan(options: BuildOptions, heads: HeadsOutline | None, draft_heads: HeadsOu
             _require_ranks(tree, min(MAX_CANDIDATES, vocab))
     elif draft_heads is not None:
         found["medusa_draft"] = _of_heads(options, of_draft, draft_heads, 1, vocab)
+    if options.universal_draft is not None:
+        sizes = options.sizes or UNIVERSAL_DRAFT_TOKENS
+        found["universal_draft"] = tuple(TokenTree.chain(size + 1) for size in sizes)
+    if options.self_draft_layers is not None:
+        sizes = options.sizes or (DEFAULT_DRAFT_TOKENS,)
+        found["self_draft"] = tuple(TokenTree.chain(size + 1) for size in sizes)
     if heads is not None:
         found["medusa"] = _of_heads(options, named, heads, 0, vocab)
     for name in options.lookups:
         found[name] = tuple(TokenTree.chain(size + 1) for size in options.sizes or LOOKUP_DRAFT_TOKENS[name])
     return found
+
+
+def lookahead(wanted: str | tuple[int, int, int], seeding: bool, parameters: int) -> mf.Lookahead:
+    """The method of lookahead decoding.
+
+    Args:
+        wanted: W, N and G, a preset of :data:`LOOKAHEAD`, or ``gpu`` for the preset that suits the model's size.
+        seeding: whether the pool starts with the prompt's n-grams.
+        parameters: of the target.
+
+    Raises:
+        BuildError: there is no such preset, or a step of these sizes cannot be.
+    """
+    if isinstance(wanted, str):
+        name = "large" if parameters < 10e9 else "medium" if parameters < 20e9 else "small"
+        sizes = LOOKAHEAD.get(name if wanted == "gpu" else wanted)
+        if sizes is None:
+            raise BuildError(f"lookahead is {wanted!r}; expected W,N,G or one of gpu, {', '.join(LOOKAHEAD)}")
+    else:
+        sizes = wanted
+    window, ngram, guesses = sizes
+    named = f"lookahead is {window},{ngram},{guesses}"
+    if window < 1 or guesses < 1 or not 2 <= ngram <= 32:
+        raise BuildError(f"{named}; expected W and G of at least 1 and N of 2 to 32")
+    if (ngram - 1) * (window + guesses) > MAX_NODES:
+        nodes = (ngram - 1) * (window + guesses)
+        raise BuildError(f"{named}, (N - 1)(W + G) = {nodes} tokens a step; at most {MAX_NODES} are verified")
+    if window < ngram - 2:
+        raise BuildError(f"{named}; the window fills only if W is at least N - 2 = {ngram - 2}")
+    counts = [guesses]
+    while counts[-1] > 1:
+        counts.append(counts[-1] // 2)
+    trees = tuple(mf.guess_tree(count, ngram).choices for count in counts)
+    return mf.Lookahead(trees=trees, window=window, ngram=ngram, prompt_seeding=seeding)
 
 
 def _of_heads(options: BuildOptions, named: Trees, heads: HeadsOutline, own: int, vocab: int) -> Trees:

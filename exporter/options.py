@@ -27,6 +27,8 @@ class BuildOptions:
         target: folder or hub id of the model whose distribution is sampled.
         output: the bundle's folder; replaced only with ``overwrite``.
         draft: folder or hub id of a smaller model with the same tokenizer, or None for plain decoding.
+        universal_draft: folder or hub id of a smaller model with another tokenizer, in the place of ``draft``.
+        self_draft_layers: also propose with this many of the target's own first layers.
         medusa: folder of Medusa heads for the target.
         draft_medusa: folder of Medusa heads for the draft, which then proposes a tree in one pass.
         ngram: also propose by n-gram prompt lookup.
@@ -34,6 +36,9 @@ class BuildOptions:
         prompt_lookup_min: fewest.
         suffix: also propose by a suffix automaton.
         hypothesis: also verify texts that requests bring.
+        lookahead: also propose by lookahead decoding with these W, N and G: columns of the window, tokens of an n-gram,
+            and most guesses a step; or the name of a preset.
+        lookahead_seeding: start its pool with the prompt's n-grams.
         num_speculative_tokens: draft tokens a step of every method: of a chain, or of the tree of that size that suits
             the heads; None for 4, for none at all where trees are given, and for 8, 4 and 2 where text is looked up,
             after 16 for a hypothesis.
@@ -59,6 +64,8 @@ class BuildOptions:
     target: str
     output: Path
     draft: str | None = None
+    universal_draft: str | None = None
+    self_draft_layers: int | None = None
     medusa: str | None = None
     draft_medusa: str | None = None
     ngram: bool = False
@@ -66,6 +73,8 @@ class BuildOptions:
     prompt_lookup_min: int = 2
     suffix: bool = False
     hypothesis: bool = False
+    lookahead: str | tuple[int, int, int] | None = None
+    lookahead_seeding: bool = True
     num_speculative_tokens: int | None = None
     speculative_choices: tuple[int, ...] = ()
     trees: tuple[str | Path | TokenTree, ...] = ()
@@ -93,9 +102,16 @@ class BuildOptions:
         for k in self.sizes:
             if not 1 <= k <= 32:
                 raise BuildError(f"num_speculative_tokens is {k}; expected 1 to 32")
+        if self.universal_draft is not None and self.draft is not None:
+            raise BuildError("draft and universal_draft were both given; a bundle has one draft, so give one of them")
         if self.draft_medusa is not None and self.draft is None:
             raise BuildError("draft_medusa was given without draft; they are heads of a draft model")
-        if self.draft is None and self.medusa is None:
+        if (
+            self.draft is None
+            and self.medusa is None
+            and self.self_draft_layers is None
+            and self.universal_draft is None
+        ):
             if self.trees:
                 raise BuildError("trees was given without a draft or Medusa heads; nothing would fill them")
             if self.sizes and not self.lookups:

@@ -21,22 +21,24 @@ def chains(plan: Plan, batches: Sequence[int]) -> tuple[int, ...]:
     return tuple(k for k in BATCH_DRAFT_TOKENS if k < deepest)
 
 
-def verify_widths(plan: Plan, batches: Sequence[int]) -> tuple[int, ...]:
-    """T of plain and verify steps, ascending."""
+def verify_widths(plan: Plan, batches: Sequence[int], others: Iterable[int]) -> tuple[int, ...]:
+    """T of plain and verify steps, ascending; ``others`` are those that no tree alone says."""
     trees = {len(tree) for trees in plan.values() for tree in trees}
-    return tuple(sorted({1, *trees, *(k + 1 for k in chains(plan, batches))}))
+    return tuple(sorted({1, *others, *trees, *(k + 1 for k in chains(plan, batches))}))
 
 
-def of_target(plan: Plan, batches: Sequence[int], caches: Sequence[int]) -> tuple[ShapePoint, ...]:
+def of_target(
+    plan: Plan, batches: Sequence[int], caches: Sequence[int], others: Iterable[int] = ()
+) -> tuple[ShapePoint, ...]:
     """Of the target's step graph: verify steps at every batch size, prefill chunks of one slot."""
-    steps = ((width, width) for width in verify_widths(plan, batches))
+    steps = ((width, width) for width in verify_widths(plan, batches, others))
     return _pinned([*((b, t, r, 0) for t, r in steps for b in batches), (1, PREFILL_CHUNK, 1, 0)], caches)
 
 
-def of_draft(plan: Plan, batches: Sequence[int], caches: Sequence[int]) -> tuple[ShapePoint, ...]:
-    """Of a draft's propose graph."""
-    depths = sorted({*(tree.depth for tree in plan["draft_model"]), *chains(plan, batches)})
-    runs = [(b, CATCH_UP_TOKENS, 0, k) for k in depths if k <= _depth(plan["draft_model"]) for b in batches]
+def of_draft(plan: Plan, name: str, batches: Sequence[int], caches: Sequence[int]) -> tuple[ShapePoint, ...]:
+    """Of the propose graph of the draft of a method."""
+    depths = sorted({*(tree.depth for tree in plan[name]), *chains(plan, batches)})
+    runs = [(b, CATCH_UP_TOKENS, 0, k) for k in depths if k <= _depth(plan[name]) for b in batches]
     return _pinned([*runs, (1, PREFILL_CHUNK, 0, 1)], caches)
 
 

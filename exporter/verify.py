@@ -155,9 +155,11 @@ def verify(
         "logits": lambda: _logits(opened, given.get("target"), texts),
     }
     for method in opened.manifest.methods:
-        if isinstance(method, mf.DraftModel):
+        if isinstance(method, mf.SelfDraft):
+            steps["self_draft"] = partial(_draft, opened, method, given.get("target"), texts)
+        elif isinstance(method, mf.DraftModel):
             steps["draft"] = partial(_draft, opened, method, given.get("draft"), texts)
-        elif not isinstance(method, mf.Lookup):  # what is looked up in text comes from no model
+        elif isinstance(method, mf.Medusa | mf.MedusaDraft):
             role = "target" if isinstance(method, mf.Medusa) else "draft"
             steps["medusa"] = partial(_heads, opened, method, role, given.get(role), medusa, texts)
     steps["speculation"] = lambda: _speculation(opened, texts, max_tokens, report)
@@ -253,12 +255,15 @@ def _logits(bundle: Bundle, given: Path | None, texts: list[list[int]]) -> Outco
 
 
 def _draft(bundle: Bundle, method: mf.DraftModel, given: Path | None, texts: list[list[int]]) -> Outcome:
-    checkpoint = _reference("draft", method.draft, given)
+    checkpoint = _reference("target" if isinstance(method, mf.SelfDraft) else "draft", method.draft, given)
+    if isinstance(method, mf.UniversalDraft):
+        target, own = bundle.tokenizer(), bundle.tokenizer(method.tokenizer)
+        texts = [own.encode(target.decode(text)).ids for text in texts]
     limits = logits.LIMITS[method.draft.precision.weights]
     made = logits.propose(bundle, method, texts)
     if not made:
         raise _NotRunError("no prompt is long enough to draft from; pass prompts of two tokens or more")
-    found = logits.compare_draft(checkpoint, bundle.manifest, method.draft, made, limits)
+    found = logits.compare_draft(checkpoint, bundle.manifest, method, made, limits)
     sentence = f"the draft graph proposes the draft model's own token at {_agreement(found, limits)}"
     return found.share >= limits.agreement, sentence, _counted(found)
 

@@ -125,7 +125,7 @@ def _scale(logits: Array) -> float:
 
 def rounds(manifest: mf.Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
     """Texts, each with a number of draft tokens: every text and every width of a step at least once."""
-    sizes = sorted({len(tree) - 1 for method in manifest.methods for tree in method.token_trees()}) or [0]
+    sizes = sorted({width - 1 for method in manifest.methods for width in method.widths()}) or [0]
     return _paired(texts, sizes)
 
 
@@ -214,7 +214,7 @@ def propose(bundle: Bundle, method: mf.DraftModel, texts: Sequence[list[int]]) -
 def compare_draft(
     checkpoint: Path,
     manifest: mf.Manifest,
-    draft: mf.Model,
+    method: mf.DraftModel,
     made: Sequence[tuple[list[int], list[int]]],
     limits: Limits,
 ) -> Agreement:
@@ -223,8 +223,11 @@ def compare_draft(
     Raises:
         BundleError: the checkpoint is another model.
     """
-    model = load_reference(checkpoint, draft)
-    vocab, rows = min(manifest.target.vocab_size, draft.vocab_size), model.get_input_embeddings().weight.shape[0]
+    draft = method.draft
+    model = load_reference(checkpoint, draft, method.layers if isinstance(method, mf.SelfDraft) else None)
+    own = isinstance(method, mf.UniversalDraft)  # it may propose tokens that the target does not have
+    vocab = draft.vocab_size if own else min(manifest.target.vocab_size, draft.vocab_size)
+    rows = model.get_input_embeddings().weight.shape[0]
     agreement = Agreement()
     for text, drafted in made:
         # A token that only the target has is read as the last one, as the graph does.

@@ -28,6 +28,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.caches import after_call, new_caches
 from specexport.exporter.medusa import load_medusa
 from specexport.exporter.trace import quiet
+from specexport.graphs.layers import keep_first_layers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.ort import available_cores, open_session
 
@@ -175,8 +176,13 @@ class ReferenceRunner(BaseRunner):  # type: ignore[misc]
         del self._model
 
 
-def load_reference(path: Path, described: mf.Model) -> Any:
+def load_reference(path: Path, described: mf.Model, layers: int | None = None) -> Any:
     """Loads a checkpoint in fp32 as plain transformers runs it.
+
+    Args:
+        path: the checkpoint.
+        described: what it must be.
+        layers: keep only so many of its first layers; None for all.
 
     Raises:
         BundleError: it is not the model that was described.
@@ -185,6 +191,8 @@ def load_reference(path: Path, described: mf.Model) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager", use_safetensors=True
         ).eval()
+    if layers is not None:
+        keep_first_layers(model, layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     width = int(model.get_output_embeddings().weight.shape[0])
     if (parameters, width) != (described.parameters, described.vocab_size):

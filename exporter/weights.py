@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +66,8 @@ class WeightsFile:
         self._path = path
         self._file: BinaryIO = path.open("wb")
         self._progress = progress or (lambda _: None)
+        # By size and content: graphs of one model share what they have in common.
+        self._places: dict[tuple[int, bytes], int] = {}
         self.report = WeightsReport()
 
     def __enter__(self) -> WeightsFile:
@@ -77,12 +80,21 @@ class WeightsFile:
     def write(
         self, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: Iterator[npt.NDArray[np.generic]]
     ) -> ir.ExternalTensor:
-        """Appends a tensor given as consecutive chunks of its bytes."""
-        self._file.write(b"\0" * (-self._file.tell() % _ALIGN))
+        """Appends a tensor given as consecutive chunks of its bytes; one that is there already is not stored again."""
+        end = self._file.tell()
+        self._file.write(b"\0" * (-end % _ALIGN))
         start = self._file.tell()
+        digest = hashlib.sha256()
         for chunk in chunks:
-            self._file.write(np.ascontiguousarray(chunk).data)
+            data = np.ascontiguousarray(chunk).data
+            digest.update(data)
+            self._file.write(data)
         length = self._file.tell() - start
+        there = self._places.setdefault((length, digest.digest()), start)
+        if there != start:
+            self._file.seek(end)
+            self._file.truncate()
+            start = there
         return ir.ExternalTensor(
             self._path.name, start, length, dtype, shape=ir.Shape(shape), name=name, base_dir=self._path.parent
         )

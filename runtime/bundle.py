@@ -44,13 +44,13 @@ class Bundle:
         """The path of a file the manifest names."""
         return self.folder / name
 
-    def tokenizer(self) -> Tokenizer:
-        """Loads the tokenizer.
+    def tokenizer(self, name: str | None = None) -> Tokenizer:
+        """Loads the tokenizer, or another one the manifest names.
 
         Raises:
             BundleError: the file is not a tokenizer.
         """
-        path = self.file(self.manifest.tokenizer.file)
+        path = self.file(name or self.manifest.tokenizer.file)
         try:
             return Tokenizer.from_file(str(path))
         except Exception as error:  # the tokenizers library raises bare Exception

@@ -173,7 +173,8 @@ class HostProgram:
 
         All slots take as many tokens as the widest; what comes after a smaller tree is seen by none of its nodes.
         """
-        trees = {slot: proposal.tree for slot, proposal in proposals.items()}
+        looked_at = {slot: proposal.window or proposal for slot, proposal in proposals.items()}
+        trees = {slot: step.tree for slot, step in looked_at.items()}
         slots = window([one.slot for one in sequences], self.sizes)
         widest = max((len(tree) for tree in trees.values()), default=1)
         width = next(width for width in self._widths[len(slots)] if width >= widest)
@@ -183,7 +184,7 @@ class HostProgram:
             at, past, tree = one.slot - slots.start, len(one.tokens) - 1, trees.get(one.slot, ROOT)
             given[tensors.INPUT_IDS][at, 0] = one.tokens[-1]
             if one.slot in proposals:
-                given[tensors.INPUT_IDS][at, 1 : len(tree)] = proposals[one.slot].tokens
+                given[tensors.INPUT_IDS][at, 1 : len(tree)] = looked_at[one.slot].tokens
             given[tensors.POSITION_IDS][at, : len(tree)] = self._positions(past, tree)
             given[tensors.TREE_MASK][at] = _padded(tree, width)
             given[tensors.PAST_LENGTH][at] = past

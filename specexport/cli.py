@@ -1,4 +1,4 @@
-"""The command line: ``specexport build | compile | plan | run | serve | inspect | verify | train | tune | demo``."""
+"""The command line: ``specexport build | compile | run | serve | inspect | verify | bench | suggest | plan | train | ...``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ import sys
 from collections.abc import Sequence
 
 from specexport import __version__
-from specexport.commands import build, compile, demo, inspect, plan, run, serve, train, tune, verify
+from specexport.commands import (
+    bench,
+    build,
+    compile,
+    demo,
+    inspect,
+    plan,
+    run,
+    serve,
+    suggest,
+    train,
+    tune,
+    verify,
+)
 from specexport.contract.errors import SpecExportError
 
-_COMMANDS = (build, compile, plan, run, serve, inspect, verify, train, tune, demo)
+_COMMANDS = (build, compile, run, serve, inspect, verify, bench, suggest, plan, train, tune, demo)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -66,6 +66,8 @@ class Recipe:
         trees: what they fill.
         lookups: the ways to look text up.
         lowering: which operators the graphs are made of.
+        lookahead: W, N and G.
+        self_draft: how many of the target's layers draft.
         batch: most requests that run at once.
     """
 
@@ -78,6 +80,8 @@ class Recipe:
     trees: tuple[TokenTree, ...] = ()
     lookups: tuple[str, ...] = ()
     lowering: LoweredAs = "native"
+    lookahead: tuple[int, int, int] | None = None
+    self_draft: int | None = None
     batch: int = 1
 
 
@@ -96,6 +100,10 @@ RECIPES = {
     "qwen3-medusa-draft": Recipe("qwen3", "equal", (3,), 6, heads="draft"),
     "gpt2-tree": Recipe("gpt2", "near", trees=(_SPINE,), choices=(2,)),
     "qwen3-lookup": Recipe("qwen3", "equal", lookups=("ngram", "suffix", "hypothesis")),
+    "qwen3-lookahead": Recipe("qwen3", None, lookahead=(5, 4, 4)),
+    "gemma2-self": Recipe("gemma2", None, (1,), 4, self_draft=1),
+    "dice-self": Recipe("llama", None, (1, 3), 5, {**_DICE, "num_hidden_layers": 2}, self_draft=1),
+    "dice-lookahead": Recipe("llama", None, config=_DICE, lookahead=(3, 3, 3)),
     **{f"dice-{draft}": Recipe("llama", draft, (1, 3), 5, _DICE) for draft in ("equal", "near", "bad")},
     "dice-tree": Recipe("llama", "near", config=_DICE, trees=(_SPINE,)),
     "dice-medusa": Recipe("llama", None, config=_DICE, heads="target", trees=(_BUSHY,)),
@@ -142,6 +150,8 @@ def make(name: str, root: Path) -> Path:
                     prompt_lookup_min=1 if recipe.config else 2,
                     suffix="suffix" in recipe.lookups,
                     hypothesis="hypothesis" in recipe.lookups,
+                    lookahead=recipe.lookahead,
+                    self_draft_layers=recipe.self_draft,
                     lowering=recipe.lowering,
                     max_batch_size=recipe.batch,
                     draft_precision="fp32",  # where the draft is the target, everything must be accepted
@@ -151,8 +161,9 @@ def make(name: str, root: Path) -> Path:
 
 
 def _target(recipe: Recipe, root: Path) -> Path:
-    calm = (recipe.heads is not None or bool(recipe.lookups)) and not recipe.config
-    folder = root / "checkpoints" / (recipe.family + ("-dice" if recipe.config else "-calm" if calm else ""))
+    calm = bool(recipe.heads or recipe.lookups or recipe.lookahead) and not recipe.config
+    kind = "-dice" if recipe.config else "-calm" if calm else ""
+    folder = root / "checkpoints" / f"{recipe.family}{kind}{'-deep' if recipe.config and recipe.self_draft else ''}"
     return folder if folder.exists() else make_checkpoint(folder, recipe.family, calm=calm, **recipe.config)
 
 

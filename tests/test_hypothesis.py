@@ -224,7 +224,14 @@ def test_a_hypothesis_that_is_sure_enough_is_taken_without_the_model(engine: Eng
     assert (len(cut.token_ids), cut.finish_reason) == (2, "length")
     stopped = one.generate("one", gate.replace(stop=(" that",)), hypothesis=text, hypothesis_entropy=0.3)
     assert (stopped.text, stopped.finish_reason) == (" some words", "stop")
-    for params, entropy in ((gate, 0.7), (gate, None), (gate.replace(entropy_threshold=None), 0.0)):
+    ended = one.generate("one", gate.replace(ignore_eos=False), hypothesis=[5, 6, 1, 7], hypothesis_entropy=0.0)
+    assert (ended.token_ids, ended.finish_reason) == ((5, 6, 1), "stop")
+    for params, entropy in (
+        (gate.replace(logprobs=0), 0.1),
+        (gate, 0.7),
+        (gate, None),
+        (gate.replace(entropy_threshold=None), 0.0),
+    ):
         assert one.generate("one", params, hypothesis=text, hypothesis_entropy=entropy).stats.steps > 0
     # Without the opt-in it is verified, however sure it is.
     lossless = gate.replace(acceptance="lossless")

@@ -26,15 +26,16 @@ TIE = 1e-4
 Accept = Callable[..., tuple[int, int]]
 Floats = npt.NDArray[np.float32]
 
+SELF_BUNDLES = ("gemma2-self",)
 GREEDY_BUNDLES = ("llama-near", "qwen3-bad", "gemma2-equal", "gpt2-near")
 TREE_BUNDLES = ("qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree")
-LOOKUP_BUNDLES = ("qwen3-lookup",)
+LOOKUP_BUNDLES = ("qwen3-lookup", "qwen3-lookahead")
 PORTABLE_BUNDLES = tuple(f"{name}-portable" for name in ("llama-near", "gemma2-equal", *TREE_BUNDLES))
 
 # --- greedy -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", GREEDY_BUNDLES + TREE_BUNDLES + LOOKUP_BUNDLES + PORTABLE_BUNDLES)
+@pytest.mark.parametrize("name", GREEDY_BUNDLES + SELF_BUNDLES + TREE_BUNDLES + LOOKUP_BUNDLES + PORTABLE_BUNDLES)
 def test_greedy_text_is_what_transformers_generates(
     name: str, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
 ) -> None:
@@ -133,6 +134,9 @@ ENGINE_SETTINGS = (
     Setting("ngram", 1, SamplingParams(top_p=0.9)),
     Setting("suffix", 5, SamplingParams()),
     Setting("suffix", 3, SamplingParams(temperature=0.7, top_k=8)),
+    Setting("self", 3, SamplingParams(temperature=0.9)),
+    Setting("lookahead", 6, SamplingParams(temperature=0.9)),
+    Setting("lookahead", 2, SamplingParams(top_k=6)),
     Setting("hypothesis", 5, SamplingParams(temperature=0.9), hypothesis=(8, 5, 8, 5, 8, 5)),
     Setting("hypothesis", 1, SamplingParams(top_p=0.9), hypothesis=(3, 8, 11, 8)),
 )

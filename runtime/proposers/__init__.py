@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from specexport.contract.manifest import DraftModel, Hypothesis, Medusa, Method, Ngram, Suffix
+from specexport.contract.manifest import (
+    DraftModel,
+    Hypothesis,
+    Lookahead,
+    Medusa,
+    Method,
+    Ngram,
+    Suffix,
+    UniversalDraft,
+)
 from specexport.runtime.backend import Backend, candidates_buffers, propose_buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposers.base import Proposal, Proposer, SlotView
 from specexport.runtime.proposers.draft_model import DraftModelProposer
 from specexport.runtime.proposers.hypothesis import HypothesisProposer
+from specexport.runtime.proposers.lookahead import LookaheadProposer
 from specexport.runtime.proposers.medusa import MedusaProposer
 from specexport.runtime.proposers.medusa_draft import MedusaDraftProposer
 from specexport.runtime.proposers.ngram import NgramProposer
 from specexport.runtime.proposers.suffix import OutputStore, SuffixProposer
+from specexport.runtime.proposers.universal import UniversalDraftProposer
 
 __all__ = ["Proposal", "Proposer", "SlotView", "open_proposer"]
 
@@ -38,10 +49,17 @@ def open_proposer(
         return SuffixProposer(method, OutputStore(suffix_store_tokens) if suffix_store_tokens else None)
     if isinstance(method, Hypothesis):
         return HypothesisProposer(method)
+    if isinstance(method, Lookahead):
+        return LookaheadProposer(method)
     if isinstance(method, Medusa):
         return MedusaProposer()
     if isinstance(method, DraftModel):
         graph = backend.open(method.draft, slots, propose_buffers(method))
-        return DraftModelProposer(graph, bundle.manifest)
+        drafter = DraftModelProposer(graph, bundle.manifest)
+        if isinstance(method, UniversalDraft):
+            own = bundle.tokenizer(method.tokenizer)
+            room = bundle.manifest.max_seq_len
+            return UniversalDraftProposer(drafter, bundle.tokenizer(), own, method.token_trees(), room)
+        return drafter
     graph = backend.open(method.draft, slots, candidates_buffers(method))
     return MedusaDraftProposer(graph, bundle.manifest, method)

@@ -50,6 +50,19 @@ class SlotView:
 
 
 @dataclass(frozen=True)
+class Window:
+    """A step's tokens where it looks at more than the draft tokens.
+
+    Attributes:
+        tokens: int64 ``[T-1]``, those of the nodes 1..T-1: the draft tokens, then the others.
+        tree: their shape; its first nodes are the proposal's tree.
+    """
+
+    tokens: Ints
+    tree: TokenTree
+
+
+@dataclass(frozen=True)
 class Proposal:
     """Draft tokens for one slot.
 
@@ -58,12 +71,14 @@ class Proposal:
         tree: their shape; node 0 is the last committed token.
         q: the distributions they were drawn from; None where they were chosen without drawing (q = 1).
         candidates: int64 ``[depths,M]``, the tokens known at each depth of the tree, most probable first.
+        window: what the step looks at beside them, of which nothing is accepted; None for nothing.
     """
 
     tokens: Ints
     tree: TokenTree
     q: Distributions | None
     candidates: Ints
+    window: Window | None = None
 
 
 class Proposer:

@@ -27,6 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport build``."""
     parser.add_argument("--target", required=True, metavar="DIR_OR_ID", help="Hugging Face folder or hub id")
     parser.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer")
+    parser.add_argument(
+        "--universal-draft",
+        metavar="DIR_OR_ID",
+        help="smaller model with another tokenizer, translated through text; costs acceptance, so prefer --draft",
+    )
+    parser.add_argument(
+        "--self-draft-layers", type=int, metavar="N", help="propose with the target's own first N layers and its head"
+    )
     parser.add_argument("--medusa", metavar="DIR", help="Medusa heads of the target (specexport train medusa)")
     parser.add_argument(
         "--draft-medusa", metavar="DIR", help="Medusa heads of the draft, which then proposes a tree in one pass"
@@ -41,6 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hypothesis", action="store_true", help="verify texts that requests give up front (run --hypothesis)"
+    )
+    parser.add_argument(
+        "--lookahead",
+        nargs="?",
+        const="cpu",
+        type=_lookahead,
+        metavar="W,N,G",
+        help="lookahead decoding: columns of the window, tokens of an n-gram, guesses a step; or gpu for the paper's "
+        "sizes (alone: 4,3,4, for CPUs)",
+    )
+    parser.add_argument(
+        "--no-lookahead-seeding", action="store_true", help="do not start --lookahead's pool with the prompt's n-grams"
     )
     parser.add_argument(
         "--num-speculative-tokens",
@@ -106,6 +126,16 @@ def _draft_tokens(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number or several with commas between") from None
 
 
+def _lookahead(text: str) -> str | tuple[int, int, int]:
+    if "," not in text:
+        return text
+    try:
+        window, ngram, guesses = (int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither W,N,G nor a preset") from None
+    return window, ngram, guesses
+
+
 def exporter() -> types.ModuleType:
     """The exporter, or an error that names the extra it needs.
 
@@ -137,17 +167,23 @@ def main(arguments: argparse.Namespace) -> int:
     }
     if lookup and not arguments.ngram:
         raise BuildError(f"--{next(iter(lookup)).replace('_', '-')} was given without --ngram, which it is for")
+    if arguments.no_lookahead_seeding and arguments.lookahead is None:
+        raise BuildError("--no-lookahead-seeding was given without --lookahead, which it is for")
     module = exporter()
     wanted = arguments.num_speculative_tokens or (None,)
     options = module.BuildOptions(
         target=arguments.target,
         output=arguments.output,
         draft=arguments.draft,
+        universal_draft=arguments.universal_draft,
+        self_draft_layers=arguments.self_draft_layers,
         medusa=arguments.medusa,
         draft_medusa=arguments.draft_medusa,
         ngram=arguments.ngram,
         suffix=arguments.suffix,
         hypothesis=arguments.hypothesis,
+        lookahead=arguments.lookahead,
+        lookahead_seeding=not arguments.no_lookahead_seeding,
         **lookup,
         num_speculative_tokens=wanted[0],
         speculative_choices=wanted[1:],

@@ -13,6 +13,7 @@ from rich.table import Table
 from specexport.commands.draw import svg, terminal_tree
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import (
+    Lookahead,
     Lookup,
     Manifest,
     Medusa,
@@ -20,6 +21,7 @@ from specexport.contract.manifest import (
     Method,
     Model,
     Ngram,
+    SelfDraft,
     Suffix,
     check_files,
     method_name,
@@ -122,8 +124,9 @@ def summary(folder: Path, manifest: Manifest) -> RenderableType:
 def _speculation(method: Method) -> str:
     tree, *others = method.token_trees()
     shape = "in a chain" if tree.is_chain else f"in a tree of depth {tree.depth}"
-    most = "up to " if isinstance(method, Lookup) else ""
-    text = f"{_by(method)}: {most}{len(tree) - 1} draft tokens a step {shape}, verified {len(tree)} at a time; lossless"
+    most = "up to " if isinstance(method, Lookup | Lookahead) else ""
+    width = method.widths()[0]
+    text = f"{_by(method)}: {most}{len(tree) - 1} draft tokens a step {shape}, verified {width} at a time; lossless"
     return text + (f"; requests may choose {_list(sorted(len(other) - 1 for other in others))}" if others else "")
 
 
@@ -134,9 +137,14 @@ def _by(method: Method) -> str:
         return f"medusa_draft, {method.heads} heads on the draft"
     if isinstance(method, Ngram):
         return f"ngram, matches of {method.prompt_lookup_max} to {method.prompt_lookup_min} tokens"
+    if isinstance(method, SelfDraft):
+        return f"self_draft, the target's first {method.layers} layers"
     if isinstance(method, Suffix):
         least = f"down to probability {method.min_token_prob:g}"
         return f"suffix, at most {method.max_spec_factor:g} a matched token, {least}"
+    if isinstance(method, Lookahead):
+        seeded = ", seeded from the prompt" if method.prompt_seeding else ""
+        return f"lookahead, window {method.window}, n-grams of {method.ngram}{seeded}"
     return method_name(method)
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from specexport.commands.build import Bars, build_progress, exporter
 from specexport.commands.draw import terminal_tree
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import Lookup, method_name
+from specexport.contract.manifest import Lookahead, Lookup, method_name
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 
@@ -78,6 +78,8 @@ def main(arguments: argparse.Namespace) -> int:
             f"--method is {name!r}, which proposes chains and takes a shorter one wherever it has found less; there is "
             "no tree to tune. To verify others, build with --num-speculative-tokens"
         )
+    if isinstance(method, Lookahead):
+        raise RequestError("--method is 'lookahead', whose steps follow from W, N and G; build with others to try them")
     room = max(graph.point.cache for graph in manifest.target.graph.points) - manifest.max_seq_len + 1
     params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens, seed=0, ignore_eos=True)
     with build_progress(Console(stderr=True)) as progress:

@@ -1,0 +1,172 @@
+"""Every method of a bundle on the same requests: what it costs, what it gains, and that it says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specexport.contract.errors import RequestError
+from specexport.contract.manifest import (
+    HYPOTHESIS,
+    DraftModel,
+    Manifest,
+    Medusa,
+    MedusaDraft,
+    Method,
+    Model,
+    SelfDraft,
+    StoredAs,
+    method_name,
+)
+from specexport.runtime.engine import Engine
+from specexport.runtime.params import SamplingParams
+from specexport.runtime.stream import Completion
+from specexport.runtime.workloads import Task
+
+_WARM_UP = 12
+_BYTES: dict[StoredAs, float] = {"fp32": 4.0, "fp16": 2.0, "int8": 1.125, "int4": 0.625}
+"""Of a weight; quantized ones with their share of a scale."""
+_TRAINING: dict[type[Method], str] = {
+    DraftModel: "a smaller model",
+    Medusa: "heads",
+    MedusaDraft: "a smaller model and its heads",
+}
+"""What somebody has to train first; nothing for the others."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Result:
+    """What was measured of a method on one workload.
+
+    Attributes:
+        steps: of the target.
+        tokens: of output.
+        seconds: of decoding.
+        plain_seconds: plain decoding of the same tokens took, in turns with it.
+        requests: how many.
+        differences: the first token that differs from plain decoding's, of each request that has one.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    plain_tokens: int = 0
+    requests: int = 0
+    differences: list[int] = field(default_factory=list)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Acceptance length."""
+        return 1 + self.accepted / self.steps
+
+    @property
+    def speed_up(self) -> float:
+        """Tokens a second over plain decoding's."""
+        return (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
+
+    def add(self, done: Completion, plain: Completion) -> None:
+        """Counts a request."""
+        stats = done.stats
+        self.steps += stats.steps
+        self.tokens += stats.output_tokens
+        self.accepted += stats.accepted
+        self.seconds += stats.decode_seconds
+        self.plain_seconds += plain.stats.decode_seconds
+        self.plain_tokens += plain.stats.output_tokens
+        self.requests += 1
+        if done.token_ids != plain.token_ids:
+            pairs = enumerate(zip(done.token_ids, plain.token_ids, strict=False))
+            shorter = min(len(done.token_ids), len(plain.token_ids))
+            self.differences.append(next((at for at, (a, b) in pairs if a != b), shorter))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method in the table of the field.
+
+    Attributes:
+        method: its name.
+        training: what has to be trained for it; None for nothing.
+        memory: bytes it needs beside the target and its cache, with a cache for the longest text.
+        results: by workload; those it proposes nothing for are left out.
+    """
+
+    method: str
+    training: str | None
+    memory: int
+    results: dict[str, Result]
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every text was plain decoding's, token for token."""
+        return not any(result.differences for result in self.results.values())
+
+
+def compare(
+    engine: Engine, names: Sequence[str], tasks: Sequence[Task], max_tokens: int, progress: Progress
+) -> list[Row]:
+    """Decodes every task greedily, plainly and with every method, in turns: a machine that drifts treats all alike.
+
+    Args:
+        engine: the bundle's.
+        names: of the methods.
+        tasks: what to decode.
+        max_tokens: of output.
+        progress: called for every task.
+
+    Raises:
+        RequestError: a method is not in the bundle, or a task leaves no room for output.
+    """
+    manifest = engine.manifest
+    methods: dict[str, Method] = {}
+    for name in names:
+        method = manifest.method(name)
+        if method is None:
+            built = ", ".join(map(method_name, manifest.methods)) or "plain decoding alone"
+            raise RequestError(f"method is {name!r}; the bundle was built for {built}")
+        methods[name] = method
+    for task in tasks:
+        if len(task.prompt) + max_tokens > manifest.max_seq_len:
+            raise RequestError(
+                f"a prompt of {len(task.prompt)} tokens ({task.workload}) and {max_tokens} more do not fit this "
+                f"bundle's context of {manifest.max_seq_len}; ask for fewer"
+            )
+    results: dict[str, dict[str, Result]] = {name: {} for name in methods}
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    for warm in (True, False):
+        asked = tasks[:1] if warm else tasks
+        given = params.replace(max_tokens=min(_WARM_UP, max_tokens)) if warm else params
+        for index, task in enumerate(asked):
+            plain = engine.generate(task.prompt, given, speculation=False)
+            for name in methods:
+                expected = task.hypothesis if name == HYPOTHESIS else None
+                if name == HYPOTHESIS and expected is None:
+                    continue
+                done = engine.generate(task.prompt, given, method=name, hypothesis=expected)
+                if not warm:
+                    results[name].setdefault(task.workload, Result()).add(done, plain)
+            progress("warming up" if warm else "decoding", index + 1, len(asked))
+    return [
+        Row(name, _TRAINING.get(type(method)), extra_memory(manifest, method), results[name])
+        for name, method in methods.items()
+    ]
+
+
+def extra_memory(manifest: Manifest, method: Method) -> int:
+    """Bytes a method needs beside the target and its cache: weights, and a cache for the longest text."""
+    if isinstance(method, Medusa):
+        return int(method.parameters * _BYTES[method.weights])
+    if isinstance(method, SelfDraft):
+        return _cache_row(method.draft) * manifest.max_seq_len
+    if isinstance(method, DraftModel | MedusaDraft):
+        sizes = {entry.path: entry.size for entry in manifest.files}
+        return sizes[method.draft.weights] + _cache_row(method.draft) * manifest.max_seq_len
+    return 0
+
+
+def _cache_row(model: Model) -> int:
+    return sum(4 * layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)

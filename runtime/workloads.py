@@ -1,0 +1,107 @@
+"""Three kinds of text to measure methods on, made of what every Python installation holds."""
+
+from __future__ import annotations
+
+import importlib
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from specexport.contract.errors import RequestError
+
+_FILES = ("queue.py", "heapq.py", "shlex.py", "textwrap.py", "sched.py", "fnmatch.py", "bisect.py", "colorsys.py")
+"""Of Python's standard library."""
+_TOPICS = ("objects", "typesmapping", "exceptions", "formatstrings", "naming", "yield", "class", "import")
+"""Of Python's own help texts (``pydoc_data.topics``), which are prose."""
+_SKIPPED = 200
+"""Tokens left out at a file's start, where licences and lists of names are."""
+_BEGUN = 48
+"""Tokens of the copy that an edit has begun with."""
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One request of a workload.
+
+    Attributes:
+        workload: its name.
+        prompt: tokens.
+        hypothesis: what the output is expected to be, for methods that read it; None where nobody could know.
+    """
+
+    workload: str
+    prompt: list[int]
+    hypothesis: list[int] | None = None
+
+
+def built_in(encode: Encode, count: int, tokens: int) -> list[Task]:
+    """Tasks of three workloads: ``completion`` goes on with code, ``edit`` writes again what it was given, and ``text``
+    goes on with prose.
+
+    Args:
+        encode: gives a text's tokens.
+        count: tasks of each, at most eight.
+        tokens: of a prompt at most; those of edits hold as much again for the copy that has begun.
+
+    Raises:
+        RequestError: Python was installed without its sources.
+    """
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    tasks: list[Task] = []
+    for name in _FILES[:count]:
+        try:
+            code = encode((stdlib / name).read_text(encoding="utf-8"))[_SKIPPED:]
+        except OSError as error:
+            raise RequestError(
+                f"{stdlib / name}: {error}; this Python has no sources to measure on, pass --data"
+            ) from error
+        tasks.append(Task("completion", code[:tokens]))
+        body = code[:tokens]
+        tasks.append(Task("edit", [*body, *body[:_BEGUN]], body[_BEGUN:]))
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    tasks += [Task("text", encode(topics[name])[:tokens]) for name in _TOPICS[:count]]
+    return tasks
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    text: str
+    workload: str = "data"
+    hypothesis: str | None = None
+
+
+def read(encode: Encode, files: Sequence[Path], count: int, tokens: int) -> list[Task]:
+    """Tasks from JSON lines: objects with a ``text``, and perhaps a ``workload`` and a ``hypothesis``.
+
+    Args:
+        encode: gives a text's tokens.
+        files: ``.jsonl``.
+        count: tasks of each workload at most.
+        tokens: of a prompt at most; of longer ones the end is taken.
+
+    Raises:
+        RequestError: a file is missing, or has a line that is none of these; names it.
+    """
+    tasks: list[Task] = []
+    for path in files:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"{path}: {error}; expected a file of JSON lines") from error
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                found = msgspec.json.decode(line.encode(), type=_Line)
+            except msgspec.MsgspecError as error:
+                raise RequestError(f"{path}: line {number}: {error}; expected an object with a text") from error
+            if sum(task.workload == found.workload for task in tasks) < count:
+                expected = encode(found.hypothesis) if found.hypothesis is not None else None
+                tasks.append(Task(found.workload, encode(found.text)[-tokens:], expected))
+    if not tasks:
+        raise RequestError(f"{', '.join(map(str, files))}: no text; expected JSON lines with one each")
+    return tasks

@@ -1,0 +1,112 @@
+"""Compare a bundle's methods on this machine: tokens a step, speed-up, memory, and that each says the same."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from specexport.commands.build import Bars, build_progress
+from specexport.contract.errors import RequestError
+from specexport.contract.manifest import method_name
+from specexport.runtime import Engine, workloads
+from specexport.runtime.bench import Row, compare
+
+_UNATTENDED_WIDTH = 160
+"""Columns of the table where nobody watches; rich would take 80."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of ``specexport bench``."""
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE")
+    parser.add_argument("--methods", default="all", metavar="NAME[,NAME...]", help="which of the bundle's")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        metavar="FILE.jsonl",
+        help='lines such as {"workload": "chat", "text": "...", "hypothesis": "..."}, the last two optional (default: '
+        "code completion, copying edits and prose, made of Python's own sources and help texts)",
+    )
+    parser.add_argument("--prompts", type=int, default=4, metavar="N", help="of each workload")
+    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of a prompt at most")
+    parser.add_argument("-n", "--max-tokens", type=int, default=64, help="tokens to generate for each")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs ``specexport bench``; fails where a method said something else than plain decoding."""
+    for flag, least in (("prompts", 1), ("prompt_tokens", 2), ("max_tokens", 2), ("threads", 1)):
+        value = getattr(arguments, flag)
+        if value is not None and value < least:
+            raise RequestError(f"--{flag.replace('_', '-')} is {value}; expected {least} or more")
+    with Engine.load(arguments.bundle, threads=arguments.threads) as engine:
+        built = list(map(method_name, engine.manifest.methods))
+        if not built:
+            raise RequestError(f"{arguments.bundle}: built without a way to speculate; there is nothing to compare")
+        names = built if arguments.methods == "all" else arguments.methods.split(",")
+        sizes = (arguments.prompts, arguments.prompt_tokens)
+        if arguments.data is None:
+            tasks = workloads.built_in(engine.encode, *sizes)
+        else:
+            tasks = workloads.read(engine.encode, arguments.data, *sizes)
+        with build_progress(Console(stderr=True)) as progress:
+            rows = compare(engine, names, tasks, arguments.max_tokens, Bars(progress))
+    if arguments.json:
+        print(json.dumps({"bundle": str(arguments.bundle), "rows": [_as_dict(row) for row in rows]}, indent=2))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else _UNATTENDED_WIDTH)
+        console.print(table(rows, list(dict.fromkeys(task.workload for task in tasks))))
+    for row in rows:
+        for workload, result in row.results.items():
+            if result.differences:
+                print(
+                    f"{row.method}: {workload}: {len(result.differences)} of {result.requests} texts part from plain "
+                    f"decoding's, the first after {min(result.differences)} tokens; 'specexport verify' says whether "
+                    "two tokens tied there",
+                    file=sys.stderr,
+                )
+    return 0 if all(row.lossless for row in rows) else 1
+
+
+def table(rows: list[Row], names: list[str]) -> Table:
+    """The rows, with tokens a step and the speed-up over plain decoding for each workload."""
+    made = Table(title="greedy, in turns with plain decoding: tokens a step, speed-up", title_justify="left")
+    for column in ("method", "training", "extra memory"):
+        made.add_column(column)
+    for name in names:
+        made.add_column(name, justify="right")
+    made.add_column("lossless")
+    for row in rows:
+        cells = [
+            f"{found.tokens_per_step:.2f}, {found.speed_up:.2f}x" if (found := row.results.get(name)) else "-"
+            for name in names
+        ]
+        requests = sum(result.requests for result in row.results.values())
+        tokens = sum(result.tokens for result in row.results.values())
+        parted = sum(len(result.differences) for result in row.results.values())
+        said = (
+            "not tried" if not requests else f"yes: {tokens} tokens" if row.lossless else f"{parted} of {requests} part"
+        )
+        made.add_row(row.method, row.training or "none", _megabytes(row.memory), *cells, said)
+    return made
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count else "none"
+
+
+def _as_dict(row: Row) -> dict[str, Any]:
+    results = {
+        name: asdict(found) | {"tokens_per_step": found.tokens_per_step, "speed_up": found.speed_up}
+        for name, found in row.results.items()
+    }
+    about = {"method": row.method, "training": row.training, "extra_memory_bytes": row.memory}
+    return about | {"lossless": row.lossless, "workloads": results}

@@ -1,0 +1,148 @@
+"""The comparison of a bundle's methods, and what is suggested for a target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specexport.cli import main
+from specexport.contract.errors import RequestError
+from specexport.contract.manifest import read_manifest
+from specexport.runtime import Engine, workloads
+from specexport.runtime import step as step_module
+from specexport.runtime.bench import compare, extra_memory
+
+Engines = Callable[[str], Engine]
+NAME = "qwen3-lookup"
+
+
+def test_the_workloads_are_there(engine: Engines) -> None:
+    tasks = workloads.built_in(engine(NAME).encode, 2, 60)
+    assert [task.workload for task in tasks] == ["completion", "edit", "completion", "edit", "text", "text"]
+    edit = tasks[1]
+    assert edit.hypothesis is not None
+    assert edit.prompt[:60] == edit.prompt[60:] + edit.hypothesis  # the copy that has begun, and the rest of it
+    assert all(len(task.prompt) == 60 for task in tasks if task.workload != "edit")
+
+
+def test_tasks_are_read(engine: Engines, tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"text": "one two"}\n\n{"text": "three", "workload": "chat", "hypothesis": "four"}\n')
+    encode = engine(NAME).encode
+    first, second = workloads.read(encode, [path], 4, 64)
+    assert (first.workload, first.prompt, first.hypothesis) == ("data", encode("one two"), None)
+    assert (second.workload, second.hypothesis) == ("chat", encode("four"))
+    for content, reason in (("", "no text"), ('{"txt": "one"}', "line 1: "), ("no json", "line 1: ")):
+        path.write_text(content)
+        with pytest.raises(RequestError, match=reason):
+            workloads.read(encode, [path], 4, 64)
+    with pytest.raises(RequestError, match=r"none\.jsonl"):
+        workloads.read(encode, [tmp_path / "none.jsonl"], 4, 64)
+
+
+def test_bench(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(bundle(NAME))
+    words = ["bench", folder, "--methods", "all", "--prompts", "1", "--prompt-tokens", "64", "-n", "24"]
+    assert main([*words, "--json"]) == 0
+    rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert list(rows) == ["draft_model", "ngram", "suffix", "hypothesis"]
+    for name, row in rows.items():
+        assert row["lossless"]
+        assert set(row["workloads"]) == ({"edit"} if name == "hypothesis" else {"completion", "edit", "text"})
+        for result in row["workloads"].values():
+            assert (result["requests"], result["tokens"], result["differences"]) == (1, 24, [])
+            assert result["tokens_per_step"] >= 1
+    # The draft is the target itself.
+    assert all(found["tokens_per_step"] > 3 for found in rows["draft_model"]["workloads"].values())
+    assert (rows["ngram"]["training"], rows["draft_model"]["training"]) == (None, "a smaller model")
+    assert main([*words[:3], "ngram,suffix", *words[4:]]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "completion" in shown
+    assert "yes: 72 tokens" in shown
+    for more, reason in (
+        (["--methods", "medusa"], "method is 'medusa'; the bundle was built for draft_model, ngram"),
+        (["--prompts", "0"], "--prompts is 0; expected 1 or more"),
+        (["-n", "500"], "do not fit this bundle's context of 512"),
+    ):
+        assert main([*words, *more]) == 1
+        assert reason in capsys.readouterr().err
+
+
+def test_a_method_that_is_not_lossless_is_found_out(
+    engine: Engines, monkeypatch: pytest.MonkeyPatch, bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = step_module.accept_greedy
+
+    def too_kind(logits: Any, tree: Any, tokens: Any) -> tuple[list[int], int]:
+        path, token = real(logits, tree, tokens)
+        return path, (token + 1) % 300 if len(tree) > 1 else token
+
+    monkeypatch.setattr(step_module, "accept_greedy", too_kind)
+    tasks = workloads.built_in(engine(NAME).encode, 1, 40)
+    (row,) = compare(engine(NAME), ["draft_model"], tasks, 12, lambda *_: None)
+    assert not row.lossless
+    assert main(["bench", str(bundle(NAME)), "--methods", "draft_model", "--prompts", "1", "-n", "12"]) == 1
+    said = capsys.readouterr()
+    assert "3 of 3 part" in said.out
+    assert "texts part from plain decoding's" in said.err
+
+
+def test_memory_is_that_of_weights_and_cache(bundle: Callable[[str], Path]) -> None:
+    manifest = read_manifest(bundle(NAME))
+    draft, ngram, *_ = manifest.methods
+    assert extra_memory(manifest, ngram) == 0
+    weights = (bundle(NAME) / "draft" / "weights.bin").stat().st_size
+    layers = manifest.target.cache  # the draft is the target
+    cache = sum(4 * layer.heads * (layer.key_size + layer.value_size) for layer in layers) * manifest.max_seq_len
+    assert extra_memory(manifest, draft) == weights + cache
+    medusa = read_manifest(bundle("qwen3-medusa"))
+    (heads,) = medusa.methods
+    assert extra_memory(medusa, heads) == heads.parameters * 4  # type: ignore[union-attr]
+
+
+@pytest.mark.exporter
+def test_suggest(tmp_path: Path, bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.checkpoints import make_checkpoint
+
+    # Sixteen layers against one are about ten times the parameters beside the embeddings.
+    target = str(make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=16))
+    draft = str(make_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1))
+    near = str(make_checkpoint(tmp_path / "near", "llama", num_hidden_layers=12))
+    assert main(["suggest", "--target", target, "--draft", near, "--draft", draft]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "times smaller, the same tokenizer" in shown
+    assert f"not {near}: 1." in shown
+    assert f"specexport build --target {target} --draft {draft} --num-speculative-tokens 4 --suffix --ngram" in shown
+    assert main(["suggest", "--target", target, "--device", "gpu", "--bundle", str(bundle(NAME))]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "look for a model of the same family" in shown
+    assert "W,N,G = 15,5,15: 120 nodes a step" in shown
+    assert "tree mc_sim_7b_63" in shown
+    assert "measured here, greedy" in shown
+    assert main(["suggest", "--target", target, "--data", "x.jsonl"]) == 1
+    assert "--data was given without --bundle" in capsys.readouterr().err
+    assert main(["suggest", "--target", str(tmp_path)]) == 1
+    assert "no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.exporter
+def test_a_draft_with_another_tokenizer_is_not_suggested(tmp_path: Path) -> None:
+    from specexport.exporter.suggest import parameters, suggest
+    from tests.checkpoints import make_checkpoint
+
+    target = make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=16)
+    other = make_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1)
+    tokens = other / "tokenizer.json"
+    document = json.loads(tokens.read_text(encoding="utf-8"))
+    document["model"]["vocab"] = {
+        token + ("x" if index == 300 else ""): index for token, index in document["model"]["vocab"].items()
+    }
+    document["model"]["merges"] = []
+    tokens.write_text(json.dumps(document), encoding="utf-8")
+    advice = suggest(str(target), [str(other)], "cpu")
+    assert "different tokenizers" in advice.refused[str(other)]
+    assert advice.parameters == parameters(target) > 5 * parameters(other)

@@ -1,0 +1,142 @@
+"""A draft with another tokenizer: what it says is translated, and never changes what the target says."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from specexport.contract.errors import BuildError
+from specexport.contract.manifest import UniversalDraft, read_manifest
+from specexport.contract.tree import TokenTree
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.proposers import Proposal, SlotView
+from specexport.runtime.proposers.universal import UniversalDraftProposer
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+TEXT = "one two three one two three"
+
+
+def letters() -> Tokenizer:
+    """A tokenizer of single characters."""
+    vocab = {chr(code): code for code in range(32, 128)}
+    made = Tokenizer(models.WordLevel({**vocab, "?": 63}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.decoder = decoders.Fuse()
+    return made
+
+
+class Scripted:
+    """In the place of a draft: goes on with a text it knows, and keeps what it was shown."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.seen: list[str] = []
+
+    def propose(self, sequences: list[SlotView]) -> dict[int, Proposal]:
+        made = {}
+        for sequence in sequences:
+            self.seen.append("".join(map(chr, sequence.tokens)))
+            ahead = self.text[len(sequence.tokens) :][: len(sequence.tree) - 1]
+            tokens = np.array([ord(letter) for letter in ahead])
+            made[sequence.slot] = Proposal(tokens, sequence.tree, None, tokens[:, None])
+        return made
+
+    def release(self, slot: int) -> None:
+        pass
+
+
+def proposer(draft: Any, target: Tokenizer, longest: int = 100) -> UniversalDraftProposer:
+    trees = [TokenTree.chain(size + 1) for size in (8, 4, 3, 2, 1)]
+    return UniversalDraftProposer(draft, target, letters(), trees, longest)
+
+
+def view(tokens: list[int], size: int = 8) -> SlotView:
+    return SlotView(0, tokens, SamplingParams(), np.random.default_rng(0), TokenTree.chain(size + 1))
+
+
+def test_text_is_translated_both_ways() -> None:
+    from tests.checkpoints import tokenizer
+
+    target = tokenizer().backend_tokenizer
+    draft = Scripted(TEXT)
+    one = proposer(draft, target)
+    whole = target.encode(TEXT, add_special_tokens=False).ids
+    done = target.encode("one two", add_special_tokens=False).ids
+    made = one.propose([view(list(done))])[0]
+    assert draft.seen == ["one two"]
+    # Eight letters of the draft are as many of the target's tokens as they make.
+    assert made.tokens.tolist() == target.encode(" three o", add_special_tokens=False).ids[: len(made.tokens)]
+    assert whole[len(done) : len(done) + 1] == made.tokens[:1].tolist()
+    assert made.q is None
+    assert len(made.tree) == len(made.tokens) + 1
+    one.propose([view([*done, *made.tokens.tolist()[:1]])])
+    assert draft.seen[1].startswith("one two ")
+    # A text the draft has no room for is gone on with plainly.
+    assert proposer(draft, target, longest=10).propose([view(list(done))]) == {}
+
+
+def test_nothing_is_proposed_within_a_character() -> None:
+    from tests.checkpoints import tokenizer
+
+    target = tokenizer().backend_tokenizer
+    tokens = target.encode("one \u20ac", add_special_tokens=False).ids  # three bytes, a token each
+    assert target.decode(tokens[:-1]).endswith("\ufffd")
+    assert proposer(Scripted(TEXT), target).propose([view(list(tokens[:-1]))]) == {}
+
+
+@pytest.mark.exporter
+def test_decoding_is_lossless(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    from specexport.exporter.build import build
+    from specexport.exporter.options import BuildOptions
+    from specexport.exporter.verify import verify
+    from tests.checkpoints import make_checkpoint
+
+    target = make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1, calm=True)
+    draft = make_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1, calm=True)
+    # Bytes alone, each by another number than in the target's tokenizer.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
+    bytewise = Tokenizer(models.BPE({letter: 10 + at for at, letter in enumerate(alphabet)}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=bytewise).save_pretrained(draft)
+    options = {"target": str(target), "output": tmp_path / "bundle", "max_seq_len": 128}
+    build(BuildOptions(universal_draft=str(draft), **options))
+    (method,) = read_manifest(tmp_path / "bundle").methods
+    assert isinstance(method, UniversalDraft)
+    assert (tmp_path / "bundle" / method.tokenizer).is_file()
+    with Engine.load(tmp_path / "bundle", threads=1) as engine:
+        for prompt in (TEXT, "some words", [5, 6, 7, 8]):
+            plain = engine.generate(prompt, GREEDY, speculation=False)
+            for size in (1, 2, 4):
+                done = engine.generate(prompt, GREEDY, num_speculative_tokens=size)
+                assert done.token_ids == plain.token_ids
+        sampled = GREEDY.replace(temperature=0.8, seed=3)
+        assert engine.generate(TEXT, sampled).token_ids == engine.generate(TEXT, sampled).token_ids
+        done = engine.generate(TEXT, GREEDY)
+        assert done.stats.drafted > 0
+    report = verify(tmp_path / "bundle", prompts=(TEXT,), max_tokens=8)
+    assert report.verdict == "passed", report
+    with pytest.raises(BuildError, match="draft and universal_draft were both given"):
+        BuildOptions(draft=str(draft), universal_draft=str(draft), **options)
+
+
+def test_the_tokenizer_must_be_listed(tmp_path: Path, bundle: Callable[[str], Path]) -> None:
+    import json
+
+    from specexport.contract.errors import BundleError
+    from specexport.contract.manifest import MANIFEST_NAME
+
+    folder = shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
+    document = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    document["methods"][0] |= {"name": "universal_draft", "tokenizer": "../tokenizer.json"}
+    (folder / MANIFEST_NAME).write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(BundleError, match="is used but not listed under files"):
+        read_manifest(folder)
