@@ -1,12 +1,11 @@
-"""Train the demonstration models: a 6M-parameter target, a draft an eighth of its size, and the target's Medusa heads.
+"""Train the demonstration models: a 6M-parameter target, a draft an eighth of its size, and Medusa heads of both.
 
-    python scripts/train_demo_models.py --compile        # what made examples/models; 80 minutes on two CPU cores
-    python scripts/train_demo_models.py --medusa-only    # heads for the target in examples/models
+    python scripts/train_demo_models.py --compile        # what made examples/models
     python scripts/train_demo_models.py --smoke --out /tmp/smoke
 
-The stages follow each other: tokenizer, target, text sampled from the target, draft, acceptance, heads, export. Each
-leaves its result in the `--work` folder, and a second run with the same options goes on from there. The training
-itself is that of `specexport.training`, which `specexport train` serves for other models.
+The stages follow each other: tokenizer, target, target together with heads, text sampled from it, draft, acceptance,
+heads alone, export. Each leaves its result in the `--work` folder, and a second run with the same options goes on from
+there. The training itself is that of `specexport.training`, which `specexport train` serves for other models.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +32,11 @@ from demo_corpus import (
     write_jsonl,
 )
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from specexport.exporter.folders import written_beside
 from specexport.exporter.medusa import save_medusa
+from specexport.graphs.medusa import MedusaHeads
 from specexport.training.data import sampled_windows, seeded
 from specexport.training.distill import (
     DIVERGENCES,
@@ -59,7 +58,8 @@ MAX_POSITIONS = 1024
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 128, 96  # of the acceptance measurement
 CORPUS_STEPS = 64  # of the draft, before four of five steps take text sampled from the target
 SAMPLED_SHAPE = (96, 160)  # tokens of prompt and of continuation in the texts sampled from the target
-HEADS, HEADS_RATE = 4, 5e-3  # the learning rate is five times that of the paper, for deep and narrow heads
+HEADS = 4
+HEADS_WEIGHT, HEADS_DECAY = 0.3, 0.8  # in the loss of the target together with its heads
 
 
 def build_target() -> LlamaForCausalLM:
@@ -77,6 +77,24 @@ def next_token_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def joint_loss(model: LlamaForCausalLM, heads: MedusaHeads, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of a model with tied heads over windows `[batch, length + 1]`, and that of the next token and each head.
+
+    Every head sees the whole window but its end: unlike the loss of `specexport train`, of windows without prompts or
+    padding, and so of a static shape, which `torch.compile` needs.
+    """
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        states = [hidden, *heads.states(hidden)]
+        logits = [model.lm_head(state[:, : -ahead or None]) for ahead, state in enumerate(states)]
+    losses = [
+        F.cross_entropy(part.flatten(0, 1).float(), ids[:, 1 + ahead :].flatten()) for ahead, part in enumerate(logits)
+    ]
+    weights = torch.tensor([HEADS_WEIGHT * HEADS_DECAY**head for head in range(len(heads))])
+    of_heads = torch.stack(losses[1:])
+    return losses[0] + (weights * of_heads).sum(), torch.stack(losses).detach()
 
 
 @torch.no_grad()
@@ -104,14 +122,16 @@ def parse_arguments() -> argparse.Namespace:
     """Return the options, those of `--smoke` filled in."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target-steps", type=int, default=1800, help="of 4096 tokens (default: %(default)s)")
-    parser.add_argument("--draft-steps", type=int, default=4500, help="(default: %(default)s)")
+    parser.add_argument(
+        "--joint-steps", type=int, default=1000, help="of the target together with its heads (default: %(default)s)"
+    )
+    parser.add_argument("--draft-steps", type=int, default=2000, help="(default: %(default)s)")
     parser.add_argument(
         "--sampled", type=int, default=6144, help="texts sampled from the target (default: %(default)s)"
     )
     parser.add_argument("--divergence", choices=DIVERGENCES, default="forward_kl")
-    parser.add_argument("--medusa-layers", type=int, default=6, help="residual blocks a head (default: %(default)s)")
-    parser.add_argument("--medusa-steps", type=int, default=3500, help="of 16 texts (default: %(default)s)")
-    parser.add_argument("--medusa-only", action="store_true", help="train only heads, for the models in `--out`")
+    parser.add_argument("--medusa-layers", type=int, default=2, help="residual blocks a head (default: %(default)s)")
+    parser.add_argument("--medusa-steps", type=int, default=1000, help="of 16 texts (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("examples"), help="gets models/ and prompts/")
@@ -120,13 +140,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a run of seconds, for tests; the models are useless")
     args = parser.parse_args()
     if args.smoke:
-        args.target_steps, args.draft_steps, args.sampled, args.medusa_steps = 6, 6, 16, 6
+        args.target_steps, args.joint_steps, args.draft_steps, args.sampled, args.medusa_steps = 6, 6, 6, 16, 6
     if args.work is None and args.smoke:
         args.work = Path(tempfile.mkdtemp(prefix="demo-train-"))
     elif args.work is None:
-        pair = f"{args.target_steps}-{args.draft_steps}-{args.sampled}-{args.divergence}-{args.seed}"
-        key = f"medusa-{args.sampled}-{args.seed}" if args.medusa_only else pair
-        args.work = Path(tempfile.gettempdir()) / f"demo-train-{key}"
+        pair = f"{args.target_steps}-{args.joint_steps}-{args.draft_steps}-{args.sampled}-{args.divergence}-{args.seed}"
+        args.work = Path(tempfile.gettempdir()) / f"demo-train-{pair}"
     return args
 
 
@@ -139,11 +158,7 @@ class Demo:
         self.training = [file for file in files if not file.held_out][:: 16 if args.smoke else 1]
         self.held_out = [file for file in files if file.held_out]
         self.models = args.out / "models"
-        self.tokenizer: Any = (
-            AutoTokenizer.from_pretrained(self.models / "demo-target")
-            if args.medusa_only
-            else train_tokenizer(self.training, VOCAB_SIZE, MAX_POSITIONS)
-        )
+        self.tokenizer = train_tokenizer(self.training, VOCAB_SIZE, MAX_POSITIONS)
         self.stream = encode_stream(self.tokenizer, self.training, args.seed)
         held_out_stream = encode_stream(self.tokenizer, self.held_out, args.seed)
         self.windows = held_out_stream[: held_out_stream.numel() // 513 * 513].view(-1, 513)
@@ -170,12 +185,14 @@ class Demo:
         schedule: Schedule,
         loss_at: Callable[[int], Loss],
         evaluate: Callable[[], str],
+        heads: MedusaHeads | None = None,
     ) -> Trained:
-        """Train a model with Muon and AdamW."""
+        """Train a model, and heads with it if given, with Muon and AdamW."""
+        of_heads = dict(heads.named_parameters(prefix="heads")) if heads is not None else {}
         return train(
             name,
-            dict(model.named_parameters()),
-            muon_and_adamw(model, rate, rate),
+            dict(model.named_parameters()) | of_heads,
+            muon_and_adamw(model, rate, rate, heads=heads),
             schedule,
             loss_at,
             checkpoint=self.args.work / f"{name}.pt",
@@ -194,6 +211,27 @@ class Demo:
         few = self.windows[:32]
         return self.train(
             "target", target, 4e-3, schedule, loss_at, lambda: f"held-out {held_out_loss(target, few):.4f}"
+        )
+
+    def train_together(self, target: LlamaForCausalLM, heads: MedusaHeads) -> Trained:
+        """The target goes on learning the corpus, now with its heads: what they need is in its hidden state then."""
+        fast_loss = self.compiled(joint_loss)
+
+        def loss_at(step: int) -> Loss:
+            windows = random_windows(self.stream, 8, 513, seeded(self.args.seed, 300_000 + step))
+            loss, each = fast_loss(target, heads, windows)
+            return loss, {"each": each}
+
+        schedule = Schedule(self.args.joint_steps, warmup=20, decay=0.5)
+        few = self.windows[:32]
+        return self.train(
+            "together",
+            target,
+            3e-3,
+            schedule,
+            loss_at,
+            lambda: f"held-out {held_out_loss(target, few):.4f}",
+            heads,
         )
 
     def sample(self, teacher: LlamaForCausalLM) -> Tensor:
@@ -230,19 +268,26 @@ class Demo:
 
         return self.train("draft", draft, 6e-3, Schedule(self.args.draft_steps, warmup=50, decay=0.5), loss_at, score)
 
-    def train_heads(self, of: str, model: LlamaForCausalLM, target: LlamaForCausalLM, sampled: Tensor) -> None:
+    def train_heads(
+        self,
+        of: str,
+        model: LlamaForCausalLM,
+        target: LlamaForCausalLM,
+        sampled: Tensor,
+        heads: MedusaHeads,
+        rate: float,
+    ) -> None:
         """Heads of the target or of the draft, either in bfloat16, learn the target's texts and are exported."""
         args = self.args
         name = "demo-medusa" if of == "demo-target" else f"{of}-medusa"
+        together = f"{args.joint_steps} steps together with the target, then " if of == "demo-target" else ""
         place = Place(torch.device("cpu"), bf16=True)
         ends = (self.tokenizer.eos_token_id,)
-        torch.manual_seed(args.seed)
-        heads = new_heads(HEADS, args.medusa_layers, model, tied=True)
         trained = train_heads(
             heads,
             model,
             sampled_windows(sampled, SAMPLED_SHAPE[0], ends),
-            HeadOptions(steps=args.medusa_steps, batch_size=16, lr=HEADS_RATE, warmup=0.03, seed=args.seed),
+            HeadOptions(steps=args.medusa_steps, batch_size=16, lr=rate, warmup=0.03, seed=args.seed),
             place=place,
             checkpoint=args.work / f"{name}-{args.medusa_layers}-{args.medusa_steps}.pt",
             watch=Watch(self.log),
@@ -266,7 +311,7 @@ class Demo:
             parameters=sum(parameter.numel() for parameter in heads.parameters()),
             python=platform.python_version(),
             sampled=args.sampled,
-            training=f"{args.medusa_steps} steps of 16 texts, AdamW, {trained.seconds / 60:.0f} minutes on "
+            training=f"{together}{args.medusa_steps} steps of 16 texts, AdamW, {trained.seconds / 60:.0f} minutes on "
             f"{args.threads} CPU cores in bfloat16",
             seed=args.seed,
             command=self.command(),
@@ -284,17 +329,20 @@ class Demo:
     def command(self) -> str:
         """What was typed, with the defaults written out."""
         args = self.args
-        medusa = f"--medusa-layers {args.medusa_layers} --medusa-steps {args.medusa_steps}"
-        common = f"--sampled {args.sampled} --seed {args.seed} --threads {args.threads} {medusa}"
-        if args.medusa_only:
-            return f"python scripts/train_demo_models.py --medusa-only {common}"
         return (
-            f"python scripts/train_demo_models.py --target-steps {args.target_steps} --draft-steps {args.draft_steps} "
-            f"--divergence {args.divergence} {common}{' --compile' if args.compile else ''}"
+            f"python scripts/train_demo_models.py --target-steps {args.target_steps} --joint-steps {args.joint_steps} "
+            f"--draft-steps {args.draft_steps} --divergence {args.divergence} --sampled {args.sampled} "
+            f"--medusa-layers {args.medusa_layers} --medusa-steps {args.medusa_steps} --seed {args.seed} "
+            f"--threads {args.threads}{' --compile' if args.compile else ''}"
         )
 
     def export_pair(
-        self, target: LlamaForCausalLM, draft: LlamaForCausalLM, target_seconds: float, draft_seconds: float
+        self,
+        target: LlamaForCausalLM,
+        draft: LlamaForCausalLM,
+        target_seconds: float,
+        joint_seconds: float,
+        draft_seconds: float,
     ) -> None:
         """Write both models with their cards, and the held-out prompts."""
         args = self.args
@@ -305,7 +353,9 @@ class Demo:
             "draft": f"The draft model of `demo-target`, distilled from it with the divergence `{args.divergence}`.",
         }
         trainings = {
-            "target": f"{args.target_steps} steps of 8 x 512 tokens, Muon and AdamW, {target_seconds / 60:.0f} minutes",
+            "target": f"{args.target_steps} steps of 8 x 512 tokens, {target_seconds / 60:.0f} minutes, and "
+            f"{args.joint_steps} more together with the heads of `demo-medusa`, {joint_seconds / 60:.0f} minutes; Muon "
+            "and AdamW",
             "draft": f"{args.draft_steps} steps, all but the first {CORPUS_STEPS} mostly on {args.sampled} texts "
             f"sampled from the target, Muon and AdamW, {draft_seconds / 60:.0f} minutes",
         }
@@ -343,26 +393,23 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
     demo = Demo(args)
-    if args.medusa_only:
-        target = LlamaForCausalLM.from_pretrained(demo.models / "demo-target", dtype=torch.float32).eval()
-        teacher = copy.deepcopy(target).to(torch.bfloat16)
-        draft = LlamaForCausalLM.from_pretrained(demo.models / "demo-draft", dtype=torch.bfloat16).eval()
-        sampled = demo.sample(teacher)
-        demo.train_heads("demo-target", teacher, target, sampled)
-        demo.train_heads("demo-draft", draft, target, sampled)
-        return
     torch.manual_seed(args.seed)
     target, draft = build_target(), build_draft()
     target_seconds = demo.train_target(target).seconds
+    heads = new_heads(HEADS, args.medusa_layers, target, tied=True)
+    joint_seconds = demo.train_together(target, heads).seconds
     target.eval()
     inherit_embedding(draft, target)
     teacher = copy.deepcopy(target).to(torch.bfloat16)
     sampled = demo.sample(teacher)
     draft_seconds = demo.train_draft(draft, target, teacher, sampled).seconds
     draft.eval()
-    demo.export_pair(target, draft, target_seconds, draft_seconds)
-    demo.train_heads("demo-target", teacher, target, sampled)
-    demo.train_heads("demo-draft", copy.deepcopy(draft).to(torch.bfloat16), target, sampled)
+    demo.export_pair(target, draft, target_seconds, joint_seconds, draft_seconds)
+    demo.train_heads("demo-target", teacher, target, sampled, heads, 1e-3)
+    learner = copy.deepcopy(draft).to(torch.bfloat16)
+    demo.train_heads(
+        "demo-draft", learner, target, sampled, new_heads(HEADS, args.medusa_layers, learner, tied=True), 3e-3
+    )
 
 
 if __name__ == "__main__":

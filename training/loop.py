@@ -51,12 +51,21 @@ def adamw(groups: Sequence[tuple[Sequence[torch.nn.Parameter], float]]) -> torch
     )
 
 
-def muon_and_adamw(model: Any, matrix_rate: float, other_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, and AdamW for the embeddings, the output projection and the norms."""
+def muon_and_adamw(
+    model: Any, matrix_rate: float, other_rate: float, *, heads: torch.nn.Module | None = None
+) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, and AdamW for the embeddings, the output projection, norms and biases.
+
+    Args:
+        model: a causal LM.
+        matrix_rate: Muon's learning rate.
+        other_rate: AdamW's.
+        heads: heads tied to the model's projection, to be trained with it.
+    """
     outer = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
-    for parameter in model.parameters():
+    for parameter in [*model.parameters(), *(heads.parameters() if heads is not None else ())]:
         (matrices if parameter.ndim == 2 and id(parameter) not in outer else others).append(parameter)
     muon = torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
     return [muon, adamw([(others, other_rate)])]
