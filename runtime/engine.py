@@ -40,6 +40,7 @@ class Engine:
         chat_template: the model's, or None.
         backend: what runs its graphs.
         speculations: the loaded ways to propose, by the name of their method, the default first.
+        slots: requests that run at once.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Engine:
         )
         self.backend = backend
         self._target = target
+        self.slots = target.sizes[-1]
         self.speculations = dict(speculations)
         program = HostProgram(self.manifest, target, self.speculations)
         self._scheduler = Scheduler(program, Budget(self.manifest, self.speculations), prefix_cache)

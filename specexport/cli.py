@@ -1,4 +1,4 @@
-"""The command line: ``specexport build | compile | run | serve | inspect | verify | bench | suggest | plan | train | ...``."""
+"""The command line: ``specexport build | compile | run | serve | inspect | verify | ...``."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class Frontend:
     @property
     def slots(self) -> int:
         """Requests that run at once."""
-        return max(self.engine.manifest.batch_sizes)
+        return self.engine.slots
 
     def chat_tokens(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """The prompt of a conversation; see :meth:`~specexport.runtime.chat.ChatTemplate.render`.

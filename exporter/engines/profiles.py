@@ -8,6 +8,8 @@ from specexport.contract import manifest as mf
 from specexport.contract.engines import Accept, Commit, Fill, ProgramGraph
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 
+_SLOTS = 1
+"""What runs engines runs one request at a time."""
 _CACHE_STEP = 4
 _SMALL_CACHE = 1024
 
@@ -53,7 +55,7 @@ def model_jobs(model: mf.Model, manifest: mf.Manifest, *, plain: bool) -> list[J
         manifest: the bundle's.
         plain: also run one token at a time, where more can be run too.
     """
-    points = [graph.point for graph in model.graph.points]
+    points = [graph.point for graph in model.graph.points if graph.point.batch == _SLOTS]
     caches = engine_caches(sorted({point.cache for point in points}), manifest.lowering)
     points = sorted(point for point in points if point.cache in caches)
     if not any(point.drafts for point in points):
@@ -62,9 +64,8 @@ def model_jobs(model: mf.Model, manifest: mf.Manifest, *, plain: bool) -> list[J
         return [Job(tuple(kept))]
     # One token a call, K calls a step. Unrolled, TensorRT keeps the weights for each of the K passes (5.4 times their
     # size at K = 4), and passes over one token would want them in yet another order: each call sees two tokens.
-    batches = sorted({point.batch for point in points})
     widths = (CATCH_UP_TOKENS, manifest.prefill_chunk)
-    return [Job(tuple(ShapePoint(b, width, s, 0, 1) for b in batches for width in widths for s in caches))]
+    return [Job(tuple(ShapePoint(_SLOTS, width, s, 0, 1) for width in widths for s in caches))]
 
 
 def engine_caches(sizes: list[int], lowering: mf.LoweredAs) -> list[int]:
@@ -87,13 +88,13 @@ def program_jobs(graph: ProgramGraph, manifest: mf.Manifest) -> list[Job]:
     drafted = [method for method in manifest.methods if isinstance(method, mf.DraftModel)]
     drawn = {tree for method in drafted for tree in method.token_trees() if not tree.is_chain}
     if isinstance(graph, Accept):
-        shapes = {ShapePoint(b, len(tree), 0, len(tree)) for tree in trees for b in manifest.batch_sizes}
+        shapes = {ShapePoint(_SLOTS, len(tree), 0, len(tree)) for tree in trees}
         return [Job(tuple(sorted(shapes)), manifest.target.vocab_size)]
     if isinstance(graph, Fill):
-        filled = {ShapePoint(b, len(tree), 0, 0, tree.depth) for tree in drawn for b in manifest.batch_sizes}
+        filled = {ShapePoint(_SLOTS, len(tree), 0, 0, tree.depth) for tree in drawn}
         return [Job(tuple(sorted(filled)))]
     assert isinstance(graph, Commit)
     caches = sorted({point.point.cache for point in manifest.target.graph.points})
     cache = engine_caches(caches, manifest.lowering)[-1]
-    shapes = {ShapePoint(b, len(tree), cache) for tree in trees if not tree.is_chain for b in manifest.batch_sizes}
+    shapes = {ShapePoint(_SLOTS, len(tree), cache) for tree in trees if not tree.is_chain}
     return [Job(tuple(sorted(shapes)))] if shapes else []
