@@ -150,7 +150,7 @@ def test_requests_that_join_and_leave_get_the_text_they_get_alone(
         stream = one.stream(case["prompt"], params, **way, hypothesis=expected)
         stream.start()
         running.append((case, stream, []))
-        while len(running) > draw.choice((3, 8, 11)):
+        while len(running) > draw.choice((3, 8, 16)):
             case, stream, got = draw.choice(running)
             chunk = next(stream, None)
             if chunk is not None and draw.random() < 0.98:
