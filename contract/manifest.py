@@ -154,8 +154,8 @@ class _Method(_Strict, frozen=True):
         return tuple(TokenTree.from_choices(choices) for choices in self.trees)
 
     def misfit(self, tree: TokenTree) -> str | None:
-        """Why a tree is none that this method can fill; None for one that it can."""
-        raise NotImplementedError
+        """Why a tree is none that this method can fill; None for one that it can, as any is unless a method says so."""
+        return None
 
     def widths(self) -> tuple[int, ...]:
         """T of every step it may ask for, that of the default tree first."""
@@ -178,13 +178,18 @@ class _Ranked(_Method, frozen=True):
         )
 
 
+def _not_a_chain(tree: TokenTree) -> str | None:
+    # Of most probable tokens: a single path of other ranks is none.
+    chain = TokenTree.chain(len(tree))
+    return f"the one of {len(tree) - 1} draft tokens is not a chain" if tree.choices != chain.choices else None
+
+
 class _Chained(_Method, frozen=True):
     """A way to propose by looking in text: chains, of which steps verify shorter ones where less is found."""
 
     def misfit(self, tree: TokenTree) -> str | None:
         """See :class:`_Method`."""
-        chain = TokenTree.chain(len(tree))
-        return f"the one of {len(tree) - 1} draft tokens is not a chain" if tree.choices != chain.choices else None
+        return _not_a_chain(tree)
 
 
 class DraftModel(_Ranked, frozen=True, tag_field="name", tag="draft_model"):
@@ -230,8 +235,7 @@ class UniversalDraft(DraftModel, frozen=True, tag_field="name", tag="universal_d
 
     def misfit(self, tree: TokenTree) -> str | None:
         """See :class:`_Method`."""
-        chain = TokenTree.chain(len(tree))
-        return f"the one of {len(tree) - 1} draft tokens is not a chain" if tree.choices != chain.choices else None
+        return _not_a_chain(tree)
 
 
 class Medusa(_Ranked, frozen=True, tag_field="name", tag="medusa"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -81,15 +82,15 @@ class Proposal:
     window: Window | None = None
 
 
-class Proposer:
+class Proposer(ABC):
     """Proposes draft tokens for several slots at once. Its state is per slot.
 
     A way to propose says how in :meth:`propose`, and of the rest what it needs: by default nothing is done.
     """
 
+    @abstractmethod
     def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
         """Proposals by slot; a slot it has nothing for is left out and decodes plainly this step."""
-        raise NotImplementedError
 
     def prefill(self, sequence: SlotView) -> bool:
         """Reads up to one chunk of a slot's text, before its first step; whether there is more to read."""
