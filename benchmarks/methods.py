@@ -21,7 +21,8 @@ from rich.table import Table
 
 from benchmarks.decode import UNATTENDED_WIDTH, machine, speed
 from benchmarks.pair import built, inflated_heads, inflated_pair
-from specexport.contract.manifest import method_name, read_manifest
+from specexport.contract.methods import method_name
+from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter.retree import set_default_tree
 from specexport.runtime import Completion, Engine, SamplingParams

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, WIDTH_PER_LAYER, inflate, inflate_heads
 from specexport.commands.build import Bars, build_progress
 from specexport.contract.errors import BundleError
-from specexport.contract.manifest import read_manifest
+from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 

@@ -14,9 +14,29 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 
-from specexport.contract import manifest as mf
 from specexport.contract.engines import ProgramGraph
 from specexport.contract.errors import BuildError
+from specexport.contract.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    FileEntry,
+    GenerationDefaults,
+    Manifest,
+    TokenizerInfo,
+)
+from specexport.contract.methods import (
+    DraftModel,
+    Hypothesis,
+    Medusa,
+    MedusaDraft,
+    Method,
+    Ngram,
+    SelfDraft,
+    Suffix,
+    UniversalDraft,
+)
+from specexport.contract.model import CacheLayer, Graph, LoweredAs, Model, PointGraph, PrecisionInfo
+from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.contract.shapes import ShapePoint, batch_points, cache_buckets
 from specexport.exporter import check, compose, methods, points, quality, static, trace
 from specexport.exporter.checkpoint import (
@@ -66,8 +86,8 @@ def build(
     output = options.output
     if output.exists() and not options.overwrite:
         raise BuildError(f"{output}: exists already; choose another folder or pass --overwrite to replace it")
-    if output.exists() and not (output / mf.MANIFEST_NAME).is_file():
-        raise BuildError(f"{output}: exists and is not a bundle (no {mf.MANIFEST_NAME}); not replacing it")
+    if output.exists() and not (output / MANIFEST_NAME).is_file():
+        raise BuildError(f"{output}: exists and is not a bundle (no {MANIFEST_NAME}); not replacing it")
     if options.engines is not None:
         load_library(options.engines.runtime)  # whether it is there should not be found out at the end
     with written_beside(output) as folder:
@@ -111,7 +131,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
     if exact is not None:
         target_info = _with_logits_error(folder, target_info, options.lowering, exact, progress)
 
-    made: list[mf.Method] = []
+    made: list[Method] = []
     if (draft_source := options.draft or options.universal_draft) is not None:
         progress("loading the draft", 0, 1)
         draft = load_checkpoint(draft_source)
@@ -141,8 +161,8 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         progress("tracing the step program", 1, 1)
     from specexport import __version__
 
-    manifest = mf.Manifest(
-        format_version=mf.FORMAT_VERSION,
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
         specexport_version=__version__,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         built_with={"torch": str(torch.__version__), "transformers": TRANSFORMERS_VERSION, "onnx": onnx.__version__},
@@ -153,7 +173,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         batch_sizes=batches,
         target=target_info,
         methods=tuple(made),
-        tokenizer=mf.TokenizerInfo(
+        tokenizer=TokenizerInfo(
             file="tokenizer/tokenizer.json",
             eos_token_ids=eos,
             special_tokens=tokenizer.special_tokens,
@@ -163,11 +183,11 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         files=_file_entries(folder, progress),
         program=program,
     )
-    mf.write_manifest(folder, manifest)
-    mf.read_manifest(folder)
+    write_manifest(folder, manifest)
+    read_manifest(folder)
 
 
-def _generation(defaults: dict[str, float], options: BuildOptions) -> mf.GenerationDefaults:
+def _generation(defaults: dict[str, float], options: BuildOptions) -> GenerationDefaults:
     values: dict[str, float | int] = {
         **defaults,
         "posterior_threshold": options.posterior_threshold,
@@ -175,7 +195,7 @@ def _generation(defaults: dict[str, float], options: BuildOptions) -> mf.Generat
     }
     if "top_k" in values:
         values["top_k"] = int(values["top_k"])
-    return mf.GenerationDefaults(**values)  # type: ignore[arg-type]
+    return GenerationDefaults(**values)  # type: ignore[arg-type]
 
 
 def _max_seq_len(options: BuildOptions, target: Checkpoint) -> int:
@@ -201,8 +221,8 @@ def _heads(source: str | None, model: Checkpoint) -> MedusaHeads | None:
     return load_medusa(Path(source).expanduser(), hidden=hidden, vocab=model.vocab_size)
 
 
-def _medusa(options: BuildOptions, heads: MedusaHeads, plan: methods.Plan, vocab: int) -> mf.Medusa:
-    return mf.Medusa(
+def _medusa(options: BuildOptions, heads: MedusaHeads, plan: methods.Plan, vocab: int) -> Medusa:
+    return Medusa(
         trees=tuple(tree.choices for tree in plan["medusa"]),
         candidates=methods.candidates(vocab),
         heads=len(heads),
@@ -212,12 +232,12 @@ def _medusa(options: BuildOptions, heads: MedusaHeads, plan: methods.Plan, vocab
     )
 
 
-def _text_only(options: BuildOptions, plan: methods.Plan, parameters: int) -> list[mf.Method]:
+def _text_only(options: BuildOptions, plan: methods.Plan, parameters: int) -> list[Method]:
     """The methods that need no model but the target."""
-    made: list[mf.Method] = []
+    made: list[Method] = []
     if options.ngram:
         made.append(
-            mf.Ngram(
+            Ngram(
                 trees=tuple(tree.choices for tree in plan["ngram"]),
                 prompt_lookup_max=options.prompt_lookup_max,
                 prompt_lookup_min=options.prompt_lookup_min,
@@ -225,14 +245,14 @@ def _text_only(options: BuildOptions, plan: methods.Plan, parameters: int) -> li
         )
     if options.suffix:
         made.append(
-            mf.Suffix(
+            Suffix(
                 trees=tuple(tree.choices for tree in plan["suffix"]),
                 max_spec_factor=methods.MAX_SPEC_FACTOR,
                 min_token_prob=methods.MIN_TOKEN_PROB,
             )
         )
     if options.hypothesis:
-        made.append(mf.Hypothesis(trees=tuple(tree.choices for tree in plan["hypothesis"])))
+        made.append(Hypothesis(trees=tuple(tree.choices for tree in plan["hypothesis"])))
     if options.lookahead is not None:
         made.append(methods.lookahead(options.lookahead, options.lookahead_seeding, parameters))
     return made
@@ -248,7 +268,7 @@ def _export_target(
     batches: tuple[int, ...],
     caches: tuple[int, ...],
     progress: Progress,
-) -> tuple[mf.Model, mf.SelfDraft | None]:
+) -> tuple[Model, SelfDraft | None]:
     """The target, and its first layers as a draft where they are asked for."""
     progress("checking the target's lowering", 0, 1)
     check.same_as_eager(target, options.lowering)
@@ -275,7 +295,7 @@ def _export_target(
     )
     if options.self_draft_layers is None:
         return info, None
-    return info, mf.SelfDraft(
+    return info, SelfDraft(
         trees=tuple(tree.choices for tree in plan["self_draft"]),
         candidates=min(MAX_CANDIDATES, target.vocab_size),
         draft=rest[0],
@@ -315,8 +335,8 @@ def _self_draft(
 
 
 def _with_logits_error(
-    folder: Path, model: mf.Model, lowering: mf.LoweredAs, exact: quality.Reference, progress: Progress
-) -> mf.Model:
+    folder: Path, model: Model, lowering: LoweredAs, exact: quality.Reference, progress: Progress
+) -> Model:
     progress("measuring the target's rounding", 0, 1)
     found = quality.logits_error(folder / model.graph.master, lowering, model.cache, exact)
     progress("measuring the target's rounding", 1, 1)
@@ -336,13 +356,13 @@ def _export_draft(
     batches: tuple[int, ...],
     caches: tuple[int, ...],
     progress: Progress,
-) -> mf.DraftModel | mf.MedusaDraft:
+) -> DraftModel | MedusaDraft:
     heads = _heads(options.draft_medusa, draft)
     progress("checking the draft's lowering", 0, 1)
     check.same_as_eager(draft, options.lowering)
     progress("checking the draft's lowering", 1, 1)
 
-    def export(name: str, model: ir.Model, at: tuple[ShapePoint, ...]) -> mf.Model:
+    def export(name: str, model: ir.Model, at: tuple[ShapePoint, ...]) -> Model:
         progress("tracing the draft", 1, 1)
         (info,) = _write_models(
             folder / "draft",
@@ -365,7 +385,7 @@ def _export_draft(
                 draft.model, draft.cache, vocab_size, draft.input_vocab, draft.max_positions, options.lowering
             ),
         )
-        made = mf.DraftModel(
+        made = DraftModel(
             trees=tuple(tree.choices for tree in trees),
             candidates=min(MAX_CANDIDATES, vocab_size),
             draft=export(
@@ -377,7 +397,7 @@ def _export_draft(
         if not universal:
             return made
         load_tokenizer(draft.path).tokenizer.save(str(folder / "draft" / "tokenizer.json"))
-        return mf.UniversalDraft(**msgspec.structs.asdict(made), tokenizer="draft/tokenizer.json")
+        return UniversalDraft(**msgspec.structs.asdict(made), tokenizer="draft/tokenizer.json")
     trees, known = plan["medusa_draft"], methods.candidates(vocab_size)
     model = _traced(
         draft,
@@ -385,7 +405,7 @@ def _export_draft(
             draft.model, draft.cache, heads, known, vocab_size, draft.input_vocab, options.lowering
         ),
     )
-    return mf.MedusaDraft(
+    return MedusaDraft(
         trees=tuple(tree.choices for tree in trees),
         candidates=known,
         heads=len(heads),
@@ -433,7 +453,7 @@ def _write_models(
     heads: Precision | None,
     block_size: int | None,
     progress: Progress,
-) -> list[mf.Model]:
+) -> list[Model]:
     """Writes one weights file, masters and static graphs into ``folder`` and describes them."""
     folder.mkdir()
     role = folder.name
@@ -461,11 +481,11 @@ def _write_models(
         for point in part.at:
             file = folder / f"{part.name}.{point}.onnx"
             static.pin(master, point, file)
-            graphs.append(mf.PointGraph(point=point, file=f"{role}/{file.name}"))
+            graphs.append(PointGraph(point=point, file=f"{role}/{file.name}"))
             pinned += 1
             progress(f"pinning the {role}'s shape points", pinned, count)
         made.append(
-            mf.Model(
+            Model(
                 family=checkpoint.family,
                 source=str(checkpoint.path.resolve()) if Path(checkpoint.source).is_dir() else checkpoint.source,
                 parameters=part.parameters,
@@ -473,18 +493,18 @@ def _write_models(
                 max_positions=checkpoint.max_positions,
                 precision=_precision_info(precision, block_size, report),
                 cache=tuple(
-                    mf.CacheLayer(heads=c.heads, key_size=c.key_size, value_size=c.value_size) for c in part.cache
+                    CacheLayer(heads=c.heads, key_size=c.key_size, value_size=c.value_size) for c in part.cache
                 ),
                 weights=f"{role}/weights.bin",
-                graph=mf.Graph(master=f"{role}/{part.name}.onnx", points=tuple(graphs)),
+                graph=Graph(master=f"{role}/{part.name}.onnx", points=tuple(graphs)),
             )
         )
     return made
 
 
-def _precision_info(precision: Precision, block_size: int | None, report: WeightsReport) -> mf.PrecisionInfo:
+def _precision_info(precision: Precision, block_size: int | None, report: WeightsReport) -> PrecisionInfo:
     quantized = precision in ("int8", "int4")
-    return mf.PrecisionInfo(
+    return PrecisionInfo(
         weights=precision,
         compute="fp32",
         cache="fp32",
@@ -494,11 +514,11 @@ def _precision_info(precision: Precision, block_size: int | None, report: Weight
     )
 
 
-def _file_entries(folder: Path, progress: Progress) -> tuple[mf.FileEntry, ...]:
+def _file_entries(folder: Path, progress: Progress) -> tuple[FileEntry, ...]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = []
     for index, path in enumerate(files):
         name = path.relative_to(folder).as_posix()
-        entries.append(mf.file_entry(folder, name))
+        entries.append(file_entry(folder, name))
         progress("hashing files", index + 1, len(files))
     return tuple(entries)

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specexport.contract import manifest as mf
 from specexport.contract import tensors
+from specexport.contract.model import CacheLayer
 
 Array = npt.NDArray[Any]
 Caches = dict[str, Array]
 """float32 ``[1,Hkv,S,D]`` by input name."""
 
 
-def new_caches(layers: tuple[mf.CacheLayer, ...], rows: int, fill: float) -> Caches:
+def new_caches(layers: tuple[CacheLayer, ...], rows: int, fill: float) -> Caches:
     """Caches of ``rows`` rows for one slot, filled with a number."""
     return {
         name: np.full((1, layer.heads, rows, size), fill, np.float32)

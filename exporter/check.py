@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from specexport.contract.errors import BuildError
-from specexport.contract.manifest import LoweredAs
+from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
 from specexport.exporter.checkpoint import Checkpoint
 from specexport.exporter.trace import quiet

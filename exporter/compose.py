@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.contract import tensors
-from specexport.contract.manifest import LoweredAs
+from specexport.contract.model import LoweredAs
 from specexport.exporter.trace import OPSETS, CacheShape, cache_names, returned_names, row_names
 
 _INT64 = ir.TensorType(ir.DataType.INT64)

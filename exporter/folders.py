@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from specexport.contract.manifest import MANIFEST_NAME, Manifest, read_manifest, write_manifest
+from specexport.contract.manifest import MANIFEST_NAME, Manifest
+from specexport.contract.reading import read_manifest, write_manifest
 
 
 @contextlib.contextmanager

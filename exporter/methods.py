@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from specexport.contract import manifest as mf
 from specexport.contract.errors import BuildError, SpecExportError
+from specexport.contract.methods import Lookahead, guess_tree
 from specexport.contract.tree import MAX_NODES, TokenTree
 from specexport.exporter.medusa import HeadsOutline
 from specexport.exporter.options import BuildOptions
@@ -84,7 +84,7 @@ def plan(options: BuildOptions, heads: HeadsOutline | None, draft_heads: HeadsOu
     return found
 
 
-def lookahead(wanted: str | tuple[int, int, int], seeding: bool, parameters: int) -> mf.Lookahead:
+def lookahead(wanted: str | tuple[int, int, int], seeding: bool, parameters: int) -> Lookahead:
     """The method of lookahead decoding.
 
     Args:
@@ -114,8 +114,8 @@ def lookahead(wanted: str | tuple[int, int, int], seeding: bool, parameters: int
     counts = [guesses]
     while counts[-1] > 1:
         counts.append(counts[-1] // 2)
-    trees = tuple(mf.guess_tree(count, ngram).choices for count in counts)
-    return mf.Lookahead(trees=trees, window=window, ngram=ngram, prompt_seeding=seeding)
+    trees = tuple(guess_tree(count, ngram).choices for count in counts)
+    return Lookahead(trees=trees, window=window, ngram=ngram, prompt_seeding=seeding)
 
 
 def _of_heads(options: BuildOptions, named: Trees, heads: HeadsOutline, own: int, vocab: int) -> Trees:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from specexport.contract import manifest as mf
 from specexport.contract.engines import Backend
 from specexport.contract.errors import BuildError
+from specexport.contract.methods import MAX_LOOKUP
+from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
 from specexport.exporter.engines.options import RUNTIMES, EngineOptions
 from specexport.exporter.weights import PRECISIONS, Precision
 
-LOWERINGS: tuple[mf.LoweredAs, ...] = ("native", "portable")
+LOWERINGS: tuple[LoweredAs, ...] = ("native", "portable")
 BACKENDS: tuple[Backend, ...] = ("onnxruntime", *RUNTIMES)
 DEFAULT_BLOCK_SIZE = 32
 DEFAULT_MAX_BATCH_SIZE = 8
@@ -83,7 +84,7 @@ class BuildOptions:
     precision: Precision = "fp32"
     draft_precision: Precision | None = None
     block_size: int | None = None
-    lowering: mf.LoweredAs = "native"
+    lowering: LoweredAs = "native"
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
     backend: Backend = "onnxruntime"
@@ -122,8 +123,8 @@ class BuildOptions:
         if not 1 <= self.max_batch_size <= MAX_BATCH_SIZE:
             raise BuildError(f"max_batch_size is {self.max_batch_size}; expected 1 to {MAX_BATCH_SIZE}")
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
-        if not 1 <= most <= mf.MAX_LOOKUP:
-            raise BuildError(f"prompt_lookup_max is {most}; expected 1 to {mf.MAX_LOOKUP}")
+        if not 1 <= most <= MAX_LOOKUP:
+            raise BuildError(f"prompt_lookup_max is {most}; expected 1 to {MAX_LOOKUP}")
         if not 1 <= least <= most:
             raise BuildError(f"prompt_lookup_min is {least}; expected 1 to prompt_lookup_max, which is {most}")
         for name in ("posterior_threshold", "posterior_alpha"):

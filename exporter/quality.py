@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specexport.contract import manifest as mf
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
+from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.contract.tree import TokenTree
 from specexport.exporter.caches import after_call, new_caches
 from specexport.exporter.checkpoint import Checkpoint
@@ -60,7 +60,7 @@ def reference(checkpoint: Checkpoint, tokens: list[int]) -> Reference:
 
 
 def logits_error(
-    master: Path, lowering: mf.LoweredAs, cache: tuple[mf.CacheLayer, ...], expected: Reference
+    master: Path, lowering: LoweredAs, cache: tuple[CacheLayer, ...], expected: Reference
 ) -> tuple[float, float] | None:
     """Runs a step graph over the same text, one token a step, as decoding does.
 

@@ -8,15 +8,18 @@ from pathlib import Path
 
 import msgspec
 
-from specexport.contract import manifest as mf
 from specexport.contract.errors import BuildError
+from specexport.contract.manifest import Manifest
+from specexport.contract.methods import DraftModel, MedusaDraft, method_name
+from specexport.contract.model import Model, PointGraph
+from specexport.contract.reading import check_files, file_entry, read_manifest
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter import static
 from specexport.exporter.folders import exchange_manifest
 
 
-def set_default_tree(folder: Path, name: str, tree: TokenTree) -> mf.Manifest:
+def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
     """Makes a tree the default of a method; the trees there were can still be chosen.
 
     Graphs are written first and the manifest is exchanged at the end, so that a bundle is whole at every moment.
@@ -34,8 +37,8 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> mf.Manifest:
             that are made for its trees.
         BundleError: the bundle is not whole, or the method cannot fill the tree.
     """
-    manifest = mf.read_manifest(folder)
-    mf.check_files(folder, manifest, hashes=False)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, hashes=False)
     method = manifest.method(name)
     if method is None:
         raise BuildError(f"{folder}: has no method {name!r}")
@@ -53,26 +56,26 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> mf.Manifest:
     others = [other for other in method.token_trees() if len(other) != len(tree)]
     changed = msgspec.structs.replace(method, trees=tuple(one.choices for one in (tree, *others)))
     target = _with_points(folder, manifest.target, (len(tree), len(tree), 0), manifest.batch_sizes, caches)
-    if isinstance(changed, mf.DraftModel):
+    if isinstance(changed, DraftModel):
         draft = _with_points(folder, changed.draft, (CATCH_UP_TOKENS, 0, tree.depth), manifest.batch_sizes, caches)
         changed = msgspec.structs.replace(changed, draft=draft)
-    elif isinstance(changed, mf.MedusaDraft):
+    elif isinstance(changed, MedusaDraft):
         width = 1 + max(one.depth for one in changed.token_trees())
         draft = _with_points(folder, changed.draft, (width, 1, 0), manifest.batch_sizes, caches)
         changed = msgspec.structs.replace(changed, draft=draft)
-    methods = tuple(changed if mf.method_name(one) == name else one for one in manifest.methods)
+    methods = tuple(changed if method_name(one) == name else one for one in manifest.methods)
     new = msgspec.structs.replace(manifest, target=target, methods=methods)
     listed = {entry.path for entry in manifest.files}
     used = [graph.file for model in new.models.values() for graph in model.graph.points]
-    added = tuple(mf.file_entry(folder, file) for file in dict.fromkeys(used) if file not in listed)
+    added = tuple(file_entry(folder, file) for file in dict.fromkeys(used) if file not in listed)
     new = msgspec.structs.replace(new, files=(*manifest.files, *added))
     exchange_manifest(folder, new)
     return new
 
 
 def _with_points(
-    folder: Path, model: mf.Model, wanted: tuple[int, int, int], batches: Sequence[int], caches: Sequence[int]
-) -> mf.Model:
+    folder: Path, model: Model, wanted: tuple[int, int, int], batches: Sequence[int], caches: Sequence[int]
+) -> Model:
     """A model with (tokens, rows, drafts) pinned at every batch and cache size."""
     master = folder / model.graph.master
     points = {graph.point: graph for graph in model.graph.points}
@@ -82,5 +85,5 @@ def _with_points(
         if point not in points:
             file = master.with_name(f"{master.stem}.{point}.onnx")
             static.pin(master, point, file)
-            points[point] = mf.PointGraph(point=point, file=file.relative_to(folder).as_posix())
+            points[point] = PointGraph(point=point, file=file.relative_to(folder).as_posix())
     return msgspec.structs.replace(model, graph=msgspec.structs.replace(model.graph, points=tuple(points.values())))

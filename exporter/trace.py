@@ -16,7 +16,7 @@ import torch
 from onnxscript import optimizer
 
 from specexport.contract import tensors
-from specexport.contract.manifest import LoweredAs
+from specexport.contract.model import LoweredAs
 from specexport.exporter.passes.linear import canonical_weights
 from specexport.exporter.passes.merge_linear import merge_linear
 from specexport.exporter.passes.rms_norm import fuse_rms_norm

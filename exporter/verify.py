@@ -13,8 +13,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from specexport.contract import manifest as mf
 from specexport.contract.errors import BuildError, RequestError, SpecExportError
+from specexport.contract.methods import (
+    HYPOTHESIS,
+    DraftModel,
+    Medusa,
+    MedusaDraft,
+    SelfDraft,
+    UniversalDraft,
+    method_name,
+)
+from specexport.contract.model import Model
+from specexport.contract.reading import check_files, read_manifest
 from specexport.exporter import verify_logits as logits
 from specexport.exporter.locate import locate
 from specexport.exporter.verify_graphs import check_graphs
@@ -147,7 +157,7 @@ def verify(
     opened = Bundle.open(bundle, check_hashes=False)
     if "draft" in given and "draft" not in opened.manifest.models:
         raise RequestError(f"a draft was given, but {bundle} was built without one")
-    if medusa is not None and not any(isinstance(m, mf.Medusa | mf.MedusaDraft) for m in opened.manifest.methods):
+    if medusa is not None and not any(isinstance(m, Medusa | MedusaDraft) for m in opened.manifest.methods):
         raise RequestError(f"Medusa heads were given, but {bundle} was built without some")
     texts = _texts(opened, prompts or DEFAULT_PROMPTS, max_tokens)
     steps: dict[str, Callable[[], Outcome]] = {
@@ -155,12 +165,12 @@ def verify(
         "logits": lambda: _logits(opened, given.get("target"), texts),
     }
     for method in opened.manifest.methods:
-        if isinstance(method, mf.SelfDraft):
+        if isinstance(method, SelfDraft):
             steps["self_draft"] = partial(_draft, opened, method, given.get("target"), texts)
-        elif isinstance(method, mf.DraftModel):
+        elif isinstance(method, DraftModel):
             steps["draft"] = partial(_draft, opened, method, given.get("draft"), texts)
-        elif isinstance(method, mf.Medusa | mf.MedusaDraft):
-            role = "target" if isinstance(method, mf.Medusa) else "draft"
+        elif isinstance(method, Medusa | MedusaDraft):
+            role = "target" if isinstance(method, Medusa) else "draft"
             steps["medusa"] = partial(_heads, opened, method, role, given.get(role), medusa, texts)
     steps["speculation"] = lambda: _speculation(opened, texts, max_tokens, report)
     checks = [files]
@@ -199,7 +209,7 @@ def _texts(bundle: Bundle, prompts: Sequence[str], max_tokens: int) -> list[list
 
 
 def _files(folder: Path, progress: Progress) -> Outcome:
-    manifest = mf.read_manifest(folder)
+    manifest = read_manifest(folder)
     total, done = sum(entry.size for entry in manifest.files), 0
 
     def advance(size: int) -> None:
@@ -207,7 +217,7 @@ def _files(folder: Path, progress: Progress) -> Outcome:
         done += size
         progress("files", done, total)
 
-    mf.check_files(folder, manifest, hashes=True, progress=advance)
+    check_files(folder, manifest, hashes=True, progress=advance)
     count = len(manifest.files)
     return True, f"{count} files have the sizes and hashes the manifest says", {"files": count, "bytes": total}
 
@@ -223,7 +233,7 @@ def _graphs(bundle: Bundle, progress: Progress) -> Outcome:
 # --- against the original models --------------------------------------------------------------------------------------
 
 
-def _reference(role: str, model: mf.Model, given: Path | None) -> Path:
+def _reference(role: str, model: Model, given: Path | None) -> Path:
     """The folder of the checkpoint a model was built from."""
     if given is not None:
         return given
@@ -254,9 +264,9 @@ def _logits(bundle: Bundle, given: Path | None, texts: list[list[int]]) -> Outco
     return passed, sentence if found.finite else "the graph makes logits that are not finite numbers", numbers
 
 
-def _draft(bundle: Bundle, method: mf.DraftModel, given: Path | None, texts: list[list[int]]) -> Outcome:
-    checkpoint = _reference("target" if isinstance(method, mf.SelfDraft) else "draft", method.draft, given)
-    if isinstance(method, mf.UniversalDraft):
+def _draft(bundle: Bundle, method: DraftModel, given: Path | None, texts: list[list[int]]) -> Outcome:
+    checkpoint = _reference("target" if isinstance(method, SelfDraft) else "draft", method.draft, given)
+    if isinstance(method, UniversalDraft):
         target, own = bundle.tokenizer(), bundle.tokenizer(method.tokenizer)
         texts = [own.encode(target.decode(text)).ids for text in texts]
     limits = logits.LIMITS[method.draft.precision.weights]
@@ -270,7 +280,7 @@ def _draft(bundle: Bundle, method: mf.DraftModel, given: Path | None, texts: lis
 
 def _heads(
     bundle: Bundle,
-    method: mf.Medusa | mf.MedusaDraft,
+    method: Medusa | MedusaDraft,
     role: str,
     given: Path | None,
     medusa: Path | None,
@@ -282,7 +292,7 @@ def _heads(
     if not heads.is_dir():
         raise _NotRunError(f"the Medusa heads it was built from are not there ({heads}); pass --medusa DIR")
     with Engine.load(bundle.folder, check_hashes=False) as engine:
-        made = logits.head_proposals(engine, mf.method_name(method), texts, _HEAD_STEPS)
+        made = logits.head_proposals(engine, method_name(method), texts, _HEAD_STEPS)
     found = logits.compare_heads(checkpoint, heads, bundle.manifest, method, made)
     limits = logits.head_limits(bundle.manifest, method)
     sentence = f"the heads in the {role}'s graph propose the original heads' own token at {_agreement(found, limits)}"
@@ -359,9 +369,7 @@ def _compare_decoding(
         params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
         plain = engine.generate(text, params, speculation=False).token_ids
         # A hypothesis that is right but for some of its tokens; other methods need none.
-        expected = (
-            [token if at % _SLIP else 0 for at, token in enumerate(plain, 1)] if method == mf.HYPOTHESIS else None
-        )
+        expected = [token if at % _SLIP else 0 for at, token in enumerate(plain, 1)] if method == HYPOTHESIS else None
         completion = engine.generate(text, params, method=method, num_speculative_tokens=size, hypothesis=expected)
         fast, length = completion.token_ids, length or completion.stats.acceptance_length
         same = _common(plain, fast)

@@ -8,9 +8,10 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto
 
-from specexport.contract import manifest as mf
 from specexport.contract import tensors
 from specexport.contract.errors import BundleError
+from specexport.contract.methods import DraftModel, Medusa, MedusaDraft
+from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter.trace import OPSETS, cache_names, returned_names
 from specexport.runtime.bundle import Bundle
@@ -39,14 +40,14 @@ def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
     """
     manifest = bundle.manifest
     medusa = manifest.method("medusa")
-    extra = {tensors.CANDIDATES: _candidates(medusa.heads, medusa)} if isinstance(medusa, mf.Medusa) else {}
+    extra = {tensors.CANDIDATES: _candidates(medusa.heads, medusa)} if isinstance(medusa, Medusa) else {}
     logits: Signature = {tensors.LOGITS: (_FLOAT, ("B", "R", manifest.target.vocab_size))}
     lowering = manifest.lowering
     models = [(manifest.target, *_step_signature(manifest.target, logits | extra, lowering))]
     for method in manifest.methods:
-        if isinstance(method, mf.DraftModel):
+        if isinstance(method, DraftModel):
             models.append((method.draft, *_propose_signature(method, lowering)))
-        elif isinstance(method, mf.MedusaDraft):
+        elif isinstance(method, MedusaDraft):
             made: Signature = {tensors.CANDIDATES: _candidates(method.heads + 1, method)}
             models.append((method.draft, *_step_signature(method.draft, made, lowering)))
     work = [
@@ -115,11 +116,11 @@ def _words(signature: tuple[int, Dims] | None) -> str:
     return f"{TensorProto.DataType.Name(signature[0]).lower()}[{', '.join(map(str, signature[1]))}]"
 
 
-def _candidates(depths: int, method: mf.Medusa | mf.MedusaDraft) -> tuple[int, Dims]:
+def _candidates(depths: int, method: Medusa | MedusaDraft) -> tuple[int, Dims]:
     return _INT64, ("B", depths, "R", method.candidates)
 
 
-def _step_signature(model: mf.Model, outputs: Signature, lowering: mf.LoweredAs) -> tuple[Signature, Signature]:
+def _step_signature(model: Model, outputs: Signature, lowering: LoweredAs) -> tuple[Signature, Signature]:
     inputs: Signature = {
         tensors.INPUT_IDS: (_INT64, ("B", "T")),
         tensors.POSITION_IDS: (_INT64, ("B", "T")),
@@ -130,7 +131,7 @@ def _step_signature(model: mf.Model, outputs: Signature, lowering: mf.LoweredAs)
     return {**inputs, **_caches(model)}, {**outputs, **_returned(model, lowering, "T")}
 
 
-def _propose_signature(method: mf.DraftModel, lowering: mf.LoweredAs) -> tuple[Signature, Signature]:
+def _propose_signature(method: DraftModel, lowering: LoweredAs) -> tuple[Signature, Signature]:
     inputs: Signature = {
         tensors.INPUT_IDS: (_INT64, ("B", "T")),
         tensors.PAST_LENGTH: (_INT64, ("B",)),
@@ -148,16 +149,16 @@ def _propose_signature(method: mf.DraftModel, lowering: mf.LoweredAs) -> tuple[S
     return {**inputs, **_caches(method.draft)}, {**outputs, **_returned(method.draft, lowering, "F")}
 
 
-def _caches(model: mf.Model) -> Signature:
+def _caches(model: Model) -> Signature:
     return _of_layers(model, cache_names(len(model.cache)), "S")
 
 
-def _returned(model: mf.Model, lowering: mf.LoweredAs, fed: str) -> Signature:
+def _returned(model: Model, lowering: LoweredAs, fed: str) -> Signature:
     """What a graph returns of its cache; ``fed`` is the symbol of the tokens fed in a call."""
     return _of_layers(model, returned_names(len(model.cache), lowering), "S" if lowering == "native" else fed)
 
 
-def _of_layers(model: mf.Model, names: list[str], rows: str) -> Signature:
+def _of_layers(model: Model, names: list[str], rows: str) -> Signature:
     sizes = [(shape.heads, size) for shape in model.cache for size in (shape.key_size, shape.value_size)]
     return {name: (_FLOAT, ("B", heads, rows, size)) for name, (heads, size) in zip(names, sizes, strict=True)}
 

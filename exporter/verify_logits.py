@@ -11,8 +11,9 @@ import numpy as np
 from polygraphy.comparator import Comparator, SimpleCompareFunc
 from polygraphy.logger import G_LOGGER
 
-from specexport.contract import manifest as mf
 from specexport.contract import tensors
+from specexport.contract.manifest import Manifest
+from specexport.contract.methods import DraftModel, Medusa, MedusaDraft, SelfDraft, UniversalDraft, method_name
 from specexport.contract.tree import TokenTree
 from specexport.exporter.quality import energy, relative_rms
 from specexport.exporter.verify_runners import (
@@ -123,7 +124,7 @@ def _scale(logits: Array) -> float:
     return max(1.0, float(np.abs(logits).max()))
 
 
-def rounds(manifest: mf.Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
+def rounds(manifest: Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
     """Texts, each with a number of draft tokens: every text and every width of a step at least once."""
     sizes = sorted({width - 1 for method in manifest.methods for width in method.widths()}) or [0]
     return _paired(texts, sizes)
@@ -134,9 +135,9 @@ def _paired(texts: Sequence[list[int]], others: Sequence[_Other]) -> list[tuple[
     return [(texts[i % len(texts)], others[i % len(others)]) for i in range(max(len(texts), len(others)))]
 
 
-def decodings(manifest: mf.Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], tuple[str, int]]]:
+def decodings(manifest: Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], tuple[str, int]]]:
     """Texts, each with a method and a number of draft tokens: every method's every tree at least once."""
-    ways = [(mf.method_name(m), len(tree) - 1) for m in manifest.methods for tree in m.token_trees()]
+    ways = [(method_name(m), len(tree) - 1) for m in manifest.methods for tree in m.token_trees()]
     return _paired(texts, ways) if ways else []
 
 
@@ -184,7 +185,7 @@ def logit_gap(bundle: Bundle, text: Sequence[int], first: int, second: int) -> f
     return abs(float(logits[first] - logits[second])) / _scale(logits)
 
 
-def propose(bundle: Bundle, method: mf.DraftModel, texts: Sequence[list[int]]) -> list[tuple[list[int], list[int]]]:
+def propose(bundle: Bundle, method: DraftModel, texts: Sequence[list[int]]) -> list[tuple[list[int], list[int]]]:
     """Texts and the greedy draft tokens the propose graph continues them with, through the runtime's own proposer.
 
     Each text is continued three times, as if all, one and none of its draft tokens had been accepted: the draft's cache
@@ -213,8 +214,8 @@ def propose(bundle: Bundle, method: mf.DraftModel, texts: Sequence[list[int]]) -
 
 def compare_draft(
     checkpoint: Path,
-    manifest: mf.Manifest,
-    method: mf.DraftModel,
+    manifest: Manifest,
+    method: DraftModel,
     made: Sequence[tuple[list[int], list[int]]],
     limits: Limits,
 ) -> Agreement:
@@ -224,8 +225,8 @@ def compare_draft(
         BundleError: the checkpoint is another model.
     """
     draft = method.draft
-    model = load_reference(checkpoint, draft, method.layers if isinstance(method, mf.SelfDraft) else None)
-    own = isinstance(method, mf.UniversalDraft)  # it may propose tokens that the target does not have
+    model = load_reference(checkpoint, draft, method.layers if isinstance(method, SelfDraft) else None)
+    own = isinstance(method, UniversalDraft)  # it may propose tokens that the target does not have
     vocab = draft.vocab_size if own else min(manifest.target.vocab_size, draft.vocab_size)
     rows = model.get_input_embeddings().weight.shape[0]
     agreement = Agreement()
@@ -249,11 +250,11 @@ def head_proposals(engine: Engine, name: str, texts: Sequence[list[int]], steps:
     return made
 
 
-def head_limits(manifest: mf.Manifest, method: mf.Medusa | mf.MedusaDraft) -> Limits:
+def head_limits(manifest: Manifest, method: Medusa | MedusaDraft) -> Limits:
     """How far heads may be from the original ones: what rounds more decides, the model or the heads on it."""
     stored = (
         (manifest.target.precision.weights, method.weights)
-        if isinstance(method, mf.Medusa)
+        if isinstance(method, Medusa)
         else (method.draft.precision.weights,)
     )
     return max((LIMITS[kind] for kind in stored), key=lambda limits: limits.rms)
@@ -262,8 +263,8 @@ def head_limits(manifest: mf.Manifest, method: mf.Medusa | mf.MedusaDraft) -> Li
 def compare_heads(
     checkpoint: Path,
     heads: Path,
-    manifest: mf.Manifest,
-    method: mf.Medusa | mf.MedusaDraft,
+    manifest: Manifest,
+    method: Medusa | MedusaDraft,
     made: Sequence[tuple[list[int], Array]],
 ) -> Agreement:
     """Compares the tokens heads propose with those of the original heads on the original model.
@@ -272,8 +273,8 @@ def compare_heads(
         BuildError: the heads are for another model.
         BundleError: the checkpoint is another model.
     """
-    of_target = isinstance(method, mf.Medusa)
-    described = manifest.target if isinstance(method, mf.Medusa) else method.draft
+    of_target = isinstance(method, Medusa)
+    described = manifest.target if isinstance(method, Medusa) else method.draft
     limits = head_limits(manifest, method)
     model = load_reference(checkpoint, described)
     vocab, rows = min(manifest.target.vocab_size, described.vocab_size), model.get_input_embeddings().weight.shape[0]

@@ -21,9 +21,10 @@ from polygraphy.common import TensorMetadata
 from polygraphy.datatype import DataType
 from transformers import AutoModelForCausalLM
 
-from specexport.contract import manifest as mf
 from specexport.contract import tensors
 from specexport.contract.errors import BundleError
+from specexport.contract.manifest import Manifest
+from specexport.contract.model import Model
 from specexport.contract.tree import TokenTree
 from specexport.exporter.caches import after_call, new_caches
 from specexport.exporter.medusa import load_medusa
@@ -44,7 +45,7 @@ _COMPARED_ROWS = 16
 # --- feeds ------------------------------------------------------------------------------------------------------------
 
 
-def prefill_feeds(manifest: mf.Manifest, text: Sequence[int]) -> Iterator[Feed]:
+def prefill_feeds(manifest: Manifest, text: Sequence[int]) -> Iterator[Feed]:
     """The step graph's inputs, caches aside, for reading a text in chunks as the engine does."""
     chunk = manifest.prefill_chunk
     for done in range(0, len(text), chunk):
@@ -53,7 +54,7 @@ def prefill_feeds(manifest: mf.Manifest, text: Sequence[int]) -> Iterator[Feed]:
         yield _feed(manifest, text[:done], part + [0] * (chunk - len(part)), TokenTree.chain(chunk), rows)
 
 
-def feeds(manifest: mf.Manifest, text: Sequence[int], K: int) -> Iterator[Feed]:
+def feeds(manifest: Manifest, text: Sequence[int], K: int) -> Iterator[Feed]:
     """A prefill, then a chain of the verify step's width, a tree over the rows the chain left, and one plain token.
 
     The tree starts behind the chain's second token, as if the rest of the chain had been rejected, so rows that must no
@@ -76,7 +77,7 @@ def feeds(manifest: mf.Manifest, text: Sequence[int], K: int) -> Iterator[Feed]:
         committed += tokens[:kept]
 
 
-def _feed(manifest: mf.Manifest, committed: Sequence[int], tokens: Sequence[int], tree: TokenTree, rows: Array) -> Feed:
+def _feed(manifest: Manifest, committed: Sequence[int], tokens: Sequence[int], tree: TokenTree, rows: Array) -> Feed:
     past = len(committed)
     # As in the engine: a chunk's padding may reach past the positions the model has.
     positions = np.minimum(past + tree.depths, manifest.target.max_positions - 1)
@@ -143,7 +144,7 @@ class ReferenceRunner(BaseRunner):  # type: ignore[misc]
         model: what the bundle says of it.
     """
 
-    def __init__(self, path: Path, model: mf.Model) -> None:
+    def __init__(self, path: Path, model: Model) -> None:
         super().__init__(name="transformers")
         self._path, self._described = path, model
 
@@ -176,7 +177,7 @@ class ReferenceRunner(BaseRunner):  # type: ignore[misc]
         del self._model
 
 
-def load_reference(path: Path, described: mf.Model, layers: int | None = None) -> Any:
+def load_reference(path: Path, described: Model, layers: int | None = None) -> Any:
     """Loads a checkpoint in fp32 as plain transformers runs it.
 
     Args:

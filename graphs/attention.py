@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from specexport.contract.errors import BuildError
-from specexport.contract.manifest import LoweredAs
+from specexport.contract.model import LoweredAs
 from specexport.graphs.ops import tensor_scatter
 
 ATTENTION_NAME = "specexport"

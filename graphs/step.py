@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specexport.contract.manifest import LoweredAs
+from specexport.contract.model import LoweredAs
 from specexport.graphs.attention import Lowering, PassThroughCache, lowering, step_lowering
 from specexport.graphs.medusa import MedusaHeads
 

@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, RequestError
-from specexport.contract.manifest import DraftModel, Manifest, Medusa, MedusaDraft, Model
+from specexport.contract.manifest import Manifest
+from specexport.contract.methods import DraftModel, Medusa, MedusaDraft
+from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.bundle import Bundle
 

@@ -6,18 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import (
-    HYPOTHESIS,
-    DraftModel,
-    Manifest,
-    Medusa,
-    MedusaDraft,
-    Method,
-    Model,
-    SelfDraft,
-    StoredAs,
-    method_name,
-)
+from specexport.contract.manifest import Manifest
+from specexport.contract.methods import HYPOTHESIS, DraftModel, Medusa, MedusaDraft, Method, SelfDraft, method_name
+from specexport.contract.model import Model, StoredAs
 from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.stream import Completion

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from specexport.contract.manifest import DraftModel, Lookup, Manifest, method_name
+from specexport.contract.manifest import Manifest
+from specexport.contract.methods import DraftModel, Lookup, method_name
 from specexport.contract.tree import TokenTree
 from specexport.runtime.request import Request
 from specexport.runtime.step import ROOT, Speculation

@@ -8,7 +8,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from specexport.contract.errors import BundleError
-from specexport.contract.manifest import Manifest, check_files, read_manifest
+from specexport.contract.manifest import Manifest
+from specexport.contract.reading import check_files, read_manifest
 from specexport.runtime.chat import ChatTemplate
 
 

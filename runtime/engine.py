@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import HYPOTHESIS, Manifest, method_name
+from specexport.contract.manifest import Manifest
+from specexport.contract.methods import HYPOTHESIS, method_name
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, Graph, open_backend, step_buffers
 from specexport.runtime.budget import Budget

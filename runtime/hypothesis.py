@@ -9,7 +9,7 @@ from typing import Protocol
 from tokenizers import Tokenizer
 
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import HYPOTHESIS
+from specexport.contract.methods import HYPOTHESIS
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.request import Chunk, Request
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
-from specexport.contract.manifest import LoweredAs, Model
+from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.backend import FIRST, Array, Buffers
 from specexport.runtime.bundle import Bundle

@@ -15,7 +15,8 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import DraftModel, Model, PointGraph, Ranked
+from specexport.contract.methods import DraftModel, Ranked
+from specexport.contract.model import Model, PointGraph
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import open_graph, step_buffers

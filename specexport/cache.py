@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from specexport import __version__
-from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, sha256
+from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME
+from specexport.contract.reading import sha256
 from specexport.exporter.locate import locate
 
 _MODELS = ("target", "draft", "medusa", "draft_medusa")

@@ -31,7 +31,7 @@ import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM
 
-from specexport.contract.manifest import LoweredAs
+from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions

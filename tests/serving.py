@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from specexport.async_engine import AsyncEngine
-from specexport.contract.manifest import file_entry, read_manifest, write_manifest
+from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.server.app import create_app
 from specexport.server.run import Server, make_server
 from specexport.server.service import Service

@@ -11,7 +11,7 @@ import pytest
 
 from specexport.cli import main
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import read_manifest
+from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine, workloads
 from specexport.runtime import step as step_module
 from specexport.runtime.bench import compare, extra_memory

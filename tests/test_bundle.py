@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from specexport.contract.errors import BuildError
-from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, check_files, read_manifest, write_manifest
+from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME
+from specexport.contract.reading import check_files, read_manifest, write_manifest
 from specexport.runtime import BundleError, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 

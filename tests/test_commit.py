@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specexport.contract import tensors
-from specexport.contract.manifest import DraftModel
+from specexport.contract.methods import DraftModel
 from specexport.contract.tree import TokenTree
 from specexport.runtime import SamplingParams
 from specexport.runtime.backend import Graph, open_graph, propose_buffers, step_buffers

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specexport.contract.errors import BackendError
-from specexport.contract.manifest import CacheLayer
+from specexport.contract.model import CacheLayer
 from specexport.runtime.cuda.api import Cuda, OutOfDeviceMemoryError
 from specexport.runtime.cuda.caches import DeviceCache
 from specexport.runtime.cuda.memory import Budget, Layout, Plan, Staged

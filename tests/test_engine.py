@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from specexport.contract.manifest import Manifest, write_manifest
+from specexport.contract.manifest import Manifest
+from specexport.contract.reading import write_manifest
 from specexport.runtime import Chunk, Completion, Engine, RequestError, SamplingParams, Stats, Stream
 
 NAME = "llama-near"

@@ -20,7 +20,9 @@ from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.engines import Accept, Commit, Engine, Fill
 from specexport.contract.errors import BuildError
-from specexport.contract.manifest import Manifest, Model, check_files, read_manifest
+from specexport.contract.manifest import Manifest
+from specexport.contract.model import Model
+from specexport.contract.reading import check_files, read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.engines import compiler as compiler_module

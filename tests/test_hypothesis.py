@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specexport.cli import main
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import Hypothesis
+from specexport.contract.methods import Hypothesis
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposers import SlotView

@@ -14,7 +14,9 @@ import pytest
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError, BundleError, RequestError
-from specexport.contract.manifest import MANIFEST_NAME, Lookahead, guess_tree, read_manifest
+from specexport.contract.manifest import MANIFEST_NAME
+from specexport.contract.methods import Lookahead, guess_tree
+from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposers import SlotView

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError, BundleError, RequestError
-from specexport.contract.manifest import MANIFEST_NAME, Ngram, Suffix, read_manifest
+from specexport.contract.manifest import MANIFEST_NAME
+from specexport.contract.methods import Ngram, Suffix
+from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposers import SlotView

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specexport.cli import main
-from specexport.contract import manifest as mf
 from specexport.contract.errors import BuildError, RequestError
+from specexport.contract.methods import Medusa
+from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.medusa import HeadAccuracy, load_medusa, read_outline, save_medusa
@@ -243,8 +244,8 @@ def test_heads_are_stored_in_fewer_bits_than_an_exact_target(tmp_path: Path, che
         integers = [one for one in model.graph.initializer if one.data_type == onnx.TensorProto.INT8]
         # Each head's block and projection, and the copy of the model's own head; never the model.
         assert len(integers) == (0 if precision == "fp32" else 1 + HEADS + 1)
-        medusa = mf.read_manifest(out).method("medusa")
-        assert isinstance(medusa, mf.Medusa)
+        medusa = read_manifest(out).method("medusa")
+        assert isinstance(medusa, Medusa)
         assert medusa.weights == precision
     plain = [
         Engine.load(tmp_path / precision).generate([7, 8, 9], GREEDY, speculation=False).token_ids
@@ -266,7 +267,7 @@ def test_sizes_make_the_trees_that_suit_the_heads(tmp_path: Path, checkpoints: d
             max_seq_len=128,
         )
     )
-    (method,) = mf.read_manifest(tmp_path / "bundle").methods
+    (method,) = read_manifest(tmp_path / "bundle").methods
     assert [sorted(choices) for choices in method.trees] == [
         [(0,), (0, 0), (1,), (2,)],
         [(0,)],

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from specexport.contract import tensors
-from specexport.contract.manifest import read_manifest
+from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions

@@ -13,7 +13,9 @@ import pytest
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError
-from specexport.contract.manifest import MANIFEST_NAME, SelfDraft, read_manifest
+from specexport.contract.manifest import MANIFEST_NAME
+from specexport.contract.methods import SelfDraft
+from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine, SamplingParams
 
 pytestmark = pytest.mark.exporter

@@ -12,7 +12,8 @@ import onnxruntime as ort
 import pytest
 
 from specexport.contract import tensors
-from specexport.contract.manifest import Model, PointGraph, read_manifest
+from specexport.contract.model import Model, PointGraph
+from specexport.contract.reading import read_manifest
 
 pytestmark = pytest.mark.exporter
 

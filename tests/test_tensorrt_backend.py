@@ -14,8 +14,9 @@ import msgspec
 import pytest
 
 from specexport.contract import engines as ce
-from specexport.contract import manifest as mf
 from specexport.contract.errors import BackendError
+from specexport.contract.model import Model, PointGraph
+from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.cuda import api, backend, graph, trt
 from tests import tensorrt_stand_in
@@ -30,10 +31,10 @@ VERSION = TensorRT.__version__
 def compiled(source: Path, folder: Path, **changes: Any) -> Path:
     """A copy of a bundle with engines of the stand-in: for each K of a model one, all its shapes the profiles."""
     shutil.copytree(source, folder)
-    manifest = mf.read_manifest(folder)
-    made: dict[str, mf.Model] = {}
+    manifest = read_manifest(folder)
+    made: dict[str, Model] = {}
     for role, model in manifest.models.items():
-        by_drafts: dict[int, list[mf.PointGraph]] = {}
+        by_drafts: dict[int, list[PointGraph]] = {}
         for point in model.graph.points:
             by_drafts.setdefault(point.point.drafts, []).append(point)
         engines = []
@@ -54,8 +55,8 @@ def compiled(source: Path, folder: Path, **changes: Any) -> Path:
     methods = tuple(
         msgspec.structs.replace(m, draft=made["draft"]) if hasattr(m, "draft") else m for m in manifest.methods
     )
-    files = (*manifest.files, *(mf.file_entry(folder, e.file) for model in made.values() for e in model.engines))
-    mf.write_manifest(
+    files = (*manifest.files, *(file_entry(folder, e.file) for model in made.values() for e in model.engines))
+    write_manifest(
         folder,
         msgspec.structs.replace(manifest, backend="tensorrt-rtx", target=made["target"], methods=methods, files=files),
     )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
-from specexport.contract.manifest import read_manifest
+from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle

@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specexport.contract.errors import BuildError
-from specexport.contract.manifest import UniversalDraft, read_manifest
+from specexport.contract.methods import UniversalDraft
+from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposers import Proposal, SlotView

@@ -16,8 +16,10 @@ import onnx
 import pytest
 from rich.console import Console
 
-from specexport.contract import manifest as mf
 from specexport.contract.errors import BuildError, BundleError, RequestError
+from specexport.contract.manifest import FileEntry
+from specexport.contract.methods import DraftModel
+from specexport.contract.reading import read_manifest, sha256, write_manifest
 from specexport.exporter import verify as module
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
@@ -75,12 +77,12 @@ def copy(fp32: Path, tmp_path: Path) -> Path:
 
 def _rewrite(folder: Path, **changes: Any) -> None:
     """Changes a manifest, and makes its hashes those of the files as they are."""
-    manifest = msgspec.structs.replace(mf.read_manifest(folder), **changes)
+    manifest = msgspec.structs.replace(read_manifest(folder), **changes)
     files = tuple(
-        mf.FileEntry(path=entry.path, size=(folder / entry.path).stat().st_size, sha256=mf.sha256(folder / entry.path))
+        FileEntry(path=entry.path, size=(folder / entry.path).stat().st_size, sha256=sha256(folder / entry.path))
         for entry in manifest.files
     )
-    mf.write_manifest(folder, msgspec.structs.replace(manifest, files=files))
+    write_manifest(folder, msgspec.structs.replace(manifest, files=files))
 
 
 def _spoil(path: Path) -> None:
@@ -183,9 +185,9 @@ def test_another_target_is_told_apart(fp32: Path, checkpoints: dict[str, Path], 
 
 
 def test_models_that_are_not_there_are_not_run(copy: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    manifest = mf.read_manifest(copy)
+    manifest = read_manifest(copy)
     (method,) = manifest.methods
-    assert isinstance(method, mf.DraftModel)
+    assert isinstance(method, DraftModel)
     gone = str(tmp_path / "gone")
     moved = msgspec.structs.replace(method.draft, source=gone)
     _rewrite(
@@ -267,7 +269,7 @@ def test_numerical_ties_are_counted_and_pass(fp32: Path, monkeypatch: pytest.Mon
 
 
 def test_every_number_of_draft_tokens_and_every_text_is_tried(fp32: Path) -> None:
-    manifest = mf.read_manifest(fp32)
+    manifest = read_manifest(fp32)
     assert rounds(manifest, [[1], [2], [3]]) == [([1], 1), ([2], 3), ([3], 1)]
     assert rounds(manifest, [[1]]) == [([1], 1), ([1], 3)]
 
@@ -317,5 +319,5 @@ def test_a_wrong_graph_is_named(copy: Path, spoil: Callable[[onnx.ModelProto], N
     spoil(model)
     path.write_bytes(model.SerializeToString())
     with pytest.raises(BundleError, match=reason) as caught:
-        check_graphs(Bundle(copy, mf.read_manifest(copy)), lambda done, total: None)
+        check_graphs(Bundle(copy, read_manifest(copy)), lambda done, total: None)
     assert path.name in str(caught.value)

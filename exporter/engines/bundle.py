@@ -8,9 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from specexport.contract import manifest as mf
 from specexport.contract.engines import Commit, ComputedIn, Engine, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BuildError
+from specexport.contract.manifest import Manifest
+from specexport.contract.methods import DraftModel, MedusaDraft, Method
+from specexport.contract.model import Model, StoredAs
+from specexport.contract.reading import check_files, file_entry, read_manifest
 from specexport.exporter.engines.compiler import EngineReport, compile_graph
 from specexport.exporter.engines.library import Library, load_library
 from specexport.exporter.engines.options import Capability, EngineOptions
@@ -55,8 +58,8 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
         BundleError: the bundle is not whole.
     """
     report = progress or (lambda *_: None)
-    manifest = mf.read_manifest(folder)
-    mf.check_files(folder, manifest, hashes=False)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, hashes=False)
     library = load_library(options.runtime)
     listed = {entry.path for entry in manifest.files}
     compiler = _Compiler(folder, listed, options, library, _capabilities(library, options), report)
@@ -98,7 +101,7 @@ class _Compiler:
         self._library = library
         self._progress = progress
 
-    def model(self, model: mf.Model, manifest: mf.Manifest) -> mf.Model:
+    def model(self, model: Model, manifest: Manifest) -> Model:
         """The model with its engines."""
         compute = self._options.compute or default_compute(model.precision.weights)
         made = []
@@ -107,7 +110,7 @@ class _Compiler:
             made.append(self._engine(source, job, compute))
         return msgspec.structs.replace(model, engines=(*self._kept(model.engines), *made))
 
-    def program(self, graph: ProgramGraph, manifest: mf.Manifest) -> ProgramGraph:
+    def program(self, graph: ProgramGraph, manifest: Manifest) -> ProgramGraph:
         """A graph of the step program with its engines; one that moves caches is of their type."""
         of_cache = isinstance(graph, Commit)
         compute = self._options.compute or default_compute(manifest.target.precision.weights) if of_cache else "fp32"
@@ -173,7 +176,7 @@ class _Compiler:
         return found
 
 
-def default_compute(weights: mf.StoredAs) -> ComputedIn:
+def default_compute(weights: StoredAs) -> ComputedIn:
     """What activations are where nobody says: what the weights are, and fp16 where those are integers."""
     return "fp32" if weights == "fp32" else "fp16"
 
@@ -225,7 +228,7 @@ def _this_device() -> Capability:
     return int(properties.major), int(properties.minor)
 
 
-def _traced_program(folder: Path, manifest: mf.Manifest) -> tuple[ProgramGraph, ...]:
+def _traced_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...]:
     """The step program of a bundle that was built without one.
 
     Raises:
@@ -243,20 +246,20 @@ def _traced_program(folder: Path, manifest: mf.Manifest) -> tuple[ProgramGraph, 
     return write_program(folder, manifest.methods, manifest.target.cache, manifest.lowering)
 
 
-def _with_draft(method: mf.Method, models: dict[str, mf.Model]) -> mf.Method:
-    if isinstance(method, mf.DraftModel | mf.MedusaDraft):
+def _with_draft(method: Method, models: dict[str, Model]) -> Method:
+    if isinstance(method, DraftModel | MedusaDraft):
         return msgspec.structs.replace(method, draft=models["draft"])
     return method
 
 
-def _listed(folder: Path, old: mf.Manifest, new: mf.Manifest) -> mf.Manifest:
+def _listed(folder: Path, old: Manifest, new: Manifest) -> Manifest:
     """The new manifest with entries of its engines' files, and none of those that only the old one used."""
     before, used = (_files(folder, manifest) for manifest in (old, new))
     kept = tuple(entry for entry in old.files if entry.path not in before | used)
-    return msgspec.structs.replace(new, files=(*kept, *(mf.file_entry(folder, path) for path in sorted(used))))
+    return msgspec.structs.replace(new, files=(*kept, *(file_entry(folder, path) for path in sorted(used))))
 
 
-def _files(folder: Path, manifest: mf.Manifest) -> set[str]:
+def _files(folder: Path, manifest: Manifest) -> set[str]:
     """The step program's graphs, the engines, the graphs they were compiled from, and weights converted for those."""
     found = {graph.file for graph in manifest.program}
     for engine in manifest.engines:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specexport.contract import manifest as mf
 from specexport.contract.engines import Accept, Commit, Fill, ProgramGraph
+from specexport.contract.manifest import Manifest
+from specexport.contract.methods import DraftModel
+from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 
 _SLOTS = 1
@@ -47,7 +49,7 @@ class Job:
         return {name: first[name] for name in "BS" if all(other[name] == first[name] for other in others)}
 
 
-def model_jobs(model: mf.Model, manifest: mf.Manifest, *, plain: bool) -> list[Job]:
+def model_jobs(model: Model, manifest: Manifest, *, plain: bool) -> list[Job]:
     """The engines of a model: one.
 
     Args:
@@ -68,7 +70,7 @@ def model_jobs(model: mf.Model, manifest: mf.Manifest, *, plain: bool) -> list[J
     return [Job(tuple(ShapePoint(_SLOTS, width, s, 0, 1) for width in widths for s in caches))]
 
 
-def engine_caches(sizes: list[int], lowering: mf.LoweredAs) -> list[int]:
+def engine_caches(sizes: list[int], lowering: LoweredAs) -> list[int]:
     """The cache sizes engines are compiled for, of those a bundle declares.
 
     Natively one, as TensorRT wants a cache it writes in place to be of fixed size. Portably it grows fourfold:
@@ -82,10 +84,10 @@ def engine_caches(sizes: list[int], lowering: mf.LoweredAs) -> list[int]:
     return kept
 
 
-def program_jobs(graph: ProgramGraph, manifest: mf.Manifest) -> list[Job]:
+def program_jobs(graph: ProgramGraph, manifest: Manifest) -> list[Job]:
     """The engines of a graph of the step program: one, for every tree that needs it."""
     trees = {tree for method in manifest.methods for tree in method.token_trees()}
-    drafted = [method for method in manifest.methods if isinstance(method, mf.DraftModel)]
+    drafted = [method for method in manifest.methods if isinstance(method, DraftModel)]
     drawn = {tree for method in drafted for tree in method.token_trees() if not tree.is_chain}
     if isinstance(graph, Accept):
         shapes = {ShapePoint(_SLOTS, len(tree), 0, len(tree)) for tree in trees}

@@ -9,8 +9,9 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from specexport.contract import manifest as mf
 from specexport.contract.engines import Accept, Commit, Fill, ProgramGraph
+from specexport.contract.methods import DraftModel, Method
+from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.exporter import trace
 
 FOLDER = "program"
@@ -24,7 +25,7 @@ def _accept(rule: Literal["lossless", "typical"], max_children: int, candidates:
 
 
 def write_program(
-    folder: Path, methods: Sequence[mf.Method], cache: Sequence[mf.CacheLayer], lowering: mf.LoweredAs
+    folder: Path, methods: Sequence[Method], cache: Sequence[CacheLayer], lowering: LoweredAs
 ) -> tuple[ProgramGraph, ...]:
     """Traces and writes what the methods need.
 
@@ -48,7 +49,7 @@ def write_program(
         return file
 
     children = max(max(tree.parents.count(node) for node in range(len(tree))) for tree in trees)
-    drafts = [method for method in methods if isinstance(method, mf.DraftModel)]
+    drafts = [method for method in methods if isinstance(method, DraftModel)]
     supports = {method.candidates for method in drafts} | ({1} if len(drafts) < len(methods) else set())
     made: list[ProgramGraph] = []
     for support in sorted(supports):

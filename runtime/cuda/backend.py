@@ -10,7 +10,7 @@ import numpy as np
 
 from specexport.contract.engines import Engine, EngineRuntime
 from specexport.contract.errors import BackendError
-from specexport.contract.manifest import Model
+from specexport.contract.model import Model
 from specexport.runtime.backend import Buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specexport.contract import tensors
-from specexport.contract.manifest import CacheLayer
+from specexport.contract.model import CacheLayer
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.memory import Memory, Plan, Tensor, aligned
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
-from specexport.contract.manifest import LoweredAs, Model
+from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 from specexport.runtime.backend import FIRST, Array, Buffers
 from specexport.runtime.cuda.api import Cuda

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from specexport.contract.manifest import (
-    DraftModel,
-    Hypothesis,
-    Lookahead,
-    Medusa,
-    Method,
-    Ngram,
-    Suffix,
-    UniversalDraft,
-)
+from specexport.contract.methods import DraftModel, Hypothesis, Lookahead, Medusa, Method, Ngram, Suffix, UniversalDraft
 from specexport.runtime.backend import Backend, candidates_buffers, propose_buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposers.base import Proposal, Proposer, SlotView

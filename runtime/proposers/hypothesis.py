@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specexport.contract.manifest import Hypothesis
+from specexport.contract.methods import Hypothesis
 from specexport.runtime.proposers.base import Chains, Proposal, Proposer, SlotView, moved
 
 LONGEST_MATCH = 4

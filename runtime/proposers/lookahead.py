@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specexport.contract import tensors
-from specexport.contract.manifest import Lookahead
+from specexport.contract.methods import Lookahead
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array
 from specexport.runtime.proposers.base import Proposal, Proposer, SlotView, Window, moved

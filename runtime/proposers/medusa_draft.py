@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from specexport.contract import tensors
-from specexport.contract.manifest import Manifest, MedusaDraft
+from specexport.contract.manifest import Manifest
+from specexport.contract.methods import MedusaDraft
 from specexport.contract.shapes import window
 from specexport.runtime.backend import Graph
 from specexport.runtime.proposers.base import Ints, Proposal, Proposer, SlotView, fill

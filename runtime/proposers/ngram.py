@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from specexport.contract.manifest import Ngram
+from specexport.contract.methods import Ngram
 from specexport.runtime.proposers.base import Chains, Proposal, Proposer, SlotView, moved
 
 TRUST = 2

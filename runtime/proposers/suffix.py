@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import Suffix
+from specexport.contract.methods import Suffix
 from specexport.runtime.proposers.base import Chains, Proposal, Proposer, SlotView, moved
 
 _END = -1

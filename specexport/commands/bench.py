@@ -14,7 +14,7 @@ from rich.table import Table
 
 from specexport.commands.build import Bars, build_progress
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import method_name
+from specexport.contract.methods import method_name
 from specexport.runtime import Engine, workloads
 from specexport.runtime.bench import Row, compare
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from specexport.commands.engines import add_engine_arguments, asked_for, engine_options, render
 from specexport.commands.inspect import summary
 from specexport.contract.errors import BuildError
-from specexport.contract.manifest import read_manifest
+from specexport.contract.reading import read_manifest
 
 if TYPE_CHECKING:
     from specexport.exporter.engines.bundle import CompileReport

@@ -12,7 +12,8 @@ from rich.console import Console
 from specexport.commands.build import Bars, build_progress, exporter
 from specexport.commands.run import describe
 from specexport.contract.errors import BuildError, BundleError
-from specexport.contract.manifest import MANIFEST_NAME, read_manifest
+from specexport.contract.manifest import MANIFEST_NAME
+from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine, SamplingParams
 
 _PROMPT = 'class Server:\n    """Handle requests."""\n\n    def __init__(self, host, port):\n        self.host = host\n'

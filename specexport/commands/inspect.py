@@ -12,21 +12,20 @@ from rich.table import Table
 
 from specexport.commands.draw import svg, terminal_tree
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import (
+from specexport.contract.manifest import Manifest
+from specexport.contract.methods import (
     Lookahead,
     Lookup,
-    Manifest,
     Medusa,
     MedusaDraft,
     Method,
-    Model,
     Ngram,
     SelfDraft,
     Suffix,
-    check_files,
     method_name,
-    read_manifest,
 )
+from specexport.contract.model import Model
+from specexport.contract.reading import check_files, read_manifest
 from specexport.contract.tree import TokenTree
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from specexport.commands.build import Bars, build_progress, exporter
 from specexport.commands.draw import terminal_tree
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import Lookahead, Lookup, method_name
+from specexport.contract.methods import Lookahead, Lookup, method_name
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 

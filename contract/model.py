@@ -1,0 +1,104 @@
+"""What a bundle says of each of its models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from specexport.contract.engines import Engine
+from specexport.contract.shapes import ShapePoint
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1, le=2**40)]
+Size = Annotated[int, Meta(ge=1, le=2**24)]
+"""A dimension of a tensor; bounded, so that a forged manifest cannot ask for absurd allocations unnoticed."""
+StoredAs = Literal["fp32", "fp16", "int8", "int4"]
+LoweredAs = Literal["native", "portable"]
+"""Which operators the graphs are made of: the newest, which write the cache in place, or those of opset 20, which
+return new rows for the runtime to copy."""
+Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What every record of the manifest is: its fields by name, and no others."""
+
+
+class PointGraph(Strict, frozen=True):
+    """The static-shape graph of one shape point."""
+
+    point: ShapePoint
+    file: str
+
+
+class Graph(Strict, frozen=True):
+    """One compiled graph: the symbolic master and its static shapes.
+
+    Attributes:
+        master: ONNX file with symbolic B, T and S.
+        points: the shapes it may run at, each with its own ONNX file.
+    """
+
+    master: str
+    points: tuple[PointGraph, ...]
+
+
+class CacheLayer(Strict, frozen=True):
+    """Key/value heads and head sizes of one layer."""
+
+    heads: Size
+    key_size: Size
+    value_size: Size
+
+
+class PrecisionInfo(Strict, frozen=True):
+    """What a model stores and what it computes in.
+
+    Attributes:
+        weights: how matrices are stored.
+        compute: what activations and sums are, on the bundle's backend.
+        cache: what the KV cache holds.
+        block_size: weights that share a scale, for int8 and int4; None where each column of a matrix has one.
+        weight_rms_error: relative root-mean-square error of the quantized weights.
+        logits_rms_error: what that did to the logits of a target, relative to their spread, on a sample of text.
+        same_choice: share of the sample's tokens after which the quantized target prefers the same token.
+        not_quantized: matrices left in fp32, and why.
+    """
+
+    weights: StoredAs
+    compute: Literal["fp32"]
+    cache: Literal["fp32"]
+    block_size: Positive | None = None
+    weight_rms_error: float | None = None
+    logits_rms_error: float | None = None
+    same_choice: float | None = None
+    not_quantized: dict[str, str] = {}
+
+
+class Model(Strict, frozen=True):
+    """A target or a draft.
+
+    Attributes:
+        family: transformers' ``model_type``.
+        source: where it was loaded from, for ``verify``; nothing at run time depends on it.
+        parameters: number of parameters.
+        vocab_size: width of the logits.
+        max_positions: longest sequence the model was made for.
+        precision: see :class:`PrecisionInfo`.
+        cache: one entry a layer.
+        weights: the weights file, shared by all its graphs.
+        graph: a step graph for a target, a propose graph for a draft.
+        engines: that graph, compiled for devices.
+    """
+
+    family: str
+    source: str
+    parameters: Positive
+    vocab_size: Size
+    max_positions: Size
+    precision: PrecisionInfo
+    cache: tuple[CacheLayer, ...]
+    weights: str
+    graph: Graph
+    engines: tuple[Engine, ...] = ()

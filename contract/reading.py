@@ -1,0 +1,218 @@
+"""A bundle's manifest and files, read and written, and what is checked when they are read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from specexport.contract.errors import BundleError, SpecExportError
+from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
+from specexport.contract.methods import DraftModel, Method, Ngram, UniversalDraft, method_name
+from specexport.contract.shapes import ShapePoint
+from specexport.contract.tree import TokenTree
+
+_MAX_MANIFEST_BYTES = 16 << 20
+_MAX_CACHE_BYTES = 1 << 40
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes ``specexport.json`` into a folder."""
+    (folder / MANIFEST_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and validates the manifest alone; files are not looked at.
+
+    Raises:
+        BundleError: the folder or the manifest is missing, malformed, too new, or names a path outside the bundle.
+    """
+    path = folder / MANIFEST_NAME
+    if not folder.is_dir():
+        raise BundleError(f"{folder}: no such folder; expected a bundle made by 'specexport build'")
+    if not path.is_file():
+        raise BundleError(f"{folder}: no {MANIFEST_NAME}; expected a bundle made by 'specexport build'")
+    size = path.stat().st_size
+    if size > _MAX_MANIFEST_BYTES:
+        raise BundleError(f"{path}: {size} bytes; a manifest has at most {_MAX_MANIFEST_BYTES}")
+    raw = path.read_bytes()
+    try:
+        version = msgspec.json.decode(raw, type=_Version).format_version
+        if version > FORMAT_VERSION:
+            raise BundleError(
+                f"{path}: format version {version} is newer than {FORMAT_VERSION}, the newest this specexport reads; "
+                "upgrade specexport or build the bundle again"
+            )
+        if version < FORMAT_VERSION:
+            raise BundleError(
+                f"{path}: format version {version} is older than {FORMAT_VERSION}, which this specexport reads; build "
+                "the bundle again"
+            )
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise BundleError(f"{path}: not a valid manifest: {error}; build the bundle again") from error
+    _check_references(path, manifest)
+    _check_shapes(path, manifest)
+    return manifest
+
+
+class _Version(msgspec.Struct):
+    format_version: Annotated[int, Meta(ge=1)]
+
+
+def _check_references(path: Path, manifest: Manifest) -> None:
+    """Every path stays in the bundle, and every file that is used has a size and a hash."""
+    listed = set()
+    for entry in manifest.files:
+        pure = PurePosixPath(entry.path)
+        plain = entry.path == str(pure) and not pure.is_absolute() and ".." not in pure.parts
+        if not plain or "\\" in entry.path or ":" in entry.path:
+            raise BundleError(f"{path}: files: {entry.path!r} is not a plain path in the bundle; refusing to load it")
+        if entry.path in listed:
+            raise BundleError(f"{path}: files: {entry.path!r} is listed twice")
+        listed.add(entry.path)
+    used = [manifest.tokenizer.file, *([manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else [])]
+    used += [method.tokenizer for method in manifest.methods if isinstance(method, UniversalDraft)]
+    for model in manifest.models.values():
+        used += [model.weights, model.graph.master, *(p.file for p in model.graph.points)]
+    used += [graph.file for graph in manifest.program]
+    used += [name for engine in manifest.engines for name in (engine.file, engine.source)]
+    for name in used:
+        if name not in listed:
+            raise BundleError(f"{path}: {name!r} is used but not listed under files; build the bundle again")
+
+
+def _check_shapes(path: Path, manifest: Manifest) -> None:
+    """Every shape the engine runs at is there, and none asks for an absurd amount of memory."""
+    names = [method_name(method) for method in manifest.methods]
+    drafts = {"draft_model", "medusa_draft", "universal_draft"} & set(names)
+    if len(set(names)) != len(names) or len(drafts) > 1:
+        raise BundleError(f"{path}: methods: {', '.join(names)}; expected each once, and one with a draft at most")
+    verified = {1}
+    for name, method in zip(names, manifest.methods, strict=True):
+        verified |= _tree_sizes(path, name, method)
+    propose_graphs = [method.draft for method in manifest.methods if isinstance(method, DraftModel)]
+    for role, model in manifest.models.items():
+        points = [graph.point for graph in model.graph.points]
+        width = sum(layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
+        size = 4 * width * max((point.batch * point.cache for point in points), default=0)
+        if not all(point.cache for point in points):
+            raise BundleError(f"{path}: a shape point of the {role} has no cache rows; build the bundle again")
+        if size > _MAX_CACHE_BYTES:
+            raise BundleError(f"{path}: the {role}'s cache would take {size} bytes; refusing to load it")
+        steps = {(tokens, tokens) for tokens in verified} if role == "target" else set()
+        propose = any(model is draft for draft in propose_graphs)
+        needed = steps | {(manifest.prefill_chunk, 0 if propose else 1)}
+        missing = needed - {(point.tokens, point.rows) for point in points if point.batch == 1}
+        if missing:
+            raise BundleError(
+                f"{path}: no shape point of the {role} has {min(missing)[0]} tokens; build the bundle again"
+            )
+        _check_batches(path, role, points, manifest)
+        caches, propose = {(point.batch, point.cache) for point in points}, any(point.drafts for point in points)
+        for engine in model.engines:
+            for profile in engine.profiles:
+                if (profile.batch, profile.cache) not in caches or bool(profile.drafts) != propose:
+                    raise BundleError(
+                        f"{path}: engine {engine.file}: no shape point of the {role} is like its profile {profile}; "
+                        "compile the bundle again"
+                    )
+
+
+def _check_batches(path: Path, role: str, points: Sequence[ShapePoint], manifest: Manifest) -> None:
+    """Every shape is there at every batch size, prefill chunks of one slot aside, and at every cache size."""
+    sizes = manifest.batch_sizes
+    if sizes[:1] != (1,) or list(sizes) != sorted(set(sizes)):
+        raise BundleError(f"{path}: batch_sizes are {list(sizes)}; expected them to ascend from 1")
+    caches = {point.cache for point in points}
+    shapes = {(point.tokens, point.rows, point.drafts) for point in points}
+    for tokens, rows, drafts in shapes:
+        there = {(p.batch, p.cache) for p in points if (p.tokens, p.rows, p.drafts) == (tokens, rows, drafts)}
+        batches = (1,) if tokens == manifest.prefill_chunk and rows != tokens else sizes
+        absent = {(batch, cache) for batch in batches for cache in caches} - there
+        if absent:
+            wanted = ShapePoint(min(absent)[0], tokens, min(absent)[1], rows, drafts)
+            raise BundleError(f"{path}: the {role} has no shape point {wanted}; build the bundle again")
+
+
+def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:
+    """Widths of a method's steps; its trees are checked to be trees that it can fill."""
+    if isinstance(method, Ngram) and method.prompt_lookup_min > method.prompt_lookup_max:
+        raise BundleError(
+            f"{path}: ngram: prompt_lookup_min is {method.prompt_lookup_min}, more than prompt_lookup_max, "
+            f"{method.prompt_lookup_max}; build the bundle again"
+        )
+    sizes: set[int] = set()
+    for choices in method.trees:
+        try:
+            tree = TokenTree.from_choices(choices)
+        except SpecExportError as error:
+            raise BundleError(f"{path}: {name}: trees: {error}; build the bundle again") from error
+        if len(tree) in sizes or len(tree) == 1:
+            raise BundleError(f"{path}: {name}: trees: two have {len(tree) - 1} draft tokens, or one has none")
+        sizes.add(len(tree))
+        if (misfit := method.misfit(tree)) is not None:
+            raise BundleError(f"{path}: {name}: trees: {misfit}")
+    return set(method.widths())
+
+
+def file_entry(folder: Path, name: str) -> FileEntry:
+    """The entry of one file of a bundle."""
+    path = folder / name
+    return FileEntry(path=name, size=path.stat().st_size, sha256=sha256(path))
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256_310(file)
+
+
+def _sha256_310(file: object) -> str:
+    """``hashlib.file_digest`` for Python 3.10."""
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):  # type: ignore[attr-defined]
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def check_files(
+    folder: Path, manifest: Manifest, *, hashes: bool, progress: Callable[[int], None] | None = None
+) -> None:
+    """Checks that every listed file is inside the bundle, whole, and (with ``hashes``) unaltered.
+
+    Args:
+        folder: the bundle.
+        manifest: its manifest.
+        hashes: also compare SHA-256; costs about a second for two gigabytes.
+        progress: called with the bytes of each file checked.
+
+    Raises:
+        BundleError: names the first file that is missing, outside, of another size, or altered.
+    """
+    root = folder.resolve()
+    for entry in manifest.files:
+        path = folder / entry.path
+        if not path.is_file():
+            raise BundleError(f"{path}: missing; the bundle is incomplete, copy or build it again")
+        if not path.resolve().is_relative_to(root):
+            raise BundleError(f"{path}: leads outside the bundle to {path.resolve()}; refusing to load it")
+        size = path.stat().st_size
+        if size != entry.size:
+            raise BundleError(
+                f"{path}: {size} bytes, expected {entry.size}; the file was cut short or replaced, copy or build the "
+                "bundle again"
+            )
+        if hashes:
+            found = sha256(path)
+            if found != entry.sha256:
+                raise BundleError(
+                    f"{path}: sha256 is {found}, expected {entry.sha256}; the file was altered, copy or build the "
+                    "bundle again"
+                )
+        if progress:
+            progress(entry.size)
