@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise RequestError(f"{arguments.bundle}: built without lookahead decoding; build it with --lookahead first")
     room = max(graph.point.cache for graph in manifest.target.graph.points) - manifest.max_seq_len + 1
     most, seeding = min(arguments.max_nodes, room, MAX_NODES), method.prompt_seeding
-    observed = [wide for ngram in search.NGRAMS if (wide := search.widest(ngram, most, room, seeding)) is not None]
+    observed = [one for ngram in search.NGRAMS if (one := search.widest(ngram, most, room, seeding)) is not None]
     if not observed:
         raise RequestError(f"{arguments.bundle}: its cache has no room for a step of 2 tokens behind the context")
     now = [method] if max(method.widths()) <= room else []
