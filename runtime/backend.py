@@ -37,6 +37,9 @@ class Graph(Protocol):
     def sizes(self) -> tuple[int, ...]:
         """Batch sizes a window may have, ascending; the last is the number of slots."""
 
+    def widths(self, slots: int) -> tuple[int, ...]:
+        """T of the steps that compute logits of every token, ascending, for a window of so many slots."""
+
     @property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache at its present size."""

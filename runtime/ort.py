@@ -155,6 +155,10 @@ class OnnxRuntimeGraph:
         """See :class:`~specexport.runtime.backend.Graph`."""
         return self._sizes
 
+    def widths(self, slots: int) -> tuple[int, ...]:
+        """See :class:`~specexport.runtime.backend.Graph`."""
+        return tuple(sorted({p.tokens for p in self._points if p.batch == slots and p.rows == p.tokens}))
+
     @property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache at its present size."""

@@ -122,11 +122,7 @@ class HostProgram:
         self._last_position = manifest.target.max_positions - 1
         self._target = target
         self._speculations = speculations
-        points = [graph.point for graph in manifest.target.graph.points]
-        self._widths = {
-            size: sorted({point.tokens for point in points if point.batch == size and point.rows == point.tokens})
-            for size in target.sizes
-        }
+        self._widths = {size: target.widths(size) for size in target.sizes}
 
     @property
     def sizes(self) -> tuple[int, ...]:

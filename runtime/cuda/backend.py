@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 
-from specexport.contract.engines import Engine, EngineRuntime
+from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
 from specexport.runtime.backend import Buffers
@@ -126,24 +126,8 @@ def tensorrt_executors(bundle: Bundle, cuda: Cuda, runtime: EngineRuntime, strea
 
     def make(model: Model) -> EngineExecutor:
         engines = choose(model.engines, runtime, cuda.device)
-        _require_drafts(model, engines)
         trt = import_tensorrt(runtime, version_compatible=all(engine.version_compatible for engine in engines))
         budget.require(sum(bundle.file(engine.file).stat().st_size for engine in engines), "loading its engines")
         return EngineExecutor(trt, stream, bundle.folder, engines)
 
     return make
-
-
-def _require_drafts(model: Model, engines: Sequence[Engine]) -> None:
-    """Checks that a draft's engines draft as many tokens a call as the bundle's trees ask for.
-
-    Raises:
-        BackendError: they do not; says what runs the bundle instead.
-    """
-    wanted = max(graph.point.drafts for graph in model.graph.points)
-    most = max(profile.drafts for engine in engines for profile in engine.profiles)
-    if most < wanted:
-        raise BackendError(
-            f"{engines[0].file}: the engine drafts {most} token a call, and {wanted} are wanted; calling it again for "
-            "each is not there yet. Run the bundle with --backend onnxruntime-cuda, or build one without a draft model"
-        )
