@@ -1,7 +1,7 @@
 """TensorRT's runtime interface over real graphs on the CPU, run in the order of a stand-in's stream.
 
-An engine of it is JSON: a symbolic ONNX file, and the sizes of its dimensions in each optimization profile. Its names are
-those of the real package; a test compares them where that is installed.
+An engine of it is JSON: a symbolic ONNX file, and the sizes of its dimensions in each optimization profile. Its names
+are those of the real package; a test compares them where that is installed.
 """
 
 from __future__ import annotations

@@ -250,8 +250,6 @@ def _with_draft(method: Method, models: dict[str, Model]) -> Method:
     if isinstance(method, DraftModel | MedusaDraft):
         role = "self_draft" if isinstance(method, SelfDraft) else "draft"
         return msgspec.structs.replace(method, draft=models[role])
-| MedusaDraft):
-        return msgspec.structs.replace(method, draft=models["draft"])
     return method
 
 
