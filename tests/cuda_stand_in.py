@@ -28,6 +28,9 @@ from cuda.bindings import runtime as real
 FRESH, FREED = 0xA5, 0xDD
 POISONED = 64 << 20
 """Bytes of an allocation that are poisoned; what is larger is taken only to fill the device."""
+_SETTING_UP = frozenset(
+    {"cudaMalloc", "cudaHostAlloc", "cudaFree", "cudaFreeHost", "cudaStreamBeginCapture", "cudaGraphInstantiate"}
+)
 Work = Callable[[], None]
 
 
@@ -61,6 +64,8 @@ class StandIn:
         allocations: all there ever were.
         launches: how often graphs were launched.
         refuse_capture: makes every capture fail, as an operation that cannot be captured would.
+        most_captured: makes captures of more operations fail.
+        sealed: whether taking memory, giving it back and capturing are errors, as in the loop of a loaded bundle.
     """
 
     cudaMemcpyKind = real.cudaMemcpyKind
@@ -76,6 +81,8 @@ class StandIn:
         self.allocations: list[Allocation] = []
         self.launches = 0
         self.refuse_capture = False
+        self.most_captured = 1 << 30
+        self.sealed = False
         self._total = total
         self._capability = capability
         self._streams: dict[int, _Stream] = {}
@@ -130,6 +137,7 @@ class StandIn:
     def __getattribute__(self, name: str) -> Any:
         found = object.__getattribute__(self, name)
         if name.startswith("cuda") and callable(found) and not isinstance(found, type):
+            assert not (self.sealed and name in _SETTING_UP), f"{name} in a loop that may not call it"
             self.calls.append(name)
         return found
 
@@ -281,7 +289,7 @@ class StandIn:
         target = self._streams[int(stream)]
         work, target.recording = target.recording, None
         assert work is not None, "this stream is not being captured"
-        if target.broken:
+        if target.broken or len(work) > self.most_captured:
             return real.cudaError_t.cudaErrorStreamCaptureInvalidated, None
         handle = next(self._handles)
         self._graphs[handle] = _Graph(work)

@@ -13,7 +13,7 @@ import pytest
 from specexport.contract import engines as ce
 from specexport.contract.errors import BackendError
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.cuda import api, backend, graph, trt
+from specexport.runtime.cuda import api, graph, libraries, trt
 from tests import tensorrt_stand_in
 from tests.compiled import compiled
 from tests.cuda_stand_in import StandIn
@@ -29,7 +29,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TensorRT]:
     cuda = StandIn()
     module = TensorRT(cuda, tmp_path / "bundle")
     monkeypatch.setattr(api.Cuda, "load", lambda: api.Cuda(cuda))
-    monkeypatch.setattr(backend, "import_tensorrt", lambda runtime, version_compatible: module)
+    monkeypatch.setattr(libraries, "import_tensorrt", lambda runtime, version_compatible: module)
     yield module
     gc.collect()
     assert cuda.leaks == []

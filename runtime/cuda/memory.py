@@ -217,10 +217,13 @@ class Staged:
         if self._nbytes:
             self._cuda.copy(self._region.address, self._pinned.address, self._nbytes, stream)
 
-    def download(self, stream: int) -> None:
-        """Gives the stream the copy from device to host; wait for the stream before reading."""
-        if self._nbytes:
-            self._cuda.copy(self._pinned.address, self._region.address, self._nbytes, stream)
+    def download(self, stream: int, name: str = "") -> None:
+        """Gives the stream the copy from device to host, of all or of one array; wait for it before reading."""
+        source, nbytes = self._region.address, self._nbytes
+        if name:
+            source, nbytes = self.device[name].address, self.device[name].nbytes
+        if nbytes:
+            self._cuda.copy(self._pinned.address + source - self._region.address, source, nbytes, stream)
 
     def close(self) -> None:
         """Gives the host's memory back."""

@@ -129,6 +129,8 @@ class LookaheadProposer(Proposer):
         method: the method.
     """
 
+    observes = frozenset({tensors.LOGITS})
+
     def __init__(self, method: Lookahead) -> None:
         self._method = method
         self._widths = sorted(method.widths())
