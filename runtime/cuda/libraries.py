@@ -89,7 +89,7 @@ class EngineLibrary:
         return self._executor(choose(model.engines, self._runtime, self._device))
 
     def program(self) -> list[tuple[ProgramGraph, Executor]]:
-        """See :class:`Library`; bundles that only decode plainly have none, and engines may be missing for this device."""
+        """See :class:`Library`; bundles that only decode plainly have none, older ones none for this device."""
         try:
             return [
                 (graph, self._executor(choose(graph.engines, self._runtime, self._device)))
