@@ -15,9 +15,10 @@ compares the two.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -65,7 +66,6 @@ class StandIn:
         launches: how often graphs were launched.
         refuse_capture: makes every capture fail, as an operation that cannot be captured would.
         most_captured: makes captures of more operations fail.
-        sealed: whether taking memory, giving it back and capturing are errors, as in the loop of a loaded bundle.
     """
 
     cudaMemcpyKind = real.cudaMemcpyKind
@@ -82,7 +82,7 @@ class StandIn:
         self.launches = 0
         self.refuse_capture = False
         self.most_captured = 1 << 30
-        self.sealed = False
+        self._sealed = False
         self._total = total
         self._capability = capability
         self._streams: dict[int, _Stream] = {}
@@ -92,6 +92,15 @@ class StandIn:
         self._handles = iter(range(0x1000, 1 << 30, 16))
 
     # --- what tests ask ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def sealed(self) -> Iterator[None]:
+        """Taking memory, giving it back and capturing are errors meanwhile, as in the loop of a loaded bundle."""
+        self._sealed = True
+        try:
+            yield
+        finally:
+            self._sealed = False
 
     def used(self, *, pinned: bool = False) -> int:
         return sum(a.nbytes for a in self.allocations if a.live and a.pinned == pinned)
@@ -137,7 +146,7 @@ class StandIn:
     def __getattribute__(self, name: str) -> Any:
         found = object.__getattribute__(self, name)
         if name.startswith("cuda") and callable(found) and not isinstance(found, type):
-            assert not (self.sealed and name in _SETTING_UP), f"{name} in a loop that may not call it"
+            assert not (self._sealed and name in _SETTING_UP), f"{name} in a loop that may not call it"
             self.calls.append(name)
         return found
 

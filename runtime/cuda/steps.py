@@ -310,10 +310,11 @@ def _inputs(kind: Kind) -> dict[str, Array]:
     if not lossless:
         arrays |= {name: np.zeros(1, np.float32) for name in (tensors.THRESHOLD, tensors.ALPHA)}
     if kind.drafting is None:
-        support = (1, drafts, kind.accept.candidates)
         arrays[tensors.DRAFT_TOKENS] = np.zeros((1, drafts), np.int64)
-        arrays[tensors.DRAFT_IDS] = np.broadcast_to(np.arange(support[-1]), support).copy()
-        arrays[tensors.DRAFT_PROBS] = np.broadcast_to(np.eye(1, support[-1], dtype=np.float32), support).copy()
+        if lossless:
+            support = (1, drafts, kind.accept.candidates)
+            arrays[tensors.DRAFT_IDS] = np.broadcast_to(np.arange(support[-1]), support).copy()
+            arrays[tensors.DRAFT_PROBS] = np.broadcast_to(np.eye(1, support[-1], dtype=np.float32), support).copy()
     elif kind.drafting.fill is not None:
         arrays[tensors.TREE_DEPTHS] = kind.drafting.tree.depths[None, 1:]
         arrays[tensors.TREE_RANKS] = np.array([kind.drafting.tree.ranks[1:]], np.int64)
