@@ -37,16 +37,23 @@ class CudaBackend:
         bundle: what it runs.
         cuda: the device.
         utilization: the part of its memory that may be used.
+        library: its name as a backend.
         executors: makes what runs a model's graph.
     """
 
     batches = False
 
     def __init__(
-        self, bundle: Bundle, cuda: Cuda, utilization: float, executors: Callable[[Stream, Budget], Executors]
+        self,
+        bundle: Bundle,
+        cuda: Cuda,
+        utilization: float,
+        library: Runtime,
+        executors: Callable[[Stream, Budget], Executors],
     ) -> None:
         self._bundle = bundle
         self.cuda = cuda
+        self._library = library
         self._budget = Budget(cuda, utilization)
         self.stream = Stream(cuda)
         self._executor = executors(self.stream, self._budget)
@@ -66,13 +73,18 @@ class CudaBackend:
         """
         cuda = Cuda.load()
         if runtime == "onnxruntime-cuda":
-            return cls(bundle, cuda, utilization, functools.partial(onnxruntime_executors, bundle, cuda))
-        return cls(bundle, cuda, utilization, functools.partial(tensorrt_executors, bundle, cuda, runtime))
+            return cls(bundle, cuda, utilization, runtime, functools.partial(onnxruntime_executors, bundle, cuda))
+        return cls(bundle, cuda, utilization, runtime, functools.partial(tensorrt_executors, bundle, cuda, runtime))
 
     @property
     def execution(self) -> Execution:
         """The least of what its graphs manage."""
         return min((graph.execution for graph in self.graphs), key=_WORST_FIRST.index, default="plain")
+
+    @property
+    def device(self) -> str:
+        """See :class:`~specexport.runtime.backend.Backend`."""
+        return f"{self._library}, {self.cuda.device}"
 
     @property
     def fallback(self) -> str:
