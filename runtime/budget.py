@@ -17,8 +17,10 @@ from specexport.runtime.step import ROOT, Outcome, Speculation
 
 MARGIN = 1.03
 """By how much speculation must promise to be faster than plain decoding: a measured curve is not exact."""
-PROBING = 0.01
+TRYING = 0.01
 """The share of time that trying to speculate again may cost where it did not pay."""
+READING = 0.01
+"""The share beside it where a draft has to read what it missed first."""
 
 
 class Budget:
@@ -62,8 +64,8 @@ class MeasuredBudget(Budget):
     curve; no clock is read, so a request alone runs the same way every time. All slots of a step pay for the widest
     tree among them, and those of one method for its largest: see :func:`best`.
 
-    Where a method is left out, its requests save up ``PROBING`` of the time and spend it on trying its smallest tree.
-    What is accepted pays back, so that a try that succeeds is followed by the next.
+    Where a method is left out, its requests save up ``TRYING`` of the time, with a draft ``READING`` too, and spend it on
+    trying its smallest tree. What is accepted pays back, so that a try that succeeds is followed by the next.
 
     Args:
         manifest: the bundle's.
@@ -163,7 +165,8 @@ class MeasuredBudget(Budget):
         chunks = math.ceil(trying[0].history.unread / self._chunk)
         wider = max(width, *(fit.width for fit in fits.values()))
         cost = verify(wider) - verify(width) + self._propose(name, fits, cache) + read * chunks
-        return _Idle(members, fits, cost, read, verify(1) / running, PROBING * verify(width) / running)
+        share = TRYING + (READING if read else 0.0)
+        return _Idle(members, fits, cost, read, verify(1) / running, share * verify(width) / running)
 
     def _within(self, request: Request) -> tuple[Fit, ...]:
         """The trees a request may verify, those of at most the size it asked for, the largest first."""
