@@ -12,7 +12,7 @@ Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
 
 
 class Cost(Strict, frozen=True):
-    """The median time of one call.
+    """The time of one call, the least of several: whatever else a machine does only adds to it.
 
     Attributes:
         batch: slots that took part, B.

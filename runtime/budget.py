@@ -64,8 +64,8 @@ class MeasuredBudget(Budget):
     curve; no clock is read, so a request alone runs the same way every time. All slots of a step pay for the widest
     tree among them, and those of one method for its largest: see :func:`best`.
 
-    Where a method is left out, its requests save up ``TRYING`` of the time, with a draft ``READING`` too, and spend it on
-    trying its smallest tree. What is accepted pays back, so that a try that succeeds is followed by the next.
+    Where a method is left out, its requests save up ``TRYING`` of the time, with a draft ``READING`` too, and spend it
+    on trying its smallest tree. What is accepted pays back, so that a try that succeeds is followed by the next.
 
     Args:
         manifest: the bundle's.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from specexport.runtime.step import HostProgram, Speculation
 DEFAULT_SECONDS = 60.0
 LARGEST_CACHE = 2048
 """Cache rows beyond which nothing is measured: attention costs the same for each further row."""
-_ROUNDS = 7
+_ROUNDS = 25
 _LEAST_ROUNDS = 3
 _PERIOD = 11
 """Tokens after which the text repeats itself, so that there is something to look up."""
@@ -91,7 +90,7 @@ def measure(
 ) -> CostCurve:
     """Times steps and proposals of a bundle at its smallest cache size and at its largest, at most ``LARGEST_CACHE``.
 
-    All are taken in turns, so that a device whose speed drifts treats them alike; a figure is the median of seven
+    All are taken in turns, so that a device whose speed drifts treats them alike; a figure is the least of 25
     turns, or of as many as there is time for, at least three.
 
     Args:
@@ -128,9 +127,9 @@ def measure(
             for batch, tree in itertools.product(sizes, smaller_trees(manifest, name)):
                 trials[name, batch, len(tree)] = _propose(proposer, _views(text, batch, tree, name))
         found = _in_turns(trials, seconds / len(measured), f"timing steps at {cache} cache rows", progress)
-        for (name, batch, tokens), median in found.items():
+        for (name, batch, tokens), least in found.items():
             kept = proposals[name] if name else steps
-            kept.append(Cost(batch=batch, tokens=tokens, cache=cache, seconds=median))
+            kept.append(Cost(batch=batch, tokens=tokens, cache=cache, seconds=least))
     drafts = {method_name(one) for one in manifest.methods if isinstance(one, DraftModel | MedusaDraft)}
     return CostCurve(
         device=backend.device,
@@ -140,7 +139,7 @@ def measure(
             MethodCosts(
                 method=name,
                 propose=tuple(_rising(costs)),
-                read=statistics.median(reads[name]) if name in drafts and reads[name] else 0.0,
+                read=min(reads[name]) if name in drafts and reads[name] else 0.0,
             )
             for name, costs in proposals.items()
         ),
@@ -208,7 +207,7 @@ def _read(proposer: Proposer, views: Sequence[SlotView]) -> list[float]:
 def _in_turns(
     trials: dict[tuple[str, int, int], Trial], seconds: float, name: str, progress: Progress | None
 ) -> dict[tuple[str, int, int], float]:
-    """Medians of all trials."""
+    """The least time of each trial."""
     times: dict[tuple[str, int, int], list[float]] = {key: [] for key in trials}
     began = 0.0
     for turn in range(_ROUNDS + 1):
@@ -223,7 +222,7 @@ def _in_turns(
             break
     if progress is not None:
         progress(name, 1, 1)
-    return {key: max(statistics.median(taken), 1e-9) for key, taken in times.items()}
+    return {key: max(min(taken), 1e-9) for key, taken in times.items()}
 
 
 def _rising(costs: Sequence[Cost]) -> list[Cost]:

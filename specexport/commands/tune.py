@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Engines on this device with as many threads then speculate as much as pays: less as the batch fills, and not "
         "at all where it does not.",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     tune_batch.add_arguments(batch)
 
