@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from specexport.contract.costs import Cost, CostCurve, MethodCosts
-from specexport.contract.methods import DraftModel, MedusaDraft, method_name
+from specexport.contract.methods import Drafted, method_name
 from specexport.contract.reading import exchange_manifest, read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, open_backend, step_buffers
@@ -130,7 +130,7 @@ def measure(
         for (name, batch, tokens), least in found.items():
             kept = proposals[name] if name else steps
             kept.append(Cost(batch=batch, tokens=tokens, cache=cache, seconds=least))
-    drafts = {method_name(one) for one in manifest.methods if isinstance(one, DraftModel | MedusaDraft)}
+    drafts = {method_name(one) for one in manifest.methods if isinstance(one, Drafted)}
     return CostCurve(
         device=backend.device,
         versions=_versions(),
