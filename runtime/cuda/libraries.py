@@ -22,6 +22,10 @@ from specexport.runtime.cuda.trt import EngineExecutor, choose, import_tensorrt
 class Library(Protocol):
     """A library on a device, with a bundle to run."""
 
+    @property
+    def batches(self) -> bool:
+        """Whether it can run several slots at once."""
+
     def model(self, model: Model) -> Executor:
         """What runs a model's graph.
 
@@ -49,6 +53,7 @@ class OnnxRuntimeLibrary:
         budget: what may be used of the device.
     """
 
+    batches = True
     without_program = "onnxruntime captures its own runs, and what it captured cannot be part of a larger graph"
 
     def __init__(self, bundle: Bundle, cuda: Cuda, stream: Stream, budget: Budget) -> None:
@@ -75,6 +80,8 @@ class EngineLibrary:
         budget: what may be used of the device.
         runtime: the library.
     """
+
+    batches = False
 
     def __init__(self, bundle: Bundle, cuda: Cuda, stream: Stream, budget: Budget, runtime: EngineRuntime) -> None:
         self._bundle = bundle
