@@ -92,8 +92,8 @@ class Engine:
             check_hashes: compare every file's SHA-256 with the manifest; sizes are always compared.
             suffix_store_tokens: tokens of earlier outputs that the method ``suffix`` looks in too, at about half a
                 kilobyte each; the oldest go first. 0 for none. It changes how much is accepted, never what is said.
-            max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest, on a GPU for
-                the smallest. Engines run one.
+            max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest, on a GPU
+                for its smallest. Engines run one.
             prefix_cache: a prompt that begins like a text the cache still holds is read from where they part.
             backend: what runs it, one of ``runtime.backend.BACKENDS``; None for what it was built for.
             gpu_memory_utilization: for GPU backends, the part of the device's memory that may be in use once the bundle

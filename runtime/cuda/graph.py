@@ -118,7 +118,7 @@ class DeviceGraph:
         self._made: Made | None = None
         self._filled = [0] * slots
         self._captured: list[Captured] = []
-        points = {(point.batch, *_key(point)): point for point in self._points}
+        points = {_batched(point): point for point in self._points}
         # A compiled propose graph drafts the same number of tokens behind a prefill chunk: nobody reads them.
         self._instead = _wider_drafts({_key(point) for point in self._points})
         self._beyond = max((drafts - 1 for _, _, drafts in self._instead.values()), default=0)
@@ -261,7 +261,7 @@ class DeviceGraph:
         point = self._point(tokens, rows, drafts, batch)
         if point not in self._points:
             raise BackendError(f"shape point {point} was not built; this is a defect of specexport, please report it")
-        return self._widths[(batch, *_key(point))]
+        return self._widths[_batched(point)]
 
     def _point(self, tokens: int, rows: int, drafts: int, batch: int) -> ShapePoint:
         """The shape that runs at a width, at the present cache size."""
@@ -279,7 +279,7 @@ class DeviceGraph:
 
     def _ready(self, point: ShapePoint) -> list[_Piece]:
         """Prepares a point and runs it once, so that libraries have set themselves up before anything is captured."""
-        width = self._widths[(point.batch, *_key(point))]
+        width = self._widths[_batched(point)]
         pieces = []
         for slots in self._windows(point):
             calls: list[Enqueue] = []
@@ -346,6 +346,10 @@ class DeviceGraph:
 
 def _key(point: ShapePoint) -> _Key:
     return point.tokens, point.rows, point.drafts
+
+
+def _batched(point: ShapePoint) -> tuple[int, int, int, int]:
+    return point.batch, point.tokens, point.rows, point.drafts
 
 
 def _wider_drafts(widths: Collection[_Key]) -> dict[_Key, _Key]:
