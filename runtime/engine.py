@@ -23,7 +23,7 @@ from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposers import SlotView, open_proposer
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Scheduler
-from specexport.runtime.step import ROOT, HostProgram, Speculation
+from specexport.runtime.step import ROOT, Speculation
 from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
 
@@ -67,7 +67,7 @@ class Engine:
         self._target = target
         self.slots = target.sizes[-1]
         self.speculations = dict(speculations)
-        program = HostProgram(self.manifest, target, self.speculations)
+        program = backend.program(target, self.speculations)
         self._warm_up(Scheduler(program, Budget(self.manifest, self.speculations), prefix_cache=False))
         budget = open_budget(self.manifest, self.speculations, backend.device if cost_curve else None, target.sizes)
         self._scheduler = Scheduler(program, budget, prefix_cache)
