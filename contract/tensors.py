@@ -16,6 +16,7 @@ PAST_LENGTH = "past_length"  # int64 [B]      valid cache rows; also the row whe
 LOGITS_ROWS = "logits_rows"  # int64 [B,R]    which of the T tokens logits are computed for (one, in prefill)
 LOGITS = "logits"  # float32 [B,R,V]; not from a draft with Medusa heads
 CANDIDATES = "candidates"  # int64 [B,N,R,M]  with Medusa heads: each head's most probable tokens, best first
+HIDDEN = "hidden_states"  # float32 [B,R,H]  with an MLP speculator: what the language-model head reads
 
 # --- propose graph (the draft: first pass over T tokens, then single-token passes, in one call) -----------------------
 NUM_DRAFT_TOKENS = "num_draft_tokens"  # int64 []     K, how many tokens to draft (the loop's trip count)
@@ -28,6 +29,15 @@ MIN_P = "min_p"  # float32 [B]  0 keeps every token
 DRAFT_TOKENS = "draft_tokens"  # int64 [K,B] out of propose, [B,N-1] into accept
 DRAFT_IDS = "draft_ids"  # int64 [K,B,M] / [B,N-1,M]  the tokens q gives probability to, most probable first
 DRAFT_PROBS = "draft_probs"  # float32, as DRAFT_IDS       q of those tokens; sums to 1 over M
+DRAFTED = (DRAFT_TOKENS, DRAFT_IDS, DRAFT_PROBS)
+
+# --- propose graph of an MLP speculator (takes INPUT_IDS [B,1] and the sampling inputs above, with UNIFORM [B,D,T]) ---
+# Of D stages the first looks at the tree's root, stage d at the T nodes at depth d that have children; those after the
+# deepest tree's are not run. DRAFT_TOKENS, DRAFT_IDS and DRAFT_PROBS of stage d are [B,1], [B,1,M] of the first stage,
+# and [B,T], [B,T,M] of the others.
+HIDDEN_STATE = "hidden_state"  # float32 [B,H]  what the target's head read at the last token in its cache
+LEVEL_PARENTS = "level_parents"  # int64 [B,D,T]  of each node, which one of the level before; not read for the root
+LEVEL_RANKS = "level_ranks"  # int64 [B,D,T]  which of that one's continuations it is: 0 the drawn one, then the best
 
 # --- accept graph (logits of the N verified nodes of a tree in, the step's tokens out; also takes TREE_MASK) ----------
 THRESHOLD = "posterior_threshold"  # float32 [B]  epsilon of typical acceptance
@@ -79,3 +89,8 @@ def new_value(layer: int) -> str:
 
 CACHES = ("past_key.", "past_value.", "present_key.", "present_value.", "new_key.", "new_value.")
 """What the names of caches and of their rows begin with."""
+
+
+def of_stage(name: str, stage: int) -> str:
+    """An output of one stage of an MLP speculator, such as ``draft_tokens.0``."""
+    return f"{name}.{stage}"

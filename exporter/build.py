@@ -30,6 +30,7 @@ from specexport.contract.methods import (
     Medusa,
     MedusaDraft,
     Method,
+    MlpSpeculator,
     Ngram,
     SelfDraft,
     Suffix,
@@ -51,6 +52,13 @@ from specexport.exporter.engines.library import load_library
 from specexport.exporter.engines.program import write_program
 from specexport.exporter.folders import written_beside
 from specexport.exporter.medusa import HeadsOutline, load_medusa, read_outline
+from specexport.exporter.mlp_speculator import (
+    SpeculatorOutline,
+    as_checkpoint,
+    load_speculator,
+    read_speculator,
+    require_fit,
+)
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.weights import Precision, WeightsFile, WeightsReport
 from specexport.graphs.layers import first_layers
@@ -113,7 +121,10 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
 
     heads = _heads(options.medusa, target)
     max_seq_len = _max_seq_len(options, target)
-    plan = methods.plan(options, _outline(options.medusa), _outline(options.draft_medusa), target.vocab_size)
+    speculator = _speculator(options, target)
+    plan = methods.plan(
+        options, _outline(options.medusa), _outline(options.draft_medusa), speculator, target.vocab_size
+    )
     text_only = _text_only(options, plan, target.parameters)
     widths = {width for method in text_only for width in method.widths()}
     batches = batch_points(options.max_batch_size)
@@ -124,7 +135,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
     exact = quality.reference(target, sample) if quantized and sample else None
     at = points.of_target(plan, batches, caches, widths)
     target_info, self_draft = _export_target(folder, target, heads, options, plan, at, batches, caches, progress)
-    eos, generation = target.eos_token_ids, target.generation
+    eos, generation, positions = target.eos_token_ids, target.generation, target.max_positions
     medusa = _medusa(options, heads, plan, target_vocab) if heads is not None else None
     del target, heads
     gc.collect()
@@ -148,6 +159,8 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         made.append(self_draft)
     if medusa is not None:
         made.append(medusa)
+    if speculator is not None:
+        made.append(_export_speculator(folder, speculator, options, plan, batches, positions, progress))
     made += text_only
 
     (folder / "tokenizer").mkdir()
@@ -217,8 +230,7 @@ def _heads(source: str | None, model: Checkpoint) -> MedusaHeads | None:
     """The Medusa heads of a model."""
     if source is None:
         return None
-    hidden = int(model.model.get_output_embeddings().weight.shape[1])
-    return load_medusa(Path(source).expanduser(), hidden=hidden, vocab=model.vocab_size)
+    return load_medusa(Path(source).expanduser(), hidden=_hidden_size(model), vocab=model.vocab_size)
 
 
 def _medusa(options: BuildOptions, heads: MedusaHeads, plan: methods.Plan, vocab: int) -> Medusa:
@@ -230,6 +242,54 @@ def _medusa(options: BuildOptions, heads: MedusaHeads, plan: methods.Plan, vocab
         weights=options.proposing_precision,
         parameters=sum(parameter.numel() for parameter in heads.parameters()),
     )
+
+
+def _speculator(options: BuildOptions, target: Checkpoint) -> SpeculatorOutline | None:
+    """What the target's MLP speculator is; that it fits is found out before anything takes long."""
+    if options.mlp_speculator is None:
+        return None
+    outline = read_speculator(options.mlp_speculator)
+    require_fit(outline, hidden=_hidden_size(target), vocab=target.vocab_size)
+    return outline
+
+
+def _export_speculator(
+    folder: Path,
+    outline: SpeculatorOutline,
+    options: BuildOptions,
+    plan: methods.Plan,
+    batches: tuple[int, ...],
+    max_positions: int,
+    progress: Progress,
+) -> MlpSpeculator:
+    progress("loading the speculator", 0, 1)
+    stages = load_speculator(outline)
+    checkpoint = as_checkpoint(outline, str(options.mlp_speculator), stages, max_positions)
+    progress("loading the speculator", 1, 1)
+    progress("tracing the speculator", 0, 1)
+    model = _traced(checkpoint, lambda: trace.trace_speculator(stages, options.lowering))
+    progress("tracing the speculator", 1, 1)
+    (draft,) = _write_models(
+        folder / "speculator",
+        [_Part("propose", model, points.of_speculator(plan, batches), (), checkpoint.parameters)],
+        checkpoint,
+        options.proposing_precision,
+        None,
+        options.weights_a_scale,
+        progress,
+    )
+    return MlpSpeculator(
+        trees=tuple(tree.choices for tree in plan["mlp_speculator"]),
+        candidates=min(MAX_CANDIDATES, outline.vocab),
+        stages=outline.stages,
+        hidden=outline.hidden,
+        draft=draft,
+    )
+
+
+def _hidden_size(checkpoint: Checkpoint) -> int:
+    """H, of what the language-model head reads."""
+    return int(checkpoint.model.get_output_embeddings().weight.shape[1])
 
 
 def _text_only(options: BuildOptions, plan: methods.Plan, parameters: int) -> list[Method]:
@@ -277,7 +337,12 @@ def _export_target(
     model = _traced(
         target,
         lambda: trace.trace_step(
-            target.model, target.cache, heads, methods.candidates(target.vocab_size), options.lowering
+            target.model,
+            target.cache,
+            heads,
+            methods.candidates(target.vocab_size),
+            options.mlp_speculator is not None,
+            options.lowering,
         ),
     )
     graphs = [_Part("step", model, at, target.cache, target.parameters)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def run_model(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     logits_rows: torch.Tensor,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs a transformers causal LM under a lowering.
 
     The language-model head sees only the rows asked for: for a prefill chunk that is one row instead of T, which for a
@@ -44,33 +44,29 @@ def run_model(
         logits_rows: int64 ``[B,R]``, indices into T.
 
     Returns:
-        float32 logits ``[B,R,V]``.
-    """
-    return _run(model, active, layers, input_ids, position_ids, lambda hidden: _rows(hidden, logits_rows))
-
-
-def run_with_heads(
-    model: torch.nn.Module,
-    heads: MedusaHeads,
-    projection: torch.nn.Module,
-    active: Lowering,
-    layers: int,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    logits_rows: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`run_model`: logits ``[B,R,V]``, and those of Medusa heads ``[B,N,R,V]``.
-
-    ``projection`` is what tied heads end in: the model's own head, or a copy that may be stored in fewer bits.
+        float32 logits ``[B,R,V]``, and the hidden states after the final norm that they were made of, ``[B,R,H]``.
     """
     taken: list[torch.Tensor] = []
 
-    def take(hidden: torch.Tensor) -> torch.Tensor:
-        taken.append(_rows(hidden, logits_rows))
-        return taken[0]
+    def take(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        rows = logits_rows[:, :, None].expand(-1, -1, args[0].shape[-1])
+        taken.append(torch.gather(args[0], 1, rows))
+        return (taken[0], *args[1:])
 
-    own = _run(model, active, layers, input_ids, position_ids, take)
-    return own, heads.logits(taken[0], projection).transpose(0, 1).float()
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    hook = head.register_forward_pre_hook(take)
+    try:
+        with lowering(active):
+            out = model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                past_key_values=PassThroughCache(layers),
+                use_cache=True,
+            )
+    finally:
+        hook.remove()
+    logits: torch.Tensor = out.logits
+    return logits.float(), taken[0]
 
 
 def head_projection(model: torch.nn.Module, heads: MedusaHeads | None) -> torch.nn.Module | None:
@@ -87,44 +83,15 @@ def head_projection(model: torch.nn.Module, heads: MedusaHeads | None) -> torch.
     return copy
 
 
-def _rows(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The rows ``[B,R]`` of hidden states ``[B,T,H]``."""
-    return torch.gather(hidden, 1, rows[:, :, None].expand(-1, -1, hidden.shape[-1]))
-
-
-def _run(
-    model: torch.nn.Module,
-    active: Lowering,
-    layers: int,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    before_head: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Logits of what ``before_head`` makes of the hidden states after the final norm."""
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    hook = head.register_forward_pre_hook(lambda _module, args: (before_head(args[0]), *args[1:]))
-    try:
-        with lowering(active):
-            out = model(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                past_key_values=PassThroughCache(layers),
-                use_cache=True,
-            )
-    finally:
-        hook.remove()
-    logits: torch.Tensor = out.logits
-    return logits.float()
-
-
 class StepModule(torch.nn.Module):
     """The target's graph: prefill, decode and verify are this module at different T (see ``contract.tensors``).
 
     Args:
         model: loaded with ``attn_implementation=ATTENTION_NAME``.
         layers: number of attention layers.
-        heads: Medusa heads on its last hidden state, whose candidates are a second output.
+        heads: Medusa heads on its last hidden state, whose candidates are an output.
         candidates: M, how many.
+        hidden: whether that state is an output too, for an MLP speculator.
         lowering: which operators attention is made of.
     """
 
@@ -134,6 +101,7 @@ class StepModule(torch.nn.Module):
         layers: int,
         heads: MedusaHeads | None = None,
         candidates: int = 0,
+        hidden: bool = False,
         lowering: LoweredAs = "native",
     ) -> None:
         super().__init__()
@@ -142,6 +110,7 @@ class StepModule(torch.nn.Module):
         self.heads = heads
         self.heads_projection = head_projection(model, heads)
         self.candidates = candidates
+        self.hidden = hidden
         self.lowering: LoweredAs = lowering
 
     def forward(
@@ -153,19 +122,19 @@ class StepModule(torch.nn.Module):
         logits_rows: torch.Tensor,
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Returns ``(logits, present_key.0, present_value.0, ...)``, with heads ``(logits, candidates, ...)``.
+        """Returns ``(logits, present_key.0, present_value.0, ...)``.
 
-        Lowered portably, new rows instead of caches.
+        Behind the logits come ``candidates`` if there are heads, and ``hidden_states`` if they are wanted. Lowered
+        portably, new rows instead of caches.
         """
         active = step_lowering(self.lowering, pairs(past), tree_mask, position_ids, past_length)
-        if self.heads is None:
-            logits = run_model(self.model, active, self.layers, input_ids, position_ids, logits_rows)
-            return (logits, *flat(active.returned))
-        last = self.heads_projection or self.model
-        logits, ahead = run_with_heads(
-            self.model, self.heads, last, active, self.layers, input_ids, position_ids, logits_rows
-        )
-        return (logits, _best(ahead, self.candidates), *flat(active.returned))
+        logits, hidden = run_model(self.model, active, self.layers, input_ids, position_ids, logits_rows)
+        made = [logits]
+        if self.heads is not None:
+            made.append(_ahead(self.heads, hidden, self.heads_projection or self.model, self.candidates))
+        if self.hidden:
+            made.append(hidden.float())
+        return (*made, *flat(active.returned))
 
 
 class CandidatesModule(torch.nn.Module):
@@ -213,14 +182,23 @@ class CandidatesModule(torch.nn.Module):
         """Returns ``(candidates, present_key.0, present_value.0, ...)``; lowered portably, new rows instead."""
         active = step_lowering(self.lowering, pairs(past), tree_mask, position_ids, past_length)
         tokens = input_ids.clamp(max=self.input_vocab - 1)
+        logits, hidden = run_model(self.model, active, self.layers, tokens, position_ids, logits_rows)
+        own = _best(logits[:, None, :, : self.vocab_size], self.candidates)
         last = self.heads_projection or self.model
-        own, ahead = run_with_heads(
-            self.model, self.heads, last, active, self.layers, tokens, position_ids, logits_rows
-        )
-        best = [_best(logits[..., : self.vocab_size], self.candidates) for logits in (own[:, None], ahead)]
-        return (torch.cat(best, 1), *flat(active.returned))
+        ahead = _ahead(self.heads, hidden, last, self.candidates, self.vocab_size)
+        return (torch.cat([own, ahead], 1), *flat(active.returned))
+
+
+def _ahead(
+    heads: MedusaHeads, hidden: torch.Tensor, projection: torch.nn.Module, candidates: int, vocab: int | None = None
+) -> torch.Tensor:
+    """The most probable tokens below ``vocab`` of each Medusa head, int64 ``[B,N,R,M]``, best first.
+
+    ``projection`` is what tied heads end in: the model's own head, or a copy that may be stored in fewer bits.
+    """
+    return _best(heads.logits(hidden, projection).transpose(0, 1).float()[..., :vocab], candidates)
 
 
 def _best(logits: torch.Tensor, candidates: int) -> torch.Tensor:
-    """The most probable tokens, int64 ``[B,N,R,M]``, best first."""
+    """The most probable tokens, int64, best first."""
     return torch.topk(logits, candidates, dim=-1).indices

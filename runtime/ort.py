@@ -133,6 +133,9 @@ class OnnxRuntimeGraph:
     ) -> None:
         self._ort = _import_onnxruntime(lowering)
         self._session = open_session(path, threads, lowering)
+        # A graph of which not all outputs are bound is run as far as those want it.
+        self._asked_for = self._ort.RunOptions()
+        self._asked_for.only_execute_path_to_fetches = not model.cache
         self._model = model
         self._in_place = lowering == "native"
         self._slots = slots
@@ -170,12 +173,12 @@ class OnnxRuntimeGraph:
         Raises:
             BackendError: no declared size is large enough.
         """
-        if rows > self._rows:
+        if rows > self._rows and self._model.cache:
             self._resize(rows)
 
     def fit(self, rows: int) -> None:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        if rows <= self._rows:
+        if rows <= self._rows and self._model.cache:
             self._resize(rows)
 
     def _resize(self, rows: int) -> None:
@@ -231,9 +234,10 @@ class OnnxRuntimeGraph:
     def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""
         arrays = self._arrays_of((len(slots), tokens, rows, drafts))
-        past = arrays.inputs[tensors.PAST_LENGTH]
-        for at, slot in enumerate(slots):
-            past[at] = self._filled[slot] = min(self._filled[slot], self._rows - arrays.fed)
+        if self._caches:
+            past = arrays.inputs[tensors.PAST_LENGTH]
+            for at, slot in enumerate(slots):
+                past[at] = self._filled[slot] = min(self._filled[slot], self._rows - arrays.fed)
         return arrays.inputs
 
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
@@ -243,7 +247,7 @@ class OnnxRuntimeGraph:
         binding = self._bound.get((slots, shape))
         if binding is None:
             binding = self._bound[slots, shape] = self._bind(slots, shape, arrays)
-        self._session.run_with_iobinding(binding)
+        self._session.run_with_iobinding(binding, self._asked_for)
         self._made, self._made_from = arrays.made, slots.start
         return arrays.outputs
 

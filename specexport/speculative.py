@@ -18,7 +18,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
     Attributes:
         method: how to propose; None for ``draft_model`` where a model is named.
-        model: the draft model or the Medusa heads: a folder, or for drafts a hub id.
+        model: the draft model, the Medusa heads or the MLP speculator: a folder, or but for heads a hub id.
         num_speculative_tokens: draft tokens a step; None for the method's default.
         prompt_lookup_max: most tokens ``ngram`` matches; None for 4.
         prompt_lookup_min: fewest; None for 2, or ``prompt_lookup_max`` where that is less.
@@ -36,13 +36,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 _OPTIONS = {
     "draft_model": "draft",
     "medusa": "medusa",
+    "mlp_speculator": "mlp_speculator",
     "ngram": "ngram",
     "suffix": "suffix",
     "hypothesis": "hypothesis",
 }
 """By method: the build option that asks for it."""
-_OF_MODELS = ("draft_model", "medusa")
-"""Methods that a model or heads propose for."""
+_OF_MODELS = ("draft_model", "medusa", "mlp_speculator")
+"""Methods that a model, heads or a speculator propose for."""
 _LOOKUP_SIZES = ("prompt_lookup_max", "prompt_lookup_min")
 
 

@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float32]
 
 SELF_BUNDLES = ("gemma2-self",)
 GREEDY_BUNDLES = ("llama-near", "qwen3-bad", "gemma2-equal", "gpt2-near")
-TREE_BUNDLES = ("qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree")
+TREE_BUNDLES = ("qwen3-medusa", "qwen3-medusa-draft", "qwen3-mlp", "gpt2-tree")
 LOOKUP_BUNDLES = ("qwen3-lookup", "qwen3-lookahead")
 PORTABLE_BUNDLES = tuple(f"{name}-portable" for name in ("llama-near", "gemma2-equal", *TREE_BUNDLES))
 
@@ -130,6 +130,7 @@ ENGINE_SETTINGS = (
     Setting("tree", 8, SamplingParams(temperature=0.9)),
     Setting("medusa", 10, SamplingParams(temperature=1.2, top_p=0.97)),
     Setting("medusa-draft", 10, SamplingParams()),
+    Setting("mlp", 10, SamplingParams(temperature=0.9)),
     Setting("ngram", 5, SamplingParams(temperature=0.8)),
     Setting("ngram", 1, SamplingParams(top_p=0.9)),
     Setting("suffix", 5, SamplingParams()),

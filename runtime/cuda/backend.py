@@ -85,6 +85,10 @@ class CudaBackend:
         Raises:
             BackendError: more than one slot is asked for, the graph is refused, or it does not fit.
         """
+        if not model.cache:
+            raise BackendError(
+                "GPU backends run no MLP speculators; use the onnxruntime backend, or a bundle without one"
+            )
         if slots != 1:
             raise BackendError(f"{slots} requests at once were asked for; GPU backends run one, pass max_batch_size=1")
         manifest = self._bundle.manifest
