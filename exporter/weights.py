@@ -222,22 +222,22 @@ class WeightsFile:
                 return
             # Rows are looked up as int8 whatever the precision: no backend gathers four-bit rows.
             kind: Precision = "int8" if role == "lookup" else precision
-            readers = list(node.outputs[0].uses()) if role == "tied" else [(node, index)]
-            for reader, position in readers:
-                # One name a reader: ONNX Runtime fuses a dequantization only where a single node reads it.
-                name = f"{value.name}.{kind}.{role}"
-                if name in graph.initializers:
-                    name = f"{name}.{len(graph.initializers)}"
-                stored, scales = self._store_blocks(graph, name, matrix, axis, block, kind)
-                if role == "lookup":
-                    found = _lookup(graph, reader, stored, scales, block, name)
-                    for user, place in list(reader.outputs[0].uses()):
-                        user.replace_input_with(place, found)
-                else:
-                    attributes = {"axis": 0, "block_size": block}
-                    restored = _dequantized(graph, reader, stored, scales, attributes, name)
+            # One name a reader: ONNX Runtime fuses a dequantization only where a single node reads it.
+            name = f"{value.name}.{kind}.{role}"
+            if name in graph.initializers:
+                name = f"{name}.{len(graph.initializers)}"
+            stored, scales = self._store_blocks(graph, name, matrix, axis, block, kind)
+            restored = (
+                _lookup(graph, node, stored, scales, block, name)
+                if role == "lookup"
+                else _dequantized(graph, node, stored, scales, {"axis": 0, "block_size": block}, name)
+            )
+            if role == "matmul":
+                node.replace_input_with(index, restored)
+            else:
+                for reader, position in list(node.outputs[0].uses()):
                     reader.replace_input_with(position, restored)
-                self.report.quantized.append(name)
+            self.report.quantized.append(name)
         del graph.initializers[_name(value)]
 
     def _store_blocks(

@@ -100,7 +100,7 @@ RECIPES = {
     "gpt2-near": Recipe("gpt2", "near", (1,), 6),
     "qwen3-medusa": Recipe("qwen3", None, heads="target", trees=(_BUSHY, _SMALL, TokenTree.chain(HEADS + 1))),
     "qwen3-medusa-draft": Recipe("qwen3", "equal", (3,), 6, heads="draft"),
-    "qwen3-mlp": Recipe("qwen3", None, trees=(_BUSHY, _SMALL, TokenTree.chain(HEADS + 1)), speculator=True, batch=8),
+    "qwen3-mlp": Recipe("qwen3", None, trees=(_BUSHY, TokenTree.chain(HEADS + 1)), speculator=True, batch=8),
     "gpt2-tree": Recipe("gpt2", "near", trees=(_SPINE,), choices=(2,)),
     "qwen3-lookup": Recipe("qwen3", "equal", lookups=("ngram", "suffix", "hypothesis")),
     "qwen3-lookahead": Recipe("qwen3", None, lookahead=(5, 4, 4)),
@@ -111,7 +111,7 @@ RECIPES = {
     "dice-tree": Recipe("llama", "near", config=_DICE, trees=(_SPINE,)),
     "dice-medusa": Recipe("llama", None, config=_DICE, heads="target", trees=(_BUSHY,)),
     "dice-medusa-draft": Recipe("llama", "near", config=_DICE, heads="draft", trees=(_BUSHY,)),
-    "dice-mlp": Recipe("llama", None, (1,), 3, config=_DICE, trees=(_BUSHY,), speculator=True),
+    "dice-mlp": Recipe("llama", None, config=_DICE, trees=(_BUSHY,), speculator=True),
     "dice-ngram": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("ngram",)),
     "dice-suffix": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("suffix",)),
     "dice-hypothesis": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("hypothesis",)),
@@ -126,7 +126,6 @@ PORTABLE = (
     "gpt2-tree",
     "qwen3-medusa",
     "qwen3-medusa-draft",
-    "qwen3-mlp",
 )
 """These are there lowered portably too, as ``{name}-portable``."""
 RECIPES |= {f"{name}-portable": dataclasses.replace(RECIPES[name], lowering="portable") for name in PORTABLE}
