@@ -191,7 +191,7 @@ def load_speculator(outline: SpeculatorOutline) -> MlpSpeculator:
     stored, known = _stored(outline)
     with torch.device("meta"):
         made = outline.make()
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     for names in _shared(made):
         first, *others = [known[name] for name in names if name in known]
         tensor = stored.read(first).to(torch.float32)

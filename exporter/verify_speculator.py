@@ -58,7 +58,8 @@ class ReferenceSpeculator:
     def _of(self, part: str, stage: int, kind: str = "weight") -> torch.Tensor:
         if self._config.get("tie_weights"):
             stage = min(stage, 1) if part == "proj" else 0
-        return self._tensors[f"{part}.{stage}.{kind}"]
+        tensor: torch.Tensor = self._tensors[f"{part}.{stage}.{kind}"]
+        return tensor
 
 
 def speculator_limits(manifest: Manifest, method: MlpSpeculator) -> Limits:
