@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from specexport.contract.engines import Backend, Engine, ProgramGraph
-from specexport.contract.methods import Drafted, Method, draft_role, method_name
+from specexport.contract.methods import Beside, Method, draft_role, method_name
 from specexport.contract.model import Count, LoweredAs, Model, Probability, Size, Strict
 
 FORMAT_VERSION = 3
@@ -100,7 +100,7 @@ class Manifest(Strict, frozen=True):
     @property
     def models(self) -> dict[str, Model]:
         """Every model by its role: ``target``, and ``draft``, ``self_draft`` and ``speculator`` where there is one."""
-        drafts = (method for method in self.methods if isinstance(method, Drafted))
+        drafts = (method for method in self.methods if isinstance(method, Beside))
         return {"target": self.target} | {draft_role(method): method.draft for method in drafts}
 
     @property

@@ -224,6 +224,20 @@ class Lookahead(_Method, frozen=True, tag_field="name", tag="lookahead"):
     ngram: Annotated[int, Meta(ge=2, le=32)]
     prompt_seeding: bool
 
+    @classmethod
+    def of(cls, window: int, ngram: int, guesses: int, prompt_seeding: bool) -> Lookahead:
+        """The method of W, N and G; a step may also verify G/2, G/4, ... guesses."""
+        counts = [guesses]
+        while counts[-1] > 1:
+            counts.append(counts[-1] // 2)
+        trees = tuple(guess_tree(count, ngram).choices for count in counts)
+        return cls(trees=trees, window=window, ngram=ngram, prompt_seeding=prompt_seeding)
+
+    @property
+    def guesses(self) -> int:
+        """G, most guesses a step."""
+        return (max(map(len, self.token_trees())) - 1) // (self.ngram - 1)
+
     @property
     def window_nodes(self) -> int:
         """Nodes of the window, the root included."""
@@ -250,11 +264,13 @@ def guess_tree(guesses: int, ngram: int) -> TokenTree:
     return TokenTree.from_choices([(guess, *[0] * at) for guess in range(guesses) for at in range(ngram - 1)])
 
 
+Drafted = DraftModel | MedusaDraft
+"""Methods that have a model of their own, which reads a text's tokens and knows no embeddings."""
 Ranked = DraftModel | Medusa | MedusaDraft | MlpSpeculator
 """Methods in which a model proposes; their trees may branch."""
 Drawn = DraftModel | MlpSpeculator
 """Those of them that know q of each draft token, and draw it; each follows from the ones before it."""
-Drafted = DraftModel | MedusaDraft | MlpSpeculator
+Beside = DraftModel | MedusaDraft | MlpSpeculator
 """Those of them that have a model beside the target."""
 Lookup = Ngram | Suffix | Hypothesis
 """Methods that look in text, and need neither a model nor files."""
@@ -280,6 +296,6 @@ def method_name(method: Method) -> str:
     return str(type(method).__struct_config__.tag)
 
 
-def draft_role(method: Drafted) -> str:
+def draft_role(method: Beside) -> str:
     """What the model beside the target is called among a bundle's models, and its folder."""
     return _ROLES.get(type(method), "draft")

@@ -12,9 +12,9 @@ import torch
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
-from specexport.contract.model import CacheLayer, LoweredAs
+from specexport.contract.model import LoweredAs, Model
 from specexport.contract.tree import TokenTree
-from specexport.exporter.caches import after_call, new_caches
+from specexport.exporter.caches import after_call, new_caches, no_embeddings
 from specexport.exporter.checkpoint import Checkpoint
 from specexport.exporter.trace import quiet
 from specexport.graphs.attention import ATTENTION_NAME
@@ -59,15 +59,13 @@ def reference(checkpoint: Checkpoint, tokens: list[int]) -> Reference:
     return Reference(ids[0].numpy(), logits.numpy())
 
 
-def logits_error(
-    master: Path, lowering: LoweredAs, cache: tuple[CacheLayer, ...], expected: Reference
-) -> tuple[float, float] | None:
+def logits_error(master: Path, lowering: LoweredAs, model: Model, expected: Reference) -> tuple[float, float] | None:
     """Runs a step graph over the same text, one token a step, as decoding does.
 
     Args:
         master: the graph.
         lowering: of the graph.
-        cache: its layers.
+        model: its description.
         expected: the text and its logits.
 
     Returns:
@@ -78,7 +76,7 @@ def logits_error(
         session = open_session(master, available_cores(), lowering)
     except BackendError:
         return None
-    caches = new_caches(cache, len(expected.tokens), 0.0)
+    caches = new_caches(model.cache, len(expected.tokens), 0.0)
     names = [output.name for output in session.get_outputs()]
     found = []
     one = TokenTree.chain(1)
@@ -89,6 +87,7 @@ def logits_error(
             tensors.TREE_MASK: one.mask[None],
             tensors.PAST_LENGTH: np.array([position]),
             tensors.LOGITS_ROWS: np.array([[0]]),
+            **no_embeddings(model, 1),
         }
         outputs = dict(zip(names, session.run(None, {**given, **caches}), strict=True))
         caches = after_call(caches, outputs, position)

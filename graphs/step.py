@@ -29,6 +29,7 @@ def run_model(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     logits_rows: torch.Tensor,
+    inputs_embeds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs a transformers causal LM under a lowering.
 
@@ -42,6 +43,7 @@ def run_model(
         input_ids: int64 ``[B,T]``.
         position_ids: int64 ``[B,T]``.
         logits_rows: int64 ``[B,R]``, indices into T.
+        inputs_embeds: float32 ``[B,T,H]``, what the model reads instead of ``input_ids``; None for those.
 
     Returns:
         float32 logits ``[B,R,V]``, and the hidden states after the final norm that they were made of, ``[B,R,H]``.
@@ -53,12 +55,14 @@ def run_model(
         taken.append(torch.gather(args[0], 1, rows))
         return (taken[0], *args[1:])
 
+    # Of both inputs transformers takes one.
+    read = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     hook = head.register_forward_pre_hook(take)
     try:
         with lowering(active):
             out = model(
-                input_ids=input_ids,
+                **read,
                 position_ids=position_ids,
                 past_key_values=PassThroughCache(layers),
                 use_cache=True,
@@ -121,14 +125,19 @@ class StepModule(torch.nn.Module):
         past_length: torch.Tensor,
         logits_rows: torch.Tensor,
         past: list[torch.Tensor],
+        inputs_embeds: torch.Tensor | None = None,
+        embeds_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Returns ``(logits, present_key.0, present_value.0, ...)``.
 
         Behind the logits come ``candidates`` if there are heads, and ``hidden_states`` if they are wanted. Lowered
-        portably, new rows instead of caches.
+        portably, new rows instead of caches. With embeddings given, they are read where the mask says so.
         """
         active = step_lowering(self.lowering, pairs(past), tree_mask, position_ids, past_length)
-        logits, hidden = run_model(self.model, active, self.layers, input_ids, position_ids, logits_rows)
+        if inputs_embeds is not None and embeds_mask is not None:
+            own: torch.Tensor = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
+            inputs_embeds = torch.where(embeds_mask[:, :, None], inputs_embeds, own)
+        logits, hidden = run_model(self.model, active, self.layers, input_ids, position_ids, logits_rows, inputs_embeds)
         made = [logits]
         if self.heads is not None:
             made.append(_ahead(self.heads, hidden, self.heads_projection or self.model, self.candidates))

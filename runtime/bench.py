@@ -9,7 +9,7 @@ from specexport.contract.errors import RequestError
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import (
     HYPOTHESIS,
-    Drafted,
+    Beside,
     DraftModel,
     Medusa,
     MedusaDraft,
@@ -164,7 +164,7 @@ def extra_memory(manifest: Manifest, method: Method) -> int:
         return int(method.parameters * _BYTES[method.weights])
     if isinstance(method, SelfDraft):
         return _cache_row(method.draft) * manifest.max_seq_len
-    if isinstance(method, Drafted):
+    if isinstance(method, Beside):
         sizes = {entry.path: entry.size for entry in manifest.files}
         return sizes[method.draft.weights] + _cache_row(method.draft) * manifest.max_seq_len
     return 0

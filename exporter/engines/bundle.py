@@ -11,7 +11,7 @@ import msgspec
 from specexport.contract.engines import Commit, ComputedIn, Engine, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import Drafted, Method, MlpSpeculator, draft_role
+from specexport.contract.methods import Beside, Method, MlpSpeculator, draft_role
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.reading import check_files, file_entry, read_manifest
 from specexport.exporter.engines.compiler import EngineReport, compile_graph
@@ -54,7 +54,8 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
         progress: see :data:`Progress`.
 
     Raises:
-        BuildError: the library is not installed, has no such device, or refuses a graph.
+        BuildError: the library is not installed, has no such device, or refuses a graph; or the bundle's prompts may
+            hold embeddings.
         BundleError: the bundle is not whole.
     """
     report = progress or (lambda *_: None)
@@ -63,6 +64,10 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
     if any(isinstance(method, MlpSpeculator) for method in manifest.methods):
         raise BuildError(
             f"{folder}: has an MLP speculator, for which no engines are compiled; build it without --mlp-speculator"
+        )
+    if manifest.target.embedding_size is not None:
+        raise BuildError(
+            f"{folder}: was built with --inputs-embeds, and engines read tokens alone; build it without to compile it"
         )
     library = load_library(options.runtime)
     listed = {entry.path for entry in manifest.files}
@@ -251,7 +256,7 @@ def _traced_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...
 
 
 def _with_draft(method: Method, models: dict[str, Model]) -> Method:
-    if isinstance(method, Drafted):
+    if isinstance(method, Beside):
         return msgspec.structs.replace(method, draft=models[draft_role(method)])
     return method
 

@@ -14,6 +14,7 @@ from specexport.contract import tensors
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array
 from specexport.runtime.constraint import Constraint
+from specexport.runtime.embeds import Embeddings
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.sampling import Distributions, Floats
 
@@ -34,6 +35,7 @@ class SlotView:
         hypothesis: tokens the output is expected to be; empty where the request brought none.
         method: how it speculates; None decodes plainly.
         constraint: what its output is bound to; None for nothing.
+        embeddings: what the prompt has in the place of tokens, whose numbers are negative there; None for nothing.
         prompt: how many of the tokens are the prompt.
     """
 
@@ -45,6 +47,7 @@ class SlotView:
     hypothesis: Sequence[int] = ()
     method: str | None = None
     constraint: Constraint | None = None
+    embeddings: Embeddings | None = None
     prompt: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from specexport.contract.methods import MlpSpeculator
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Graph
+from specexport.runtime.embeds import is_embedding
 from specexport.runtime.proposers.base import Ints, Proposal, Proposer, SlotView, drawn, moved, set_sampling
 from specexport.runtime.sampling import Floats
 
@@ -34,8 +35,8 @@ class MlpSpeculatorProposer(Proposer):
         self._states: dict[int, Floats] = {}
 
     def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`; a slot in which the target has not run yet is left out."""
-        ready = [one for one in sequences if one.slot in self._states]
+        """See :class:`Proposer`; slots the target has not run in yet, and whose root is an embedding, are left out."""
+        ready = [one for one in sequences if one.slot in self._states and not is_embedding(one.tokens[-1])]
         if not ready:
             return {}
         deepest, widest = max(one.tree.depth for one in ready), max(one.tree.level_width for one in ready)
