@@ -11,7 +11,7 @@ class FillModule(torch.nn.Module):
     """The tokens of a draft model's tree, and q of each.
 
     The drawn chain is the tree's spine (rank 0); beside each of its tokens are the most probable others, which are
-    chosen, not drawn (q = 1). ``runtime.proposers.draft_model`` does the same in NumPy.
+    chosen, not drawn (q = 1). ``runtime.proposers.base.drawn`` does the same in NumPy.
     """
 
     def forward(
