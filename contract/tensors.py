@@ -41,6 +41,9 @@ HIDDEN_STATE = "hidden_state"  # float32 [B,H]  what the target's head read at t
 LEVEL_PARENTS = "level_parents"  # int64 [B,D,T]  of each node, which one of the level before; not read for the root
 LEVEL_RANKS = "level_ranks"  # int64 [B,D,T]  which of that one's continuations it is: 0 the drawn one, then the best
 
+DRAFTED = (DRAFT_TOKENS, DRAFT_IDS, DRAFT_PROBS)
+"""What a draft says of its tokens."""
+
 # --- accept graph (logits of the N verified nodes of a tree in, the step's tokens out; also takes TREE_MASK) ----------
 THRESHOLD = "posterior_threshold"  # float32 [B]  epsilon of typical acceptance
 ALPHA = "posterior_alpha"  # float32 [B]  its alpha

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.backend import FIRST, Array, Buffers
+from specexport.runtime.backend import FIRST, Array, Buffers, Graph
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.step import HostProgram, Speculation
 
 _Shape = tuple[int, int, int, int]
 """Batch, tokens, rows and drafts: a shape point at any cache size."""
@@ -52,6 +54,16 @@ def _instead(found: tuple[int, ...]) -> str:
 def available_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The processor, as Linux names it, elsewhere at least its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def open_session(path: Path, threads: int, lowering: LoweredAs) -> Any:
@@ -99,10 +111,19 @@ class OnnxRuntimeBackend:
         self._bundle = bundle
         self._threads = threads or available_cores()
 
+    @property
+    def device(self) -> str:
+        """See :class:`~specexport.runtime.backend.Backend`."""
+        return f"onnxruntime, {cpu_name()}, {self._threads} thread" + ("s" if self._threads != 1 else "")
+
     def open(self, model: Model, slots: int, buffers: Buffers) -> OnnxRuntimeGraph:
         """See :class:`~specexport.runtime.backend.Backend`."""
         master, lowering = self._bundle.file(model.graph.master), self._bundle.manifest.lowering
         return OnnxRuntimeGraph(master, model, lowering, slots, buffers, self._threads)
+
+    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> HostProgram:
+        """See :class:`~specexport.runtime.backend.Backend`."""
+        return HostProgram(self._bundle.manifest, target, speculations)
 
     def close(self) -> None:
         """See :class:`~specexport.runtime.backend.Backend`; graphs go when nothing refers to them."""
@@ -157,6 +178,10 @@ class OnnxRuntimeGraph:
     def sizes(self) -> tuple[int, ...]:
         """See :class:`~specexport.runtime.backend.Graph`."""
         return self._sizes
+
+    def widths(self, slots: int) -> tuple[int, ...]:
+        """See :class:`~specexport.runtime.backend.Graph`."""
+        return tuple(sorted({p.tokens for p in self._points if p.batch == slots and p.rows == p.tokens}))
 
     @property
     def cache_bytes(self) -> int:

@@ -10,7 +10,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from specexport.contract import tensors
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array
 from specexport.runtime.constraint import Constraint
@@ -90,7 +89,12 @@ class Proposer(ABC):
     """Proposes draft tokens for several slots at once. Its state is per slot.
 
     A way to propose says how in :meth:`propose`, and of the rest what it needs: by default nothing is done.
+
+    Attributes:
+        observes: which of the target's outputs :meth:`observe` looks at.
     """
+
+    observes: frozenset[str] = frozenset()
 
     @abstractmethod
     def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
@@ -150,14 +154,6 @@ def fill(tree: TokenTree, candidates: Ints) -> Ints:
     depths, ranks = tree.depths[1:], np.asarray(tree.ranks[1:])
     tokens: Ints = candidates[depths - 1, ranks]
     return tokens
-
-
-def set_sampling(given: Mapping[str, Array], at: int, params: SamplingParams) -> None:
-    """Tells a propose graph how a slot samples: greedy is ``top_k`` = 1."""
-    given[tensors.TEMPERATURE][at] = params.temperature or 1.0
-    given[tensors.TOP_K][at] = 1 if params.greedy else min(max(params.top_k, 0), 2**31)
-    given[tensors.TOP_P][at] = params.top_p
-    given[tensors.MIN_P][at] = params.min_p
 
 
 def drawn(tree: TokenTree, rows: Ints, tokens: Ints, ids: Ints, probs: Floats) -> tuple[Ints, Distributions, Ints]:

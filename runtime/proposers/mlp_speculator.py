@@ -12,9 +12,9 @@ from specexport.contract import tensors
 from specexport.contract.methods import MlpSpeculator
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Array, Graph
+from specexport.runtime.backend import Array, Graph, write_sampling
 from specexport.runtime.embeds import is_embedding
-from specexport.runtime.proposers.base import Ints, Proposal, Proposer, SlotView, drawn, moved, set_sampling
+from specexport.runtime.proposers.base import Ints, Proposal, Proposer, SlotView, drawn, moved
 from specexport.runtime.sampling import Floats
 
 
@@ -56,7 +56,7 @@ class MlpSpeculatorProposer(Proposer):
         for name, wanted in ((tensors.LEVEL_PARENTS, levels.parents), (tensors.LEVEL_RANKS, levels.ranks)):
             given[name][at] = 0
             given[name][at, :depth, :width] = wanted
-        set_sampling(given, at, one.params)
+        write_sampling(given, at, one.params)
         if not one.params.greedy:
             # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
             given[tensors.UNIFORM][at, :depth, :width] = one.random.random((depth, width), np.float32)
