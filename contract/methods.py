@@ -278,6 +278,8 @@ Ranked = DraftModel | Medusa | MedusaDraft | MlpSpeculator
 """Methods in which a model proposes; their trees may branch."""
 Drawn = DraftModel | MlpSpeculator
 """Those of them that know q of each draft token, and draw it; each follows from the ones before it."""
+Continuing = Medusa | MlpSpeculator
+"""Those of them that go on from what the target's own graph makes at the last token it has seen."""
 Beside = DraftModel | MedusaDraft | MlpSpeculator
 """Those of them that have a model beside the target."""
 Lookup = Ngram | Suffix | Hypothesis

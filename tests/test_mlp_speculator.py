@@ -37,8 +37,9 @@ from specexport.exporter.verify import verify
 from specexport.exporter.verify_logits import head_proposals
 from specexport.exporter.verify_speculator import compare_speculator, speculator_limits
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backend import speculator_buffers
+from specexport.runtime.backend import speculator_buffers, step_buffers
 from specexport.runtime.bench import extra_memory
+from specexport.runtime.measure import _show
 from specexport.runtime.proposers import SlotView
 from specexport.runtime.proposers.mlp_speculator import MlpSpeculatorProposer
 from tests.checkpoints import VOCAB, make_checkpoint, make_speculator
@@ -371,6 +372,12 @@ def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Callable[[str], Path
         done = engine.generate([5, 9, 17], GREEDY, method="mlp_speculator")
         assert done.token_ids == plain.token_ids
         assert done.stats.drafted == 12 * done.stats.steps_with_draft
+        # What its proposals cost is measured from any state.
+        proposer, shapes = engine.speculations["mlp_speculator"].proposer, step_buffers(manifest)
+        view = SlotView(2, [5, 9], GREEDY, np.random.default_rng(0), wide)
+        assert proposer.propose([view]) == {}
+        _show(proposer, 8, shapes(ShapePoint(1, 1, 256, 1))[1])
+        assert set(proposer.propose([view])) == {2}
     assert verify(out, prompts=("the words",), max_tokens=4).passed
 
 
