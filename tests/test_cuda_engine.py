@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specexport.contract.errors import BackendError, RequestError
-from specexport.runtime import Engine, SamplingParams
+from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
 from specexport.runtime.cuda import api, ort
 from tests.cuda_stand_in import StandIn
 from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu
@@ -53,6 +54,44 @@ def test_says_what_the_cpu_says(
                     assert ours.token_ids == theirs.token_ids
                     assert (ours.stats.steps, ours.stats.accepted) == (theirs.stats.steps, theirs.stats.accepted)
                     assert ours.stats.execution == "graph per engine"
+
+
+def test_reads_embeddings(bundle: Callable[[str], Path], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+    """They go to the device like every other input, at every shape; tokens that come after them are read again."""
+    rows = np.random.default_rng(0).standard_normal((70, 64))
+    prompts: list[Any] = [EmbedsPrompt(rows[:1]), EmbedsPrompt([[5, 6], rows, [7]]), [5, 6, 7]]
+    with _load(bundle("granite-embeds")) as there:
+        for prompt in prompts:
+            ours, theirs = there.generate(prompt, GREEDY), engine("granite-embeds").generate(prompt, GREEDY)
+            assert (ours.token_ids, ours.stats.accepted) == (theirs.token_ids, theirs.stats.accepted)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-near-batch", "llama-near-batch-portable", "gpt2-tree-batch", "qwen3-medusa-draft-batch"]
+)
+def test_several_requests_at_once_say_what_each_says_alone(
+    name: str, bundle: Callable[[str], Path], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
+) -> None:
+    """Joining and leaving, prompts that begin alike, more requests than slots; plain ones among them."""
+    alone = engine(name.replace("-batch", ""))
+    prompts = [[7, 9, 11], list(range(3, 90)), [5] * 40, [*range(3, 80), 5], [21], [7, 9, 11, 13, 15]]
+    with _load(bundle(name), max_batch_size=4) as there:
+        assert there.slots == 4
+        gpu.cuda.calls.clear()
+        streams = [
+            there.stream(prompt, GREEDY.replace(max_tokens=8 + 4 * at), speculation=at != 2)
+            for at, prompt in enumerate(prompts)
+        ]
+        for at, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
+            said = [token for chunk in stream for token in chunk.token_ids]
+            expected = alone.generate(prompt, GREEDY.replace(max_tokens=8 + 4 * at), speculation=False).token_ids
+            assert said == list(expected), at
+        assert not {"cudaMalloc", "cudaHostAlloc", "cudaFree", "cudaFreeHost"} & set(gpu.cuda.calls)
+
+
+def test_by_default_one_request_runs(bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu) -> None:
+    with _load(bundle("llama-near-batch")) as there:
+        assert there.slots == 1
 
 
 def test_loop_neither_allocates_nor_waits_but_for_its_results(
