@@ -255,7 +255,7 @@ def propose_buffers(method: DraftModel) -> Buffers:
 
 
 def speculator_buffers(method: MlpSpeculator) -> Buffers:
-    """The arrays of the propose graph of an MLP speculator; those of the stages that a point runs."""
+    """The arrays of the propose graph of an MLP speculator; outputs of the stages that a point asks for."""
 
     def make(point: ShapePoint) -> tuple[dict[str, Array], dict[str, Array]]:
         batch, nodes, support = point.batch, point.tokens, method.candidates

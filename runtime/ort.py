@@ -154,9 +154,6 @@ class OnnxRuntimeGraph:
     ) -> None:
         self._ort = _import_onnxruntime(lowering)
         self._session = open_session(path, threads, lowering)
-        # A graph of which not all outputs are bound is run as far as those want it.
-        self._asked_for = self._ort.RunOptions()
-        self._asked_for.only_execute_path_to_fetches = not model.cache
         self._model = model
         self._in_place = lowering == "native"
         self._slots = slots
@@ -272,7 +269,7 @@ class OnnxRuntimeGraph:
         binding = self._bound.get((slots, shape))
         if binding is None:
             binding = self._bound[slots, shape] = self._bind(slots, shape, arrays)
-        self._session.run_with_iobinding(binding, self._asked_for)
+        self._session.run_with_iobinding(binding)
         self._made, self._made_from = arrays.made, slots.start
         return arrays.outputs
 
