@@ -103,6 +103,10 @@ class Backend(Protocol):
     def batches(self) -> bool:
         """Whether it runs as many slots as the bundle was built for where nobody says how many; else one."""
 
+    @property
+    def device(self) -> str:
+        """What it runs on, by library and name, on the CPU with the number of threads: where a measurement holds."""
+
     def open(self, model: Model, slots: int, buffers: Buffers) -> Graph:
         """Loads a model's graph.
 

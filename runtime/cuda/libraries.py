@@ -23,6 +23,10 @@ class Library(Protocol):
     """A library on a device, with a bundle to run."""
 
     @property
+    def name(self) -> str:
+        """Its name as a backend."""
+
+    @property
     def batches(self) -> bool:
         """Whether it can run several slots at once."""
 
@@ -53,6 +57,7 @@ class OnnxRuntimeLibrary:
         budget: what may be used of the device.
     """
 
+    name = "onnxruntime-cuda"
     batches = True
     without_program = "onnxruntime captures its own runs, and what it captured cannot be part of a larger graph"
 
@@ -89,6 +94,7 @@ class EngineLibrary:
         self._stream = stream
         self._budget = budget
         self._runtime = runtime
+        self.name: str = runtime
         self.without_program = ""
 
     def model(self, model: Model) -> EngineExecutor:
