@@ -77,6 +77,7 @@ class Kinds:
     def verified(self, params: SamplingParams, tree: TokenTree, q: Distributions | None) -> Kind:
         """The step that verifies a tree which the host filled."""
         at = self._accept(params, 0 if q is None else q.ids.shape[1])
+        assert at is not None
         # A smaller tree than any that was captured, as budgets hand out, runs in the next larger one's step.
         length = min(length for known, length in self._verified if known == at and length >= len(tree))
         return self._verified[at, length]
