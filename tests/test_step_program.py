@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from specexport.commands.run import describe
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter.engines import program
@@ -199,5 +200,6 @@ def test_without_one_graph_a_step_it_does_the_next_best_and_says_why(
     with load("dice-mixed") as there:
         ours = there.generate([7, 9, 11], SAMPLED)
         assert ours.stats.execution == there.backend.execution == execution
+        assert f"device      {execution} (cudaStream" in describe(ours.stats, there.backend.fallback)
         assert "cudaErrorStreamCaptureInvalidated" in there.backend.fallback
         _same(ours, engine("dice-mixed").generate([7, 9, 11], SAMPLED))
