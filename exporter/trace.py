@@ -17,8 +17,9 @@ from onnxscript import optimizer
 
 from specexport.contract import tensors
 from specexport.contract.model import LoweredAs
-from specexport.exporter.passes.linear import canonical_weights
+from specexport.exporter.passes.linear import canonical_weights, transposes_weight
 from specexport.exporter.passes.merge_linear import merge_linear
+from specexport.exporter.passes.names import name_weights
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
 from specexport.graphs.accept import AcceptModule, TypicalModule
 from specexport.graphs.commit import CommitModule
@@ -273,7 +274,9 @@ def _trace(
             raise RuntimeError(str(_root_cause(error))) from error
         assert program is not None
         traced = program.model
-        optimizer.optimize(traced)
+        # Else a transposed weight would be a constant without a name; canonical_weights transposes them all.
+        optimizer.optimize_ir(traced, should_fold=lambda node: False if transposes_weight(node) else None)
+    name_weights(traced)
     canonical_weights(traced)
     merge_linear(traced)
     if native:
