@@ -52,7 +52,7 @@ from specexport.exporter.engines.program import write_program
 from specexport.exporter.folders import written_beside
 from specexport.exporter.medusa import HeadsOutline, load_medusa, read_outline
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.weights import Precision, WeightsFile, WeightsReport
+from specexport.exporter.weights import QUANTIZED, Precision, WeightsFile, WeightsReport
 from specexport.graphs.layers import first_layers
 from specexport.graphs.medusa import MedusaHeads
 from specexport.graphs.propose import MAX_CANDIDATES
@@ -119,7 +119,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
     batches = batch_points(options.max_batch_size)
     caches = cache_buckets(max_seq_len, max(*points.verify_widths(plan, batches, widths), points.PREFILL_CHUNK))
     target_vocab = target.vocab_size
-    quantized = options.precision in ("int8", "int4")
+    quantized = options.precision in QUANTIZED
     sample = tokenizer.tokenizer.encode(quality.SAMPLE).ids
     exact = quality.reference(target, sample) if quantized and sample else None
     at = points.of_target(plan, batches, caches, widths)
@@ -338,7 +338,7 @@ def _with_logits_error(
     folder: Path, model: Model, lowering: LoweredAs, exact: quality.Reference, progress: Progress
 ) -> Model:
     progress("measuring the target's rounding", 0, 1)
-    found = quality.logits_error(folder / model.graph.master, lowering, model.cache, exact)
+    found = quality.logits_error(folder, model, lowering, exact)
     progress("measuring the target's rounding", 1, 1)
     if found is None:
         return model
@@ -503,12 +503,12 @@ def _write_models(
 
 
 def _precision_info(precision: Precision, block_size: int | None, report: WeightsReport) -> PrecisionInfo:
-    quantized = precision in ("int8", "int4")
+    quantized = precision in QUANTIZED
     return PrecisionInfo(
         weights=precision,
         compute="fp32",
         cache="fp32",
-        block_size=block_size if quantized else None,
+        block_size=block_size if quantized and precision != "fp8" else None,
         weight_rms_error=report.rms_error if quantized else None,
         not_quantized=report.left,
     )

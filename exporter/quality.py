@@ -12,7 +12,7 @@ import torch
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
-from specexport.contract.model import CacheLayer, LoweredAs
+from specexport.contract.model import LoweredAs, Model
 from specexport.contract.tree import TokenTree
 from specexport.exporter.caches import after_call, new_caches
 from specexport.exporter.checkpoint import Checkpoint
@@ -59,15 +59,13 @@ def reference(checkpoint: Checkpoint, tokens: list[int]) -> Reference:
     return Reference(ids[0].numpy(), logits.numpy())
 
 
-def logits_error(
-    master: Path, lowering: LoweredAs, cache: tuple[CacheLayer, ...], expected: Reference
-) -> tuple[float, float] | None:
+def logits_error(folder: Path, model: Model, lowering: LoweredAs, expected: Reference) -> tuple[float, float] | None:
     """Runs a step graph over the same text, one token a step, as decoding does.
 
     Args:
-        master: the graph.
-        lowering: of the graph.
-        cache: its layers.
+        folder: the bundle.
+        model: of it.
+        lowering: of its graphs.
         expected: the text and its logits.
 
     Returns:
@@ -75,10 +73,10 @@ def logits_error(
         model prefer the same one; None where onnxruntime is not installed.
     """
     try:
-        session = open_session(master, available_cores(), lowering)
+        session = open_session(folder / model.graph.master, available_cores(), lowering, model.precision.weights)
     except BackendError:
         return None
-    caches = new_caches(cache, len(expected.tokens), 0.0)
+    caches = new_caches(model.cache, len(expected.tokens), 0.0)
     names = [output.name for output in session.get_outputs()]
     found = []
     one = TokenTree.chain(1)

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specexport.exporter.weights import WeightsFile, pack_int4, quantize_blocks
+from specexport.exporter.quantize import pack_int4, quantize_blocks
+from specexport.exporter.weights import WeightsFile
 from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.exporter
