@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from filelock import FileLock
 
 from specexport.cli import main
 from specexport.contract import tensors
@@ -23,7 +21,6 @@ from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
 from specexport.contract.reading import check_files, read_manifest
-from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.engines import compiler as compiler_module
 from specexport.exporter.engines.bundle import compile_bundle
@@ -33,66 +30,16 @@ from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine as SpecEngine
 from specexport.runtime import SamplingParams
-from tests.checkpoints import make_checkpoint, make_heads
+from tests.checkpoints import make_checkpoint
+from tests.engine_bundles import SMALL
 
 pytestmark = pytest.mark.exporter
 
 DEVICES = ((8, 6), (8, 9), (12, 0))
 RTX = EngineOptions("tensorrt-rtx", capabilities=DEVICES)
-SPINE = TokenTree.from_choices([[0], [1], [0, 0]])
 PROMPT = "people went back home and"
 
-# One layer, and heads as large as fused kernels know: compiling takes seconds.
-SMALL: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 256,
-}
-
 Bundles = Callable[[str], Path]
-
-
-@pytest.fixture(scope="session")
-def uncompiled(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
-    """Bundles for TensorRT-RTX without engines: ``precision-lowering-method``."""
-    base = tmp_path_factory.getbasetemp()
-    # The parent is shared by pytest-xdist's workers.
-    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "uncompiled"
-    root.mkdir(exist_ok=True)
-
-    def get(name: str) -> Path:
-        with FileLock(root / ".lock"):
-            return make(name)
-
-    def make(name: str) -> Path:
-        if not (root / name).exists():
-            precision, lowering, method = name.split("-")
-            target, heads = root / "target", root / "heads"
-            if not target.exists():
-                make_heads(heads, make_checkpoint(target, "qwen3", **SMALL), 2, tied=True)
-            speculation: dict[str, Any] = {
-                "draft": {"draft": str(target), "trees": (SPINE,)},
-                "medusa": {"medusa": str(heads), "num_speculative_tokens": 4},
-                "ngram": {"ngram": True, "num_speculative_tokens": 3},
-                "plain": {},
-            }[method]
-            build(
-                BuildOptions(
-                    str(target),
-                    root / name,
-                    **speculation,
-                    precision=precision,  # type: ignore[arg-type]
-                    draft_precision=precision,  # type: ignore[arg-type]
-                    lowering=lowering,  # type: ignore[arg-type]
-                    max_seq_len=192,
-                    backend="tensorrt-rtx",
-                )
-            )
-        return root / name
-
-    return get
 
 
 def _tokens(folder: Path) -> list[int]:
