@@ -276,7 +276,7 @@ def _trace(
         traced = program.model
         # Else a transposed weight would be a constant without a name; canonical_weights transposes them all.
         optimizer.optimize_ir(traced, should_fold=lambda node: False if transposes_weight(node) else None)
-    name_weights(traced)
+    name_weights(traced, _aliases(module))
     canonical_weights(traced)
     merge_linear(traced)
     if native:
@@ -290,6 +290,13 @@ def _trace(
     ):
         clean(traced)
     return traced
+
+
+def _aliases(module: torch.nn.Module) -> dict[str, str]:
+    """Names of parameters that are tied to earlier ones, and the names of those, under which checkpoints hold them."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}
 
 
 def _root_cause(error: BaseException) -> BaseException:

@@ -44,6 +44,8 @@ _SHARED = 0.9
 
 _PROFILE = "profile"
 """int64 ``[]``, an input of the engine's side only: the optimization profile."""
+_BEFORE = " before"
+"""Behind the name of a cache: its rows that a run must leave as they are."""
 _WRITTEN = "rows"
 """int64 ``[2]``, an input of both sides: the first cache row that is written, and the one behind the last."""
 
@@ -198,7 +200,7 @@ def _difference(name: str, reference: Feed, found: Feed, limit: float) -> float:
     if name in (tensors.CANDIDATES, tensors.DRAFT_IDS):
         shared = (ours[..., :, None] == theirs[..., None, :]).any(-1).mean()
         return float((1 - shared) / (1 - _SHARED))
-    if ours.dtype.kind != "f":
+    if ours.dtype.kind != "f" or name.endswith(_BEFORE):
         return 0.0 if (ours == theirs).all() else np.inf
     error, total = (float(np.square(array, dtype=np.float64).sum()) for array in (ours - theirs, theirs))
     return relative_rms(error, total) / limit if total else error
@@ -210,7 +212,7 @@ def _visible(outputs: Feed, rows: Array) -> Feed:
     found: Feed = OrderedDict()
     for name, array in outputs.items():
         if name.startswith("present_"):
-            found[name], found[f"{name} before"] = array[:, :, start:end], array[:, :, :start]
+            found[name], found[name + _BEFORE] = array[:, :, start:end], array[:, :, :start]
         else:
             found[name] = array
     return found

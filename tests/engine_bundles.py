@@ -53,6 +53,7 @@ def _build(name: str, root: Path) -> None:
             draft_precision=precision,  # type: ignore[arg-type]
             lowering=lowering,  # type: ignore[arg-type]
             max_seq_len=192,
+            max_batch_size=1,
             backend="tensorrt-rtx",
         )
     )

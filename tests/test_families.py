@@ -17,7 +17,6 @@ import onnx_ir.passes.common as passes
 import onnxruntime as ort
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.pytorch_utils import Conv1D
 
@@ -242,9 +241,9 @@ def test_step_graph_is_plain_onnx_with_fused_norms(family: Family, step_graph: P
     assert nodes["Attention"] == (0 if capped else len(family.checkpoint.cache))
 
 
-def test_weights_have_the_names_of_the_checkpoint(family: Family, step_graph: Path, propose_graph: Path) -> None:
+def test_weights_have_the_names_of_the_model(family: Family, step_graph: Path, propose_graph: Path) -> None:
     """And are what it holds under them, transposed where they are multiplied."""
-    stored = {name: tensor.numpy() for name, tensor in load_file(family.folder / "model.safetensors").items()}
+    stored = {name: parameter.detach().numpy() for name, parameter in family.eager.named_parameters()}
     for path in (step_graph, propose_graph):
         graph = ir.load(path).graph
         loops = [node.attributes["body"].as_graph() for node in graph if node.op_type == "Loop"]
@@ -261,7 +260,7 @@ def test_weights_have_the_names_of_the_checkpoint(family: Family, step_graph: Pa
             elif value.name.endswith(".folded"):
                 assert value.name.removesuffix(".folded") in stored
             else:
-                assert array.nbytes < 256, value.name  # a norm of 64 has that
+                assert array.dtype != np.float32 or array.nbytes < 256, value.name  # a norm of 64 has that
         assert {name for name, array in stored.items() if array.ndim == 2} <= found
     assert any(".folded" in name for name in ir.load(step_graph).graph.initializers) == family.name.startswith("gemma")
 

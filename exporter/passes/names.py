@@ -1,8 +1,8 @@
-"""Gives weights the names they have in the checkpoint: what reports and errors name can then be looked up."""
+"""Gives weights the names they have in the model that transformers loads, so that they can be looked up there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 from onnxscript.optimizer import FOLDED_FROM_KEY
@@ -11,14 +11,18 @@ _PREFIXES = {"model.": "", "heads_projection.": "medusa_head.lm_head.", "heads."
 """What the traced modules call their parts, and what checkpoints call them; heads as in those of Medusa-2."""
 
 
-def name_weights(model: ir.Model) -> None:
+def name_weights(model: ir.Model, aliases: Mapping[str, str]) -> None:
     """Renames the initializers of a graph that was just traced and optimized.
 
     Parameters lose what the traced module put before their names. A constant that the optimizer made of one parameter
     (Gemma's norms are 1 + weight) is named after that parameter, with ``.folded`` behind it.
+
+    Args:
+        model: changed in place.
+        aliases: names in the traced module of parameters that have another one too, which is the one to use.
     """
     for value in list(model.graph.initializers.values()):
-        name = _in_checkpoint(value.name) or _folded(value.meta.get(FOLDED_FROM_KEY, ()))
+        name = _in_checkpoint(aliases.get(value.name or "", value.name)) or _folded(value.meta.get(FOLDED_FROM_KEY, ()))
         if name is not None:
             value.name = _free(model.graph, name)
 
