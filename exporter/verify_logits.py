@@ -66,6 +66,8 @@ class Limits:
 LIMITS: dict[str, Limits] = {
     "fp32": Limits(largest=1e-3, rms=1e-3, agreement=1.0, rounding=1e-4),
     "fp16": Limits(largest=2e-2, rms=2e-2, agreement=1.0, rounding=1e-4),
+    "bf16": Limits(largest=0.2, rms=0.15, agreement=0.9, rounding=1e-4),
+    "fp8": Limits(largest=np.inf, rms=0.4, agreement=0.7, rounding=1e-4),
     "int8": Limits(largest=np.inf, rms=0.15, agreement=0.9, rounding=3e-2),
     "int4": Limits(largest=np.inf, rms=0.7, agreement=0.5, rounding=3e-2),
 }
