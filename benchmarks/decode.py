@@ -1,8 +1,8 @@
 """Plain and speculative decoding, with the cost of every step, on the benchmark-size pair.
 
-Plain decoding and every K run one after another on each prompt, each followed by its bare graphs alone, so that a
-machine whose speed drifts treats them all alike. Speeds are tokens over seconds, both summed over prompts and repeats;
-step costs are means too.
+Plain decoding and every K run one after another on each prompt, each between as many steps of its bare graphs alone, so
+that a machine whose speed drifts treats them all alike. Speeds are tokens over seconds, both summed over prompts and
+repeats; step costs are means too.
 """
 
 from __future__ import annotations
@@ -151,8 +151,10 @@ def _decode(
         )
     for prompt in track(prompts * args.repeats, f"decoding at {precision}", console=Console(stderr=True)):
         for k, done in runs.items():
+            half = args.new_tokens // (2 * k + 2) + 1  # of the steps that K tokens and the bonus token would need
+            costs[k] += step_costs(engine._target, draft, k, rows, half)
             done.append(engine.generate(prompt, params, num_speculative_tokens=k or None, speculation=k > 0))
-            costs[k] += step_costs(engine._target, draft, k, rows)
+            costs[k] += step_costs(engine._target, draft, k, rows, half)
     return [_point(precision, k, runs, costs, args.repeats) for k in runs]
 
 

@@ -202,6 +202,20 @@ class Lookahead(_Method, frozen=True, tag_field="name", tag="lookahead"):
     ngram: Annotated[int, Meta(ge=2, le=32)]
     prompt_seeding: bool
 
+    @classmethod
+    def of(cls, window: int, ngram: int, guesses: int, prompt_seeding: bool) -> Lookahead:
+        """The method of W, N and G; a step may also verify G/2, G/4, ... guesses."""
+        counts = [guesses]
+        while counts[-1] > 1:
+            counts.append(counts[-1] // 2)
+        trees = tuple(guess_tree(count, ngram).choices for count in counts)
+        return cls(trees=trees, window=window, ngram=ngram, prompt_seeding=prompt_seeding)
+
+    @property
+    def guesses(self) -> int:
+        """G, most guesses a step."""
+        return (max(map(len, self.token_trees())) - 1) // (self.ngram - 1)
+
     @property
     def window_nodes(self) -> int:
         """Nodes of the window, the root included."""
@@ -228,6 +242,8 @@ def guess_tree(guesses: int, ngram: int) -> TokenTree:
     return TokenTree.from_choices([(guess, *[0] * at) for guess in range(guesses) for at in range(ngram - 1)])
 
 
+Drafted = DraftModel | MedusaDraft
+"""Methods that have a model of their own, which reads a text's tokens and knows no embeddings."""
 Ranked = DraftModel | Medusa | MedusaDraft
 """Methods in which a model proposes; their trees may branch."""
 Lookup = Ngram | Suffix | Hypothesis

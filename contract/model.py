@@ -90,6 +90,7 @@ class Model(Strict, frozen=True):
         weights: the weights file, shared by all its graphs.
         graph: a step graph for a target, a propose graph for a draft.
         engines: that graph, compiled for devices.
+        embedding_size: H of the embeddings that its step graph reads in the place of tokens; None where it reads none.
     """
 
     family: str
@@ -102,3 +103,4 @@ class Model(Strict, frozen=True):
     weights: str
     graph: Graph
     engines: tuple[Engine, ...] = ()
+    embedding_size: Size | None = None

@@ -2,8 +2,8 @@
 
 Symbols: ``B`` slots of the batch, ``T`` query tokens, ``R`` rows whose logits are wanted, ``S`` cache rows, ``Hkv``
 key/value heads, ``D`` head size, ``V`` vocabulary (width of the target's logits), ``K`` draft tokens, ``M`` candidate
-tokens of a draft distribution or of a head, ``N`` heads, ``L`` layers, ``F`` tokens fed to a model in one call: ``T``
-for a step, ``T + K - 1`` for a propose graph, whose last draft token is not fed.
+tokens of a draft distribution or of a head, ``N`` heads, ``L`` layers, ``H`` width of an embedding, ``F`` tokens fed to
+a model in one call: ``T`` for a step, ``T + K - 1`` for a propose graph, whose last draft token is not fed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ TREE_MASK = "tree_mask"  # bool  [B,T,T]  row t may see column u among the new t
 PAST_LENGTH = "past_length"  # int64 [B]      valid cache rows; also the row where this step's rows are written
 LOGITS_ROWS = "logits_rows"  # int64 [B,R]    which of the T tokens logits are computed for (one, in prefill)
 LOGITS = "logits"  # float32 [B,R,V]; not from a draft with Medusa heads
+INPUTS_EMBEDS = "inputs_embeds"  # float32 [B,T,H]  only where prompts may hold embeddings: read in the place of tokens
+EMBEDS_MASK = "embeds_mask"  # bool [B,T]     with inputs_embeds: at which of the T positions it is read
 CANDIDATES = "candidates"  # int64 [B,N,R,M]  with Medusa heads: each head's most probable tokens, best first
 
 # --- propose graph (the draft: first pass over T tokens, then single-token passes, in one call) -----------------------

@@ -272,12 +272,16 @@ def _export_target(
     """The target, and its first layers as a draft where they are asked for."""
     progress("checking the target's lowering", 0, 1)
     check.same_as_eager(target, options.lowering)
+    embedding_size = None
+    if options.inputs_embeds:
+        check.same_as_eager(target, options.lowering, embeds=True)
+        embedding_size = int(target.model.get_input_embeddings().weight.shape[1])
     progress("checking the target's lowering", 1, 1)
     progress("tracing the target", 0, 1)
     model = _traced(
         target,
         lambda: trace.trace_step(
-            target.model, target.cache, heads, methods.candidates(target.vocab_size), options.lowering
+            target.model, target.cache, heads, methods.candidates(target.vocab_size), options.lowering, embedding_size
         ),
     )
     graphs = [_Part("step", model, at, target.cache, target.parameters)]
@@ -293,6 +297,7 @@ def _export_target(
         options.weights_a_scale,
         progress,
     )
+    info = msgspec.structs.replace(info, embedding_size=embedding_size)
     if options.self_draft_layers is None:
         return info, None
     return info, SelfDraft(
@@ -338,7 +343,7 @@ def _with_logits_error(
     folder: Path, model: Model, lowering: LoweredAs, exact: quality.Reference, progress: Progress
 ) -> Model:
     progress("measuring the target's rounding", 0, 1)
-    found = quality.logits_error(folder, model, lowering, exact)
+    found = quality.logits_error(folder / model.graph.master, lowering, model, exact)
     progress("measuring the target's rounding", 1, 1)
     if found is None:
         return model

@@ -1,4 +1,4 @@
-"""Caches as arrays by name, for code that calls a session itself instead of going through the runtime's buffers."""
+"""Caches and other inputs by name, for code that calls a session itself instead of using the runtime's buffers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport.contract import tensors
-from specexport.contract.model import CacheLayer
+from specexport.contract.model import CacheLayer, Model
 
 Array = npt.NDArray[Any]
 Caches = dict[str, Array]
@@ -22,6 +22,16 @@ def new_caches(layers: tuple[CacheLayer, ...], rows: int, fill: float) -> Caches
         name: np.full((1, layer.heads, rows, size), fill, np.float32)
         for index, layer in enumerate(layers)
         for name, size in ((tensors.past_key(index), layer.key_size), (tensors.past_value(index), layer.value_size))
+    }
+
+
+def no_embeddings(model: Model, tokens: int) -> dict[str, Array]:
+    """What a step graph that may read embeddings is given besides, where ``tokens`` token ids are read."""
+    if model.embedding_size is None:
+        return {}
+    return {
+        tensors.INPUTS_EMBEDS: np.zeros((1, tokens, model.embedding_size), np.float32),
+        tensors.EMBEDS_MASK: np.zeros((1, tokens), np.bool_),
     }
 
 

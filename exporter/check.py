@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +27,17 @@ TOLERANCE = 1e-3
 
 _PROMPT, _ROWS = 9, 32
 _TREE = TokenTree((-1, 0, 0, 1, 1, 2))
+_UNREAD = 1e3
+"""Stands in embeddings that are not to be read."""
 
 
-def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native") -> None:
+def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, embeds: bool = False) -> None:
     """Compares the step module with the eager model over prefill, a chain step and every path of a tree.
 
     Args:
         checkpoint: the model.
         lowering: which attention and rotary embedding it is to be traced with.
+        embeds: give the step module the model's own embeddings in the place of every other token.
 
     Raises:
         BuildError: they differ; it names the family.
@@ -46,7 +50,7 @@ def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native") -> Non
     try:
         with torch.no_grad(), quiet():
             with fused_rotary(model) if lowering == "native" else contextlib.nullcontext():
-                ours = _through_lowering(checkpoint, lowering, prompt, chain, tree)
+                ours = _through_lowering(checkpoint, lowering, embeds, prompt, chain, tree)
             model.set_attn_implementation("eager")
             theirs = _through_eager(model, prompt, chain, tree)
     except BuildError as error:
@@ -62,14 +66,24 @@ def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native") -> Non
     # Another shape: the logits did not come from the head's own forward, where the rows asked for are taken.
     worst = float((ours - theirs).abs().max()) / scale if ours.shape == theirs.shape else float("inf")
     if not worst <= TOLERANCE:
+        refused, through = (
+            ("does not read its own embeddings as it reads tokens, so build it without --inputs-embeds", "embeddings")
+            if embeds
+            else ("is not supported", "specexport's attention")
+        )
         raise BuildError(
-            f"{checkpoint.source}: model family '{checkpoint.family}' is not supported: through specexport's attention "
-            f"its logits are {worst:.2g} (relative) away from transformers' own, more than {TOLERANCE:g}"
+            f"{checkpoint.source}: model family '{checkpoint.family}' {refused}: through {through} its logits are "
+            f"{worst:.2g} (relative) away from transformers' own, more than {TOLERANCE:g}"
         )
 
 
 def _through_lowering(
-    checkpoint: Checkpoint, lowering: LoweredAs, prompt: torch.Tensor, chain: torch.Tensor, tree: torch.Tensor
+    checkpoint: Checkpoint,
+    lowering: LoweredAs,
+    embeds: bool,
+    prompt: torch.Tensor,
+    chain: torch.Tensor,
+    tree: torch.Tensor,
 ) -> torch.Tensor:
     """Logits of the prompt's last token, the chain and the tree, ``[1 + 2 + nodes, V]``."""
     step = StepModule(checkpoint.model, len(checkpoint.cache), lowering=lowering)
@@ -77,18 +91,27 @@ def _through_lowering(
     done, logits = 0, []
     chains = [TokenTree.chain(tokens.shape[1]) for tokens in (prompt, chain)]
     for tokens, shape, first_row in ((prompt, chains[0], _PROMPT - 1), (chain, chains[1], 0), (tree, _TREE, 0)):
+        ids, *given = _half_embedded(checkpoint.model, tokens) if embeds else (tokens,)
         out = step(
-            tokens,
+            ids,
             torch.from_numpy(shape.depths)[None] + done,
             torch.from_numpy(shape.mask)[None],
             torch.tensor([done]),
             torch.arange(first_row, tokens.shape[1])[None],
             past,
+            *given,
         )
         logits.append(out[0][0])
         past = list(out[1:]) if lowering == "native" else _with_rows(past, out[1:], done)
         done += tokens.shape[1]
     return torch.cat(logits)
+
+
+def _half_embedded(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, embeddings and where they are read, every other position, so that they say what the tokens say."""
+    mask = (torch.arange(tokens.shape[1]) % 2 == 0)[None]
+    embeds = torch.where(mask[:, :, None], model.get_input_embeddings()(tokens), torch.tensor(_UNREAD))
+    return torch.where(mask, 0, tokens), embeds, mask
 
 
 def _with_rows(past: list[torch.Tensor], rows: Sequence[torch.Tensor], done: int) -> list[torch.Tensor]:

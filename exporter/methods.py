@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from specexport.contract.errors import BuildError, SpecExportError
-from specexport.contract.methods import Lookahead, guess_tree
+from specexport.contract.methods import Lookahead
 from specexport.contract.tree import MAX_NODES, TokenTree
 from specexport.exporter.medusa import HeadsOutline
 from specexport.exporter.options import BuildOptions
@@ -111,11 +111,7 @@ def lookahead(wanted: str | tuple[int, int, int], seeding: bool, parameters: int
         raise BuildError(f"{named}, (N - 1)(W + G) = {nodes} tokens a step; at most {MAX_NODES} are verified")
     if window < ngram - 2:
         raise BuildError(f"{named}; the window fills only if W is at least N - 2 = {ngram - 2}")
-    counts = [guesses]
-    while counts[-1] > 1:
-        counts.append(counts[-1] // 2)
-    trees = tuple(guess_tree(count, ngram).choices for count in counts)
-    return Lookahead(trees=trees, window=window, ngram=ngram, prompt_seeding=seeding)
+    return Lookahead.of(window, ngram, guesses, seeding)
 
 
 def _of_heads(options: BuildOptions, named: Trees, heads: HeadsOutline, own: int, vocab: int) -> Trees:

@@ -46,6 +46,7 @@ class BuildOptions:
         speculative_choices: further sizes that requests may choose.
         trees: what to verify, the default first: presets, JSON files or trees. With ``draft`` and ``medusa`` they are
             the heads'; text that is looked up is proposed in chains.
+        inputs_embeds: let prompts hold embeddings in the place of tokens.
         max_seq_len: longest sequence in tokens; None for the models' limit, at most 2048.
         max_batch_size: most requests that run at once; graphs are pinned for the powers of two up to it.
         precision: how the target's matrices are stored.
@@ -79,6 +80,7 @@ class BuildOptions:
     num_speculative_tokens: int | None = None
     speculative_choices: tuple[int, ...] = ()
     trees: tuple[str | Path | TokenTree, ...] = ()
+    inputs_embeds: bool = False
     max_seq_len: int | None = None
     max_batch_size: int = DEFAULT_MAX_BATCH_SIZE
     precision: Precision = "fp32"
@@ -102,6 +104,10 @@ class BuildOptions:
             raise BuildError(f"backend is {self.backend}, and engines for {self.engines.runtime} were asked for")
         if self.engines is not None:
             check_stored((self.precision, self.proposing_precision), self.engines.capabilities)
+        if self.inputs_embeds and self.backend != "onnxruntime":
+            raise BuildError(
+                f"inputs_embeds was given with backend {self.backend}, whose engines read tokens alone; leave one out"
+            )
         for k in self.sizes:
             if not 1 <= k <= 32:
                 raise BuildError(f"num_speculative_tokens is {k}; expected 1 to 32")

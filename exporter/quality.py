@@ -14,7 +14,7 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.tree import TokenTree
-from specexport.exporter.caches import after_call, new_caches
+from specexport.exporter.caches import after_call, new_caches, no_embeddings
 from specexport.exporter.checkpoint import Checkpoint
 from specexport.exporter.trace import quiet
 from specexport.graphs.attention import ATTENTION_NAME
@@ -59,13 +59,13 @@ def reference(checkpoint: Checkpoint, tokens: list[int]) -> Reference:
     return Reference(ids[0].numpy(), logits.numpy())
 
 
-def logits_error(folder: Path, model: Model, lowering: LoweredAs, expected: Reference) -> tuple[float, float] | None:
+def logits_error(master: Path, lowering: LoweredAs, model: Model, expected: Reference) -> tuple[float, float] | None:
     """Runs a step graph over the same text, one token a step, as decoding does.
 
     Args:
-        folder: the bundle.
-        model: of it.
-        lowering: of its graphs.
+        master: the graph.
+        lowering: of the graph.
+        model: its description.
         expected: the text and its logits.
 
     Returns:
@@ -73,7 +73,7 @@ def logits_error(folder: Path, model: Model, lowering: LoweredAs, expected: Refe
         model prefer the same one; None where onnxruntime is not installed.
     """
     try:
-        session = open_session(folder / model.graph.master, available_cores(), lowering, model.precision.weights)
+        session = open_session(master, available_cores(), lowering, model.precision.weights)
     except BackendError:
         return None
     caches = new_caches(model.cache, len(expected.tokens), 0.0)
@@ -87,6 +87,7 @@ def logits_error(folder: Path, model: Model, lowering: LoweredAs, expected: Refe
             tensors.TREE_MASK: one.mask[None],
             tensors.PAST_LENGTH: np.array([position]),
             tensors.LOGITS_ROWS: np.array([[0]]),
+            **no_embeddings(model, 1),
         }
         outputs = dict(zip(names, session.run(None, {**given, **caches}), strict=True))
         caches = after_call(caches, outputs, position)

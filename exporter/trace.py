@@ -68,10 +68,15 @@ def trace_step(
     heads: MedusaHeads | None = None,
     candidates: int = 0,
     lowering: LoweredAs = "native",
+    embedding_size: int | None = None,
 ) -> ir.Model:
-    """The step graph of a target, with Medusa heads if given (see ``specexport.contract.tensors``)."""
+    """The step graph of a target, with Medusa heads if given (see ``specexport.contract.tensors``).
+
+    With an ``embedding_size`` H it reads embeddings in the place of tokens too.
+    """
     outputs = [tensors.LOGITS, *([tensors.CANDIDATES] if heads is not None else [])]
-    return _trace_step(model, StepModule(model, len(shapes), heads, candidates, lowering), shapes, outputs)
+    module = StepModule(model, len(shapes), heads, candidates, lowering)
+    return _trace_step(model, module, shapes, outputs, embedding_size)
 
 
 def trace_candidates(
@@ -93,6 +98,7 @@ def _trace_step(
     module: StepModule | CandidatesModule,
     shapes: Sequence[CacheShape],
     outputs: list[str],
+    embedding_size: int | None = None,
 ) -> ir.Model:
     layers = len(shapes)
     b, t, s, r = (torch.export.Dim(name) for name in "BTSR")
@@ -104,12 +110,21 @@ def _trace_step(
         tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
         tensors.LOGITS_ROWS: (torch.tensor([[0, 1, 2]] * _B), {0: b, 1: r}),
     }
+    embeds = {
+        tensors.INPUTS_EMBEDS: (torch.zeros(_B, _T, embedding_size or 0), {0: b, 1: t}),
+        tensors.EMBEDS_MASK: (torch.zeros(_B, _T, dtype=torch.bool), {0: b, 1: t}),
+    }
+    last = {} if embedding_size is None else embeds
     return _trace(
         model,
         module,
-        (*(tensor for tensor, _ in inputs.values()), _cache(shapes, _S)),
-        (*(dims for _, dims in inputs.values()), [{0: b, 2: s}] * (2 * layers)),
-        [*inputs, *cache_names(layers)],
+        (*(tensor for tensor, _ in inputs.values()), _cache(shapes, _S), *(tensor for tensor, _ in last.values())),
+        (
+            *(dims for _, dims in inputs.values()),
+            [{0: b, 2: s}] * (2 * layers),
+            *(dims for _, dims in last.values()),
+        ),
+        [*inputs, *cache_names(layers), *last],
         [*outputs, *returned_names(layers, module.lowering)],
         module.lowering,
     )

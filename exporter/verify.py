@@ -68,7 +68,7 @@ class Check:
     """One thing that was looked at.
 
     Attributes:
-        name: ``files``, ``graphs``, ``engines``, ``logits``, ``draft``, ``medusa`` or ``speculation``.
+        name: ``files``, ``graphs``, ``engines``, ``logits``, ``embeds``, ``draft``, ``medusa`` or ``speculation``.
         passed: None if it could not be run.
         sentence: what was found, or why it was not run.
         numbers: what was measured.
@@ -165,6 +165,8 @@ def verify(
     if opened.manifest.engines:
         steps["engines"] = lambda: _engines(opened, report)
     steps["logits"] = lambda: _logits(opened, given.get("target"), texts)
+    if opened.manifest.target.embedding_size is not None:
+        steps["embeds"] = lambda: _embeds(opened, given.get("target"), texts)
     for method in opened.manifest.methods:
         if isinstance(method, SelfDraft):
             steps["self_draft"] = partial(_draft, opened, method, given.get("target"), texts)
@@ -283,6 +285,17 @@ def _logits(bundle: Bundle, given: Path | None, texts: list[list[int]]) -> Outco
         f"(limit {limits.rms:g}); it prefers the same token at {_agreement(found.agreement, limits)}"
     )
     return passed, sentence if found.finite else "the graph makes logits that are not finite numbers", numbers
+
+
+def _embeds(bundle: Bundle, given: Path | None, texts: list[list[int]]) -> Outcome:
+    model = bundle.manifest.target
+    limits = logits.LIMITS[model.precision.weights]
+    found = logits.compare_embeds(bundle, _reference("target", model, given), texts, limits)
+    sentence = (
+        "given the model's own embeddings in the place of every other token, the graph prefers the model's token at "
+        f"{_agreement(found, limits)}"
+    )
+    return found.share >= limits.agreement, sentence, _counted(found)
 
 
 def _draft(bundle: Bundle, method: DraftModel, given: Path | None, texts: list[list[int]]) -> Outcome:

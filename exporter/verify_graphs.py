@@ -128,6 +128,9 @@ def _step_signature(model: Model, outputs: Signature, lowering: LoweredAs) -> tu
         tensors.PAST_LENGTH: (_INT64, ("B",)),
         tensors.LOGITS_ROWS: (_INT64, ("B", "R")),
     }
+    if model.embedding_size is not None:
+        inputs[tensors.INPUTS_EMBEDS] = (_FLOAT, ("B", "T", model.embedding_size))
+        inputs[tensors.EMBEDS_MASK] = (_BOOL, ("B", "T"))
     return {**inputs, **_caches(model)}, {**outputs, **_returned(model, lowering, "T")}
 
 

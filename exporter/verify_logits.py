@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,10 @@ from specexport.exporter.verify_runners import (
     ReferenceRunner,
     StepRunner,
     feeds,
+    half_embedded,
     load_reference,
     prefill_feeds,
+    reference_embeds,
     reference_heads,
     reference_logits,
 )
@@ -176,6 +179,26 @@ def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]],
         rms=relative_rms(error, total),
         agreement=agreement,
     )
+
+
+def compare_embeds(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]], limits: Limits) -> Agreement:
+    """Compares the step graph, given the model's own embeddings in the place of every other token, with the model.
+
+    Raises:
+        BundleError: the checkpoint is another model.
+    """
+    model = load_reference(checkpoint, bundle.manifest.target)
+    known = [(reference_embeds(model, np.array(text)), reference_logits(model, np.array(text))) for text in texts]
+    del model
+    given = [list(prefill_feeds(bundle.manifest, text)) for text in texts]
+    agreement = Agreement()
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL), StepRunner(bundle, list(itertools.chain(*given))) as runner:
+        for (embeds, expected), chunks in zip(known, given, strict=True):
+            for feed in chunks:
+                wanted = {name: array for name, array in half_embedded(feed, embeds).items() if name != COMMITTED}
+                logits = runner.infer(wanted)[tensors.LOGITS][0]
+            agreement.count(expected[-len(logits) :], logits.argmax(axis=-1), limits)
+    return agreement
 
 
 def logit_gap(bundle: Bundle, text: Sequence[int], first: int, second: int) -> float:

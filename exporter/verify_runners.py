@@ -26,7 +26,7 @@ from specexport.contract.errors import BundleError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
 from specexport.contract.tree import TokenTree
-from specexport.exporter.caches import after_call, new_caches
+from specexport.exporter.caches import after_call, new_caches, no_embeddings
 from specexport.exporter.medusa import load_medusa
 from specexport.exporter.trace import quiet
 from specexport.graphs.layers import keep_first_layers
@@ -88,7 +88,22 @@ def _feed(manifest: Manifest, committed: Sequence[int], tokens: Sequence[int], t
         tensors.TREE_MASK: tree.mask[None],
         tensors.PAST_LENGTH: np.array([past], np.int64),
         tensors.LOGITS_ROWS: rows[None].astype(np.int64),
+        **no_embeddings(manifest.target, len(tokens)),
     }
+
+
+def half_embedded(feed: Feed, embeds: Array) -> Feed:
+    """A feed of the step graph that says the same with embeddings in the place of every other token of the text.
+
+    Args:
+        feed: one of :func:`prefill_feeds`.
+        embeds: float32 ``[P,H]``, the model's own embeddings of the whole text.
+    """
+    past, tokens = int(feed[tensors.PAST_LENGTH][0]), feed[tensors.INPUT_IDS].copy()
+    given, mask = feed[tensors.INPUTS_EMBEDS].copy(), feed[tensors.EMBEDS_MASK].copy()
+    at = np.arange(0, min(tokens.shape[1], len(embeds) - past), 2)
+    given[0, at], mask[0, at], tokens[0, at] = embeds[past + at], True, 0
+    return feed | {tensors.INPUT_IDS: tokens, tensors.INPUTS_EMBEDS: given, tensors.EMBEDS_MASK: mask}
 
 
 # --- runners ----------------------------------------------------------------------------------------------------------
@@ -226,3 +241,10 @@ def reference_heads(model: Any, heads: Path, text: Array) -> Array:
     with torch.no_grad():
         logits: Array = torch.cat([own, loaded.logits(taken[0][0, -1], head)]).numpy()
     return logits
+
+
+def reference_embeds(model: Any, text: Array) -> Array:
+    """The embeddings of a text's tokens, float32 ``[N,H]``, as the model takes them in their place."""
+    with torch.no_grad():
+        embeds: Array = model.get_input_embeddings()(torch.from_numpy(text)).float().numpy()
+    return embeds

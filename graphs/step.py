@@ -29,6 +29,7 @@ def run_model(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     logits_rows: torch.Tensor,
+    inputs_embeds: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Runs a transformers causal LM under a lowering.
 
@@ -42,11 +43,13 @@ def run_model(
         input_ids: int64 ``[B,T]``.
         position_ids: int64 ``[B,T]``.
         logits_rows: int64 ``[B,R]``, indices into T.
+        inputs_embeds: float32 ``[B,T,H]``, what the model reads instead of ``input_ids``; None for those.
 
     Returns:
         float32 logits ``[B,R,V]``.
     """
-    return _run(model, active, layers, input_ids, position_ids, lambda hidden: _rows(hidden, logits_rows))
+    read = _read(input_ids, inputs_embeds)
+    return _run(model, active, layers, read, position_ids, lambda hidden: _rows(hidden, logits_rows))
 
 
 def run_with_heads(
@@ -58,6 +61,7 @@ def run_with_heads(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     logits_rows: torch.Tensor,
+    inputs_embeds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`run_model`: logits ``[B,R,V]``, and those of Medusa heads ``[B,N,R,V]``.
 
@@ -69,7 +73,7 @@ def run_with_heads(
         taken.append(_rows(hidden, logits_rows))
         return taken[0]
 
-    own = _run(model, active, layers, input_ids, position_ids, take)
+    own = _run(model, active, layers, _read(input_ids, inputs_embeds), position_ids, take)
     return own, heads.logits(taken[0], projection).transpose(0, 1).float()
 
 
@@ -87,6 +91,11 @@ def head_projection(model: torch.nn.Module, heads: MedusaHeads | None) -> torch.
     return copy
 
 
+def _read(input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """What transformers calls a model's input: of both it takes one."""
+    return {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+
+
 def _rows(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The rows ``[B,R]`` of hidden states ``[B,T,H]``."""
     return torch.gather(hidden, 1, rows[:, :, None].expand(-1, -1, hidden.shape[-1]))
@@ -96,7 +105,7 @@ def _run(
     model: torch.nn.Module,
     active: Lowering,
     layers: int,
-    input_ids: torch.Tensor,
+    read: dict[str, torch.Tensor],
     position_ids: torch.Tensor,
     before_head: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
@@ -106,7 +115,7 @@ def _run(
     try:
         with lowering(active):
             out = model(
-                input_ids=input_ids,
+                **read,
                 position_ids=position_ids,
                 past_key_values=PassThroughCache(layers),
                 use_cache=True,
@@ -152,18 +161,23 @@ class StepModule(torch.nn.Module):
         past_length: torch.Tensor,
         logits_rows: torch.Tensor,
         past: list[torch.Tensor],
+        inputs_embeds: torch.Tensor | None = None,
+        embeds_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Returns ``(logits, present_key.0, present_value.0, ...)``, with heads ``(logits, candidates, ...)``.
 
-        Lowered portably, new rows instead of caches.
+        Lowered portably, new rows instead of caches. With embeddings given, they are read where the mask says so.
         """
         active = step_lowering(self.lowering, pairs(past), tree_mask, position_ids, past_length)
+        if inputs_embeds is not None and embeds_mask is not None:
+            own: torch.Tensor = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
+            inputs_embeds = torch.where(embeds_mask[:, :, None], inputs_embeds, own)
         if self.heads is None:
-            logits = run_model(self.model, active, self.layers, input_ids, position_ids, logits_rows)
+            logits = run_model(self.model, active, self.layers, input_ids, position_ids, logits_rows, inputs_embeds)
             return (logits, *flat(active.returned))
         last = self.heads_projection or self.model
         logits, ahead = run_with_heads(
-            self.model, self.heads, last, active, self.layers, input_ids, position_ids, logits_rows
+            self.model, self.heads, last, active, self.layers, input_ids, position_ids, logits_rows, inputs_embeds
         )
         return (logits, _best(ahead, self.candidates), *flat(active.returned))
 

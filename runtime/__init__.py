@@ -7,6 +7,7 @@
 """
 
 from specexport.contract.errors import BackendError, BundleError, RequestError, SpecExportError
+from specexport.runtime.embeds import EmbedsPrompt
 from specexport.runtime.engine import Engine
 from specexport.runtime.logprobs import TokenLogprobs
 from specexport.runtime.params import SamplingParams
@@ -19,6 +20,7 @@ __all__ = [
     "BundleError",
     "Chunk",
     "Completion",
+    "EmbedsPrompt",
     "Engine",
     "RequestError",
     "SamplingParams",

@@ -167,12 +167,17 @@ def open_graph(bundle: Bundle, model: Model, slots: int, buffers: Buffers, threa
 def step_buffers(manifest: Manifest) -> Buffers:
     """The target's step graph's arrays (see ``contract.tensors``)."""
     vocab, medusa = manifest.target.vocab_size, manifest.method("medusa")
+    embedding_size = manifest.target.embedding_size
 
     def make(point: ShapePoint) -> tuple[dict[str, Array], dict[str, Array]]:
         outputs: dict[str, Array] = {tensors.LOGITS: np.zeros((point.batch, point.rows, vocab), np.float32)}
         if isinstance(medusa, Medusa):
             outputs[tensors.CANDIDATES] = _candidates(point, medusa.heads, medusa.candidates)
-        return _step_inputs(point), outputs
+        inputs = _step_inputs(point)
+        if embedding_size is not None:
+            inputs[tensors.INPUTS_EMBEDS] = np.zeros((point.batch, point.tokens, embedding_size), np.float32)
+            inputs[tensors.EMBEDS_MASK] = np.zeros((point.batch, point.tokens), np.bool_)
+        return inputs, outputs
 
     return make
 

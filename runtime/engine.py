@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import overload
 
 import msgspec
 import numpy as np
 
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import HYPOTHESIS, method_name
+from specexport.contract.methods import HYPOTHESIS, Drafted, method_name
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, Graph, open_backend, step_buffers
 from specexport.runtime.budget import Budget
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.constraint import Grammars
+from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt, encoded
 from specexport.runtime.hypothesis import Unverified, check_hypothesis, continuation, taken_as_it_is
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposers import SlotView, open_proposer
@@ -25,6 +27,8 @@ from specexport.runtime.step import ROOT, HostProgram, Speculation
 from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
 
+Prompt = str | Sequence[int] | EmbedsPrompt | EncodedPrompt
+"""What a request continues."""
 _WARM_UP_TOKENS = 32
 
 
@@ -70,7 +74,7 @@ class Engine:
     @classmethod
     def load(
         cls,
-        bundle: str | Path,
+        bundle: str | Path | Bundle,
         *,
         threads: int | None = None,
         check_hashes: bool = True,
@@ -83,7 +87,7 @@ class Engine:
         """Opens a bundle and loads its graphs.
 
         Args:
-            bundle: a folder made by ``specexport build``.
+            bundle: a folder made by ``specexport build``, or one that was opened already.
             threads: CPU threads; None for every core this process may use.
             check_hashes: compare every file's SHA-256 with the manifest; sizes are always compared.
             suffix_store_tokens: tokens of earlier outputs that the method ``suffix`` looks in too, at about half a
@@ -101,7 +105,7 @@ class Engine:
             RequestError: a store was asked for that is too small, or of a bundle without the method; or the bundle was
                 not built for the batch size.
         """
-        opened = Bundle.open(bundle, check_hashes=check_hashes)
+        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, check_hashes=check_hashes)
         manifest = opened.manifest
         if suffix_store_tokens and manifest.method("suffix") is None:
             raise RequestError(
@@ -152,12 +156,25 @@ class Engine:
         """The model's own sampling parameters, as its checkpoint states them."""
         return SamplingParams(**msgspec.structs.asdict(self.manifest.generation))
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+    @overload
+    def encode(self, prompt: str | Sequence[int]) -> list[int]: ...
+
+    @overload
+    def encode(self, prompt: EmbedsPrompt | EncodedPrompt) -> EncodedPrompt: ...
+
+    def encode(self, prompt: Prompt) -> list[int] | EncodedPrompt:
         """The tokens of a prompt, with the tokenizer's own special tokens; an empty prompt becomes its start token.
 
+        Those of an :class:`~specexport.runtime.embeds.EmbedsPrompt` come with its embeddings.
+
         Raises:
-            RequestError: a token id is outside the vocabulary, or the prompt is empty and no start token is known.
+            RequestError: a token id is outside the vocabulary, the prompt is empty and no start token is known, or it
+                has embeddings that the bundle was not built for or that are not right.
         """
+        if isinstance(prompt, EncodedPrompt):
+            return prompt
+        if isinstance(prompt, EmbedsPrompt):
+            return self._encode_embeds(prompt)
         tokens = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else [int(token) for token in prompt]
         if not tokens:
             info = self.manifest.tokenizer
@@ -165,15 +182,31 @@ class Engine:
             if start is None and not info.eos_token_ids:
                 raise RequestError("the prompt is empty and the tokenizer has no start token; give at least one token")
             tokens = [start if start is not None else info.eos_token_ids[0]]
+        self._require_known(tokens)
+        return tokens
+
+    def _encode_embeds(self, prompt: EmbedsPrompt) -> EncodedPrompt:
+        size = self.manifest.target.embedding_size
+        if size is None:
+            raise RequestError("the prompt has embeddings, but the bundle was built without --inputs-embeds")
+        made = encoded(
+            prompt,
+            lambda text, first: list(self.tokenizer.encode(text, add_special_tokens=first).ids),
+            size,
+            self.manifest.max_seq_len,
+        )
+        self._require_known([token for token, row in zip(made.tokens, made.embeddings.at, strict=True) if row < 0])
+        return made
+
+    def _require_known(self, tokens: Sequence[int]) -> None:
         limit = self.manifest.target.vocab_size
         wrong = next((token for token in tokens if not 0 <= token < limit), None)
         if wrong is not None:
             raise RequestError(f"the prompt holds token {wrong}; the model has tokens 0 to {limit - 1}")
-        return tokens
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         speculation: bool = True,
@@ -185,7 +218,9 @@ class Engine:
         """Starts a request; text comes as the returned stream is iterated.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, token ids, or an :class:`~specexport.runtime.embeds.EmbedsPrompt`, which holds embeddings.
+                A draft model reads no embeddings: such a request takes the first of the bundle's methods that can, or
+                decodes plainly.
             params: None for :meth:`defaults`.
             speculation: False decodes plainly, for comparison.
             method: how to speculate, one of the bundle's; None for its default.
@@ -196,19 +231,20 @@ class Engine:
                 with an ``entropy_threshold``.
 
         Raises:
-            RequestError: the prompt does not fit the context, the method or the tree was not built, a hypothesis was
-                given without a use for it or the other way round, or the engine is closed.
+            RequestError: the prompt does not fit the context, the method or the tree was not built, the method's
+                model cannot read the prompt's embeddings, a hypothesis was given without a use for it or the other way
+                round, or the engine is closed.
         """
         if self._closed:
             raise RequestError("the engine is closed; load the bundle again")
         params = params or self.defaults()
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream is one output: start several, or use LLM")
-        tokens = self.encode(prompt)
-        limit = self.manifest.max_seq_len
-        if len(tokens) >= limit and params.max_tokens:
+        read = self.encode(prompt)
+        limit, embedded = self.manifest.max_seq_len, isinstance(read, EncodedPrompt)
+        if len(read) >= limit and params.max_tokens:
             raise RequestError(
-                f"the prompt has {len(tokens)} tokens, but this bundle's context holds {limit}, output included; "
+                f"the prompt has {len(read)} tokens, but this bundle's context holds {limit}, output included; "
                 "shorten the prompt or build with a larger --max-seq-len"
             )
         own = self.manifest.generation
@@ -220,21 +256,25 @@ class Engine:
         )
         check_hypothesis(params, speculation, method, hypothesis, hypothesis_entropy)
         if hypothesis is None:
-            chosen, tree = self._choose(method, num_speculative_tokens) if speculation else (None, ROOT)
-            return Stream(self._scheduler, self._request(tokens, params, chosen, tree))
+            chosen, tree = self._choose(method, num_speculative_tokens, embedded) if speculation else (None, ROOT)
+            return Stream(self._scheduler, self._request(read, params, chosen, tree))
         chosen, tree = self._choose(HYPOTHESIS, num_speculative_tokens)
-        request = self._request(tokens, params, chosen, tree, continuation(self, prompt, hypothesis))
+        before = prompt if isinstance(prompt, str) else ""
+        request = self._request(read, params, chosen, tree, continuation(self, before, hypothesis))
         return Stream(Unverified() if taken_as_it_is(params, hypothesis_entropy) else self._scheduler, request)
 
     def _request(
         self,
-        tokens: list[int],
+        prompt: list[int] | EncodedPrompt,
         params: SamplingParams,
         method: str | None,
         tree: TokenTree,
         hypothesis: Sequence[int] = (),
     ) -> Request:
+        tokens = list(prompt.tokens) if isinstance(prompt, EncodedPrompt) else prompt
         view = SlotView(0, tokens, params, np.random.default_rng(params.seed), tree, hypothesis, method)
+        if isinstance(prompt, EncodedPrompt):
+            view.embeddings = prompt.embeddings
         if params.json_schema is not None:
             view.constraint = self._grammars.json_schema(params.json_schema)
         room = min(params.max_tokens, self.manifest.max_seq_len - len(tokens))
@@ -243,19 +283,36 @@ class Engine:
         request.stats.execution = self.backend.execution
         return request
 
-    def _choose(self, method: str | None, draft_tokens: int | None) -> tuple[str | None, TokenTree]:
-        """The method and tree of a request that speculates; none where the bundle has no way to."""
+    def _choose(
+        self, method: str | None, draft_tokens: int | None, embedded: bool = False
+    ) -> tuple[str | None, TokenTree]:
+        """The method and tree of a request that speculates; none where the bundle has no way to.
+
+        Args:
+            method: asked for; None for the first.
+            draft_tokens: asked for; None for the default tree's.
+            embedded: whether the prompt holds embeddings.
+        """
+        able = [
+            name for name in self.speculations if not (embedded and isinstance(self.manifest.method(name), Drafted))
+        ]
         if method == HYPOTHESIS and method not in self.speculations:
             raise RequestError("a hypothesis was given, but the bundle was built without the method; use --hypothesis")
         if method is None:
-            method = next((name for name in self.speculations if name != HYPOTHESIS), None)
+            method = next((name for name in able if name != HYPOTHESIS), None)
             if method is None and draft_tokens is None:
                 return None, ROOT
         if not self.speculations or method is None:
             asked = f"method is {method!r}" if method else f"num_speculative_tokens is {draft_tokens}"
-            raise RequestError(f"{asked}, but the bundle was built without a way to speculate")
+            after = " after a prompt with embeddings" if embedded and self.speculations else ""
+            raise RequestError(f"{asked}, but the bundle was built without a way to speculate{after}")
         if method not in self.speculations:
             raise RequestError(f"method is {method!r}; the bundle was built for {', '.join(self.speculations)}")
+        if method not in able:
+            raise RequestError(
+                f"method is {method!r}, whose model reads tokens alone, and the prompt has embeddings; leave it out or "
+                f"choose one that needs no model, of which the bundle has {', '.join(able) or 'none'}"
+            )
         trees = self.speculations[method].trees
         if draft_tokens is None:
             return method, trees[0]
@@ -267,7 +324,7 @@ class Engine:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         speculation: bool = True,

@@ -16,6 +16,7 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Graph
+from specexport.runtime.embeds import is_embedding
 from specexport.runtime.logprobs import TokenLogprobs, token_logprobs
 from specexport.runtime.proposers import Proposal, Proposer, SlotView
 from specexport.runtime.sampling import accept_greedy, accept_relaxed, accept_sampled, accept_typical
@@ -182,7 +183,7 @@ class HostProgram:
         given = self._target.inputs(width, width, slots=slots)
         for one in sequences:
             at, past, tree = one.slot - slots.start, len(one.tokens) - 1, trees.get(one.slot, ROOT)
-            given[tensors.INPUT_IDS][at, 0] = one.tokens[-1]
+            _read_in(given, at, one, past, 1)
             if one.slot in proposals:
                 given[tensors.INPUT_IDS][at, 1 : len(tree)] = looked_at[one.slot].tokens
             given[tensors.POSITION_IDS][at, : len(tree)] = self._positions(past, tree)
@@ -211,7 +212,7 @@ class HostProgram:
             slots = range(slot, slot + 1)
             self._target.reserve(done + chunk)
             given = self._target.inputs(chunk, 1, slots=slots)
-            given[tensors.INPUT_IDS][0, : len(part)] = part
+            _read_in(given, 0, sequence, done, len(part))
             given[tensors.POSITION_IDS][0] = self._positions(done, TokenTree.chain(chunk))
             given[tensors.PAST_LENGTH][0] = done
             given[tensors.LOGITS_ROWS][0] = len(part) - 1
@@ -245,6 +246,18 @@ class HostProgram:
         """See :class:`StepProgram`."""
         if method is not None:
             self._proposer(method).release(slot)
+
+
+def _read_in(given: Mapping[str, Array], at: int, view: SlotView, start: int, count: int) -> None:
+    """Gives a run what a text has from a position on: token ids, and embeddings where the prompt holds some."""
+    tokens = view.tokens[start : start + count]
+    mask = given.get(tensors.EMBEDS_MASK)
+    if mask is not None:
+        mask[at] = False
+    if mask is not None and view.embeddings is not None and start < view.prompt:
+        view.embeddings.put(start, given[tensors.INPUTS_EMBEDS][at], mask[at])
+        tokens = [0 if is_embedding(token) else token for token in tokens]
+    given[tensors.INPUT_IDS][at, :count] = tokens
 
 
 @lru_cache(maxsize=256)

@@ -64,7 +64,7 @@ class Stream:
     ends, is closed, is cancelled, or the stream is dropped. It moves on whenever any stream of the engine is read.
 
     Attributes:
-        tokens: prompt and output so far.
+        tokens: prompt and output so far; negative numbers where the prompt has embeddings.
         params: how it samples.
         stats: its counters, up to date after every chunk.
         method: how it speculates; None decodes plainly.
@@ -79,7 +79,7 @@ class Stream:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and output so far."""
+        """Prompt and output so far; negative numbers where the prompt has embeddings."""
         return self._request.view.tokens
 
     @property

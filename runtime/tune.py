@@ -114,7 +114,7 @@ def observe(
                     steps += 1
                     path = _path(proposal.candidates, ahead, chained)
                     paths.update(path[:end] for end in range(1, len(path) + 1))
-            total = _added(total, done.stats)
+            total = added(total, done.stats)
             progress("decoding", index + 1, len(prompts))
     if not steps:
         raise RequestError("no step had a proposal to learn from; give more or longer prompts, or more tokens")
@@ -132,7 +132,8 @@ def _path(candidates: Ints, ahead: Sequence[int], chained: bool) -> RankPath:
     return tuple(path)
 
 
-def _added(a: Stats, b: Stats) -> Stats:
+def added(a: Stats, b: Stats) -> Stats:
+    """The counters and times of two requests, or of several, together; those of prompts are left out."""
     names = ("steps", "steps_with_draft", "output_tokens", "propose", "verify", "accept", "host")
     return dataclasses.replace(a, **{name: getattr(a, name) + getattr(b, name) for name in names})
 
@@ -149,7 +150,7 @@ def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, prog
     """
     widths = [width for width in _WIDTHS if width < widest] + [widest]
     model = bundle.manifest.target
-    graph = open_graph(bundle, _with_widths(model, widths), 1, step_buffers(bundle.manifest), threads)
+    graph = open_graph(bundle, with_widths(model, widths), 1, step_buffers(bundle.manifest), threads)
     graph.reserve(rows + widest)
     times: dict[int, list[float]] = {width: [] for width in widths}
     for turn in range(_ROUNDS + 1):
@@ -168,7 +169,7 @@ def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, prog
     return [float(cost) for cost in np.interp(np.arange(1, widest + 1), widths, medians)]
 
 
-def _with_widths(model: Model, widths: Sequence[int]) -> Model:
+def with_widths(model: Model, widths: Sequence[int]) -> Model:
     """A model that may run steps of other widths too, which a symbolic master can."""
     sizes = sorted({graph.point.cache for graph in model.graph.points})
     there = {graph.point for graph in model.graph.points}

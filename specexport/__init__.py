@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specexport.async_engine import AsyncEngine
     from specexport.llm import LLM
-    from specexport.runtime import SamplingParams
+    from specexport.runtime import EmbedsPrompt, SamplingParams
 
 __version__ = "0.1.0"
 
-_HOMES = {"LLM": "specexport.llm", "AsyncEngine": "specexport.async_engine", "SamplingParams": "specexport.runtime"}
+_HOMES = {
+    "LLM": "specexport.llm",
+    "AsyncEngine": "specexport.async_engine",
+    "EmbedsPrompt": "specexport.runtime",
+    "SamplingParams": "specexport.runtime",
+}
 
-__all__ = ["LLM", "AsyncEngine", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "EmbedsPrompt", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 from specexport.contract.errors import ClosedError, DeadlineError, QueueFullError, RequestError, SpecExportError
 from specexport.frontend import Choice, Frontend
 from specexport.runtime import Chunk, SamplingParams, Stats, Stream
+from specexport.runtime.engine import Prompt
 
 DEFAULT_MAX_QUEUE = 128
 _SMOOTHING = 0.1
@@ -158,7 +159,7 @@ class AsyncEngine:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         choice: Choice | None = None,
@@ -167,7 +168,7 @@ class AsyncEngine:
         """Starts a request; to be called in the event loop.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, token ids, or an ``EmbedsPrompt``.
             params: None for the model's own. Its ``n`` is 1.
             choice: how to speculate; None for the engine's default.
             timeout: seconds after which the request is ended, waiting included; None for no limit.

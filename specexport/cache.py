@@ -15,8 +15,10 @@ from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME
 from specexport.contract.reading import sha256
 from specexport.exporter.locate import locate
 
-_MODELS = ("target", "draft", "medusa", "draft_medusa")
+_MODELS = ("target", "draft", "universal_draft", "medusa", "draft_medusa")
 """Build options that name checkpoints."""
+_HEADS = ("medusa", "draft_medusa")
+"""Of these, folders that are no checkpoint of a model."""
 _READ = (".json", ".safetensors", ".jinja", ".txt", ".model", ".pt")
 """Files of a checkpoint that a build may read."""
 
@@ -47,7 +49,7 @@ def cached_bundle(options: Mapping[str, Any], build: Callable[[dict[str, Any], P
     content = dict(options)
     for name in _MODELS:
         if options.get(name) is not None:
-            folder = locate(options[name]) if name in ("target", "draft") else Path(options[name]).expanduser()
+            folder = locate(options[name]) if name not in _HEADS else Path(options[name]).expanduser()
             content[name] = _content(folder, root / "hashes")
     key = _digest({"specexport": __version__, "format": FORMAT_VERSION, "options": content})
     bundle = root / "bundles" / f"{Path(str(options['target'])).name}-{key[:16]}"

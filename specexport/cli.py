@@ -22,6 +22,7 @@ from specexport.commands import (
     verify,
 )
 from specexport.contract.errors import SpecExportError
+from specexport.help import HelpFormatter
 
 _COMMANDS = (build, compile, run, serve, inspect, verify, bench, suggest, plan, train, tune, demo)
 
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
             help=summary,
             description=summary,
             allow_abbrev=False,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=HelpFormatter,
         )
         module.add_arguments(command)
         command.set_defaults(main=module.main)

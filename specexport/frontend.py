@@ -16,6 +16,7 @@ from specexport.contract.manifest import MANIFEST_NAME
 from specexport.runtime import Engine, SamplingParams, Stream
 from specexport.runtime.backend import DEFAULT_UTILIZATION
 from specexport.runtime.chat import Message
+from specexport.runtime.engine import Prompt
 from specexport.speculative import SpeculativeConfig, build_options, choice, read_config
 
 
@@ -145,7 +146,7 @@ class Frontend:
         return list(self.engine.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def streams(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, chosen: Choice | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, chosen: Choice | None = None
     ) -> list[Stream]:
         """A stream for each of a request's ``n`` outputs; they start when they are iterated.
 
@@ -154,17 +155,17 @@ class Frontend:
         """
         params = params or self.engine.defaults()
         chosen = chosen or self.choice
-        tokens = self.engine.encode(prompt)
-        room = self.max_model_len - len(tokens)
+        read = self.engine.encode(prompt)
+        room = self.max_model_len - len(read)
         if room <= 0 and params.max_tokens:
             raise RequestError(
-                f"the prompt has {len(tokens)} tokens, but the context holds {self.max_model_len}, output included; "
+                f"the prompt has {len(read)} tokens, but the context holds {self.max_model_len}, output included; "
                 "shorten the prompt"
             )
         seed = self._seed() if params.seed is None else params.seed
         return [
             self.engine.stream(
-                tokens,
+                read,
                 params.replace(
                     n=1, max_tokens=max(0, min(params.max_tokens, room)), seed=None if seed is None else seed + index
                 ),

@@ -11,13 +11,14 @@ from typing import Any, cast
 
 from specexport.contract.errors import RequestError
 from specexport.frontend import Frontend
-from specexport.outputs import CompletionOutput, Logprob, RequestOutput
-from specexport.runtime import Completion, SamplingParams, Stream
+from specexport.outputs import NO_TOKEN, CompletionOutput, Logprob, RequestOutput
+from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stream, engine
 from specexport.runtime.chat import Message
 from specexport.runtime.stream import completed
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
+"""Text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or ``{"prompt_embeds": parts}``, the same as
+``EmbedsPrompt(parts)``."""
 
 
 @dataclass
@@ -144,7 +145,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: list[tuple[str | None, str | Sequence[int]]],
+        prompts: list[tuple[str | None, engine.Prompt]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
@@ -165,15 +166,13 @@ class LLM:
             RequestOutput(
                 str(index),
                 request.text,
-                tuple(request.streams[0].tokens[:length]),
+                tuple(max(token, NO_TOKEN) for token in request.streams[0].tokens[:length]),
                 tuple(self._output(at, stream.params, done[id(stream)]) for at, stream in enumerate(request.streams)),
             )
             for index, (request, length) in enumerate(zip(requests, lengths, strict=True))
         ]
 
-    def _request(
-        self, index: int, text: str | None, prompt: str | Sequence[int], params: SamplingParams | None
-    ) -> _Request:
+    def _request(self, index: int, text: str | None, prompt: engine.Prompt, params: SamplingParams | None) -> _Request:
         try:
             return _Request(text, self._frontend.streams(prompt, params))
         except RequestError as error:
@@ -214,12 +213,12 @@ class LLM:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, (str, Mapping, EmbedsPrompt)) or (prompts and isinstance(prompts[0], int)):
         return [cast(Prompt, prompts)]
     return list(cast(Sequence[Prompt], prompts))
 
 
-def _text_and_tokens(prompt: Prompt) -> tuple[str | None, str | Sequence[int]]:
+def _text_and_tokens(prompt: Prompt) -> tuple[str | None, engine.Prompt]:
     """What to show as the prompt's text, and what to encode."""
     if isinstance(prompt, str):
         return prompt, prompt
@@ -229,7 +228,11 @@ def _text_and_tokens(prompt: Prompt) -> tuple[str | None, str | Sequence[int]]:
         return str(prompt["prompt"]), str(prompt["prompt"])
     if set(prompt) == {"prompt_token_ids"}:
         return None, list(prompt["prompt_token_ids"])
-    raise RequestError(f"a prompt has the keys {sorted(prompt)}; expected either prompt or prompt_token_ids")
+    if set(prompt) == {"prompt_embeds"}:
+        return None, EmbedsPrompt(prompt["prompt_embeds"])
+    raise RequestError(
+        f"a prompt has the keys {sorted(prompt)}; expected one of prompt, prompt_token_ids and prompt_embeds"
+    )
 
 
 @contextlib.contextmanager

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from specexport.runtime import Stats
 from specexport.runtime.request import FinishReason
 
+NO_TOKEN = -1
+"""Stands among a prompt's tokens where it has an embedding."""
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -53,7 +56,7 @@ class RequestOutput:
     Attributes:
         request_id: its place in the call, as text.
         prompt: the text; None where tokens were given.
-        prompt_token_ids: what the model was given.
+        prompt_token_ids: what the model was given; -1 where that was an embedding.
         outputs: ``n`` of them.
         finished: always True; outputs come whole.
     """

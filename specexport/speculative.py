@@ -14,14 +14,18 @@ _Count = Annotated[int, Meta(ge=1)]
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """vLLM's keys and meanings.
+    """vLLM's keys and meanings; those of methods that vLLM does not have are named as the build's options.
 
     Attributes:
         method: how to propose; None for ``draft_model`` where a model is named.
-        model: the draft model or the Medusa heads: a folder, or for drafts a hub id.
+        model: the draft model or the Medusa heads: a folder, or for drafts a hub id. The draft of ``universal_draft``
+            may have another tokenizer.
         num_speculative_tokens: draft tokens a step; None for the method's default.
         prompt_lookup_max: most tokens ``ngram`` matches; None for 4.
         prompt_lookup_min: fewest; None for 2, or ``prompt_lookup_max`` where that is less.
+        lookahead: W, N and G of ``lookahead``, or the name of a preset; None for ``cpu``.
+        lookahead_seeding: start its pool with the prompt's n-grams; None for that.
+        self_draft_layers: how many of the target's layers are the draft of ``self_draft``.
         draft_tensor_parallel_size: 1; a draft is not split over devices.
     """
 
@@ -30,6 +34,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     num_speculative_tokens: _Count | None = None
     prompt_lookup_max: _Count | None = None
     prompt_lookup_min: _Count | None = None
+    lookahead: str | tuple[_Count, _Count, _Count] | None = None
+    lookahead_seeding: bool | None = None
+    self_draft_layers: _Count | None = None
     draft_tensor_parallel_size: Literal[1] = 1
 
 
@@ -39,11 +46,29 @@ _OPTIONS = {
     "ngram": "ngram",
     "suffix": "suffix",
     "hypothesis": "hypothesis",
+    "lookahead": "lookahead",
+    "self_draft": "self_draft_layers",
+    "universal_draft": "universal_draft",
 }
 """By method: the build option that asks for it."""
-_OF_MODELS = ("draft_model", "medusa")
-"""Methods that a model or heads propose for."""
-_LOOKUP_SIZES = ("prompt_lookup_max", "prompt_lookup_min")
+_VALUES = {
+    "draft_model": "model",
+    "universal_draft": "model",
+    "medusa": "model",
+    "self_draft": "self_draft_layers",
+    "lookahead": "lookahead",
+}
+"""By method: the key whose value the option has; those of the other methods are flags."""
+_DEFAULTS = {"lookahead": "cpu"}
+"""By method: that value where the key is left out."""
+_OF_METHODS = {
+    "prompt_lookup_max": "ngram",
+    "prompt_lookup_min": "ngram",
+    "lookahead": "lookahead",
+    "lookahead_seeding": "lookahead",
+    "self_draft_layers": "self_draft",
+}
+"""Keys that one method knows."""
 
 
 def read_config(given: Mapping[str, Any] | str) -> SpeculativeConfig:
@@ -68,9 +93,9 @@ def read_config(given: Mapping[str, Any] | str) -> SpeculativeConfig:
         raise BuildError(f"speculative_config: method is missing; expected one of {', '.join(_OPTIONS)}")
     if config.method not in _OPTIONS:
         raise BuildError(f"speculative_config: method is {config.method!r}; expected one of {', '.join(_OPTIONS)}")
-    for name in _LOOKUP_SIZES:
-        if getattr(config, name) is not None and config.method != "ngram":
-            raise BuildError(f"speculative_config: {name} was given with method {config.method!r}; it is for ngram")
+    for key, method in _OF_METHODS.items():
+        if getattr(config, key) is not None and config.method != method:
+            raise BuildError(f"speculative_config: {key} was given with method {config.method!r}; it is for {method}")
     return config
 
 
@@ -78,19 +103,27 @@ def build_options(config: SpeculativeConfig) -> dict[str, Any]:
     """What to build for it: fields of ``BuildOptions``.
 
     Raises:
-        BuildError: the method needs a model and has none, or has one and needs none.
+        BuildError: the method needs a model or a number and has none, or has what it does not need.
     """
     assert config.method is not None
-    needed = config.method in _OF_MODELS
-    if needed and config.model is None:
-        raise BuildError(f"speculative_config: model is missing; method {config.method!r} needs one")
-    if not needed and config.model is not None:
+    key = _VALUES.get(config.method)
+    value = True if key is None else getattr(config, key) or _DEFAULTS.get(config.method)
+    if value is None:
+        raise BuildError(f"speculative_config: {key} is missing; method {config.method!r} needs one")
+    if key != "model" and config.model is not None:
         raise BuildError(
             f"speculative_config: model is {config.model!r}, but method {config.method!r} proposes without a model"
         )
-    options: dict[str, Any] = {_OPTIONS[config.method]: config.model if needed else True}
+    options: dict[str, Any] = {_OPTIONS[config.method]: value}
     if config.num_speculative_tokens is not None:
+        if config.method == "lookahead":
+            raise BuildError(
+                "speculative_config: num_speculative_tokens was given with method 'lookahead', whose steps follow from "
+                "W, N and G; give them as lookahead"
+            )
         options["num_speculative_tokens"] = config.num_speculative_tokens
+    if config.lookahead_seeding is not None:
+        options["lookahead_seeding"] = config.lookahead_seeding
     if config.method == "ngram":
         most = config.prompt_lookup_max or 4
         options |= {"prompt_lookup_max": most, "prompt_lookup_min": config.prompt_lookup_min or min(2, most)}
@@ -103,7 +136,7 @@ def choice(config: SpeculativeConfig) -> dict[str, Any]:
     Raises:
         BuildError: it says how to build, which is done.
     """
-    for name in ("model", *_LOOKUP_SIZES):
+    for name in ("model", *_OF_METHODS):
         if getattr(config, name) is not None:
             raise BuildError(
                 f"speculative_config: {name} was given with a bundle, which is built already; name method and "

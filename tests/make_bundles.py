@@ -8,6 +8,9 @@ is not marked ``exporter`` run where torch is not installed. Beside each bundle 
 ``greedy``
     Prompts, the tokens that ``generate(do_sample=False)`` continues them with, and for each of those tokens how far its
     logit is above the second largest.
+``embeds``
+    For bundles whose prompts may hold embeddings: prompts as lists of parts, token ids or embeddings, and what
+    ``generate(inputs_embeds=...)`` continues them with; ``ids`` where the embeddings are those of tokens.
 ``next_logits``
     For models of few tokens, the logits after the prompt and every text of up to two tokens, by text (``"3 11"``).
 """
@@ -69,6 +72,7 @@ class Recipe:
         lookahead: W, N and G.
         self_draft: how many of the target's layers draft.
         batch: most requests that run at once.
+        embeds: whether prompts may hold embeddings.
     """
 
     family: str
@@ -83,6 +87,7 @@ class Recipe:
     lookahead: tuple[int, int, int] | None = None
     self_draft: int | None = None
     batch: int = 1
+    embeds: bool = False
 
 
 HEADS = 3
@@ -102,6 +107,16 @@ RECIPES = {
     "qwen3-lookup": Recipe("qwen3", "equal", lookups=("ngram", "suffix", "hypothesis")),
     "qwen3-lookahead": Recipe("qwen3", None, lookahead=(5, 4, 4)),
     "gemma2-self": Recipe("gemma2", None, (1,), 4, self_draft=1),
+    "gemma2-embeds": Recipe(
+        "gemma2",
+        None,
+        lookups=("ngram", "suffix", "hypothesis"),
+        lookahead=(3, 3, 2),
+        self_draft=1,
+        batch=2,
+        embeds=True,
+    ),
+    "granite-embeds": Recipe("granite", None, heads="target", trees=(_SMALL,), lowering="portable", embeds=True),
     "dice-self": Recipe("llama", None, (1, 3), 5, {**_DICE, "num_hidden_layers": 2}, self_draft=1),
     "dice-lookahead": Recipe("llama", None, config=_DICE, lookahead=(3, 3, 3)),
     **{f"dice-{draft}": Recipe("llama", draft, (1, 3), 5, _DICE) for draft in ("equal", "near", "bad")},
@@ -131,7 +146,7 @@ def make(name: str, root: Path) -> Path:
             target = _target(recipe, root)
             twin = root / f"{name.removesuffix('-portable').removesuffix('-batch')}.json"
             if not twin.exists():
-                oracle = {"next_logits": _next_logits(target)} if recipe.config else {"greedy": _greedy(target)}
+                oracle = _oracle(recipe, target)
                 twin.write_text(json.dumps(oracle), encoding="utf-8")
             if twin.stem != name:
                 shutil.copy(twin, root / f"{name}.json")
@@ -152,6 +167,7 @@ def make(name: str, root: Path) -> Path:
                     hypothesis="hypothesis" in recipe.lookups,
                     lookahead=recipe.lookahead,
                     self_draft_layers=recipe.self_draft,
+                    inputs_embeds=recipe.embeds,
                     lowering=recipe.lowering,
                     max_batch_size=recipe.batch,
                     draft_precision="fp32",  # where the draft is the target, everything must be accepted
@@ -161,7 +177,7 @@ def make(name: str, root: Path) -> Path:
 
 
 def _target(recipe: Recipe, root: Path) -> Path:
-    calm = bool(recipe.heads or recipe.lookups or recipe.lookahead) and not recipe.config
+    calm = bool(recipe.heads or recipe.lookups or recipe.lookahead) and not recipe.config and not recipe.embeds
     kind = "-dice" if recipe.config else "-calm" if calm else ""
     folder = root / "checkpoints" / f"{recipe.family}{kind}{'-deep' if recipe.config and recipe.self_draft else ''}"
     return folder if folder.exists() else make_checkpoint(folder, recipe.family, calm=calm, **recipe.config)
@@ -196,6 +212,52 @@ def _draft(recipe: Recipe, target: Path, root: Path) -> Path:
 
 def _eager(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def _oracle(recipe: Recipe, target: Path) -> dict[str, Any]:
+    if recipe.config:
+        return {"next_logits": _next_logits(target)}
+    return {"embeds": _from_embeds(target)} if recipe.embeds else {"greedy": _greedy(target)}
+
+
+def _from_embeds(target: Path) -> list[dict[str, Any]]:
+    """Prompts that begin, go on and end with embeddings, within a chunk of the prefill and across several."""
+    model, draw = _eager(target), random.Random(0)
+    generator = torch.Generator().manual_seed(5)
+    layer = model.get_input_embeddings()
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(3, VOCAB) for _ in range(count)]
+
+    def rows(count: int) -> list[list[float]]:
+        made: list[list[float]] = torch.randn(count, layer.weight.shape[1], generator=generator).tolist()
+        return made
+
+    again, words = rows(6), ids(12)
+    own = layer(torch.tensor(words)).tolist()
+    cases: list[dict[str, Any]] = [
+        {"prompt": prompt}
+        for prompt in (
+            [rows(1)],
+            [rows(9)],
+            [rows(9)],
+            [ids(3), rows(20), ids(4)],
+            [rows(5), ids(3), rows(6)],
+            [rows(64)],
+            [ids(60), rows(80), ids(1)],
+            [again, again, words[:4], again, words[:4]],
+        )
+    ]
+    cases += [{"prompt": [own], "ids": words}, {"prompt": [own[:5], words[5:9], own[9:]], "ids": words}]
+    for case in cases:
+        parts = [
+            layer(torch.tensor(part)) if isinstance(part[0], int) else torch.tensor(part) for part in case["prompt"]
+        ]
+        embeds = torch.cat(parts)[None]
+        mask = torch.ones(embeds.shape[:2], dtype=torch.int64)
+        made = model.generate(inputs_embeds=embeds, attention_mask=mask, do_sample=False, max_new_tokens=24)
+        case["tokens"] = made[0].tolist()
+    return cases
 
 
 def _greedy(target: Path) -> list[dict[str, Any]]:

@@ -79,7 +79,12 @@ def test_other_content_or_other_options_are_built_anew(model: Path) -> None:
     found.add(cached_bundle({"target": str(model)}, builds))
     (model / "config.json").write_text('{"changed": true}')
     found.add(cached_bundle({"target": str(model)}, builds))
-    assert len(found) == len(builds.options) == 4
+    for name in ("draft", "universal_draft", "medusa"):
+        other = shutil.copytree(model, model.parent / name)
+        found.add(cached_bundle({"target": str(model), name: str(other)}, builds))
+        (other / "model.safetensors").write_bytes(b"other weights")
+        found.add(cached_bundle({"target": str(model), name: str(other)}, builds))
+    assert len(found) == len(builds.options) == 10
 
 
 def test_a_build_that_fails_leaves_nothing_and_may_be_tried_again(model: Path) -> None:

@@ -220,6 +220,10 @@ def test_the_portable_lowering_computes_what_transformers_does(family: Family) -
     check.same_as_eager(family.checkpoint, "portable")
 
 
+def test_its_own_embeddings_say_what_tokens_say(family: Family) -> None:
+    check.same_as_eager(family.checkpoint, embeds=True)
+
+
 def test_step_graph_is_plain_onnx_with_fused_norms(family: Family, step_graph: Path) -> None:
     model = ir.load(step_graph)
     assert model.opset_imports == {"": 24}
@@ -502,7 +506,11 @@ def test_keys_shared_between_layers_are_cached_by_each(tmp_path: Path) -> None:
         activation_sparsity_pattern=[0.0] * 4,
         altup_num_inputs=2,
     )
-    check.same_as_eager(load_checkpoint(str(tmp_path)))
+    loaded = load_checkpoint(str(tmp_path))
+    check.same_as_eager(loaded)
+    # And they are of tokens also beside the embeddings, which embeddings in their place do not say.
+    with pytest.raises(BuildError, match="'gemma3n_text' does not read its own embeddings as it reads tokens"):
+        check.same_as_eager(loaded, embeds=True)
 
 
 def test_values_may_be_narrower_than_keys(tmp_path: Path) -> None:

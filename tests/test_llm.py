@@ -168,6 +168,16 @@ def test_wrong_options_are_named(bundle: Callable[[str], Path], options: dict[st
         ),
         ({"model": "[ngram]"}, {"ngram": True, "prompt_lookup_max": 4, "prompt_lookup_min": 2}),
         ({"method": "ngram", "prompt_lookup_max": 1}, {"ngram": True, "prompt_lookup_max": 1, "prompt_lookup_min": 1}),
+        ({"method": "lookahead"}, {"lookahead": "cpu"}),
+        (
+            '{"method": "lookahead", "lookahead": [5, 4, 4], "lookahead_seeding": false}',
+            {"lookahead": (5, 4, 4), "lookahead_seeding": False},
+        ),
+        (
+            {"method": "self_draft", "self_draft_layers": 8, "num_speculative_tokens": 3},
+            {"self_draft_layers": 8, "num_speculative_tokens": 3},
+        ),
+        ({"method": "universal_draft", "model": "d"}, {"universal_draft": "d"}),
     ],
 )
 def test_a_config_says_what_to_build(given: Any, options: dict[str, Any]) -> None:
@@ -185,6 +195,12 @@ def test_a_config_says_what_to_build(given: Any, options: dict[str, Any]) -> Non
         ({"method": "medusa"}, "model is missing"),
         ({"method": "suffix", "model": "d"}, "proposes without a model"),
         ({"model": "d", "prompt_lookup_max": 4}, "it is for ngram"),
+        ({"model": "d", "lookahead": "gpu"}, "lookahead was given with method 'draft_model'; it is for lookahead"),
+        ({"method": "lookahead", "lookahead": [5, 4]}, "lookahead"),
+        ({"method": "lookahead", "num_speculative_tokens": 4}, "whose steps follow from W, N and G"),
+        ({"method": "self_draft"}, "self_draft_layers is missing; method 'self_draft' needs one"),
+        ({"method": "self_draft", "self_draft_layers": 2, "model": "d"}, "proposes without a model"),
+        ({"method": "universal_draft"}, "model is missing"),
         ({"model": "d", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
         ("{", "speculative_config"),
         ("[]", "speculative_config"),
@@ -200,5 +216,7 @@ def test_with_a_bundle_a_config_only_chooses() -> None:
         "method": "ngram",
         "num_speculative_tokens": 4,
     }
+    with pytest.raises(BuildError, match="lookahead was given with a bundle"):
+        choice(read_config({"method": "lookahead", "lookahead": "gpu"}))
     with pytest.raises(BuildError, match="prompt_lookup_max was given with a bundle"):
         choice(read_config({"method": "ngram", "prompt_lookup_max": 4}))

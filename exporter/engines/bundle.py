@@ -60,12 +60,17 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
         progress: see :data:`Progress`.
 
     Raises:
-        BuildError: the library is not installed, has no such device, or refuses a graph.
+        BuildError: the library is not installed, has no such device, or refuses a graph; or the bundle's prompts may
+            hold embeddings.
         BundleError: the bundle is not whole.
     """
     report = progress or (lambda *_: None)
     manifest = read_manifest(folder)
     check_files(folder, manifest, hashes=False)
+    if manifest.target.embedding_size is not None:
+        raise BuildError(
+            f"{folder}: was built with --inputs-embeds, and engines read tokens alone; build it without to compile it"
+        )
     library = load_library(options.runtime)
     listed = {entry.path for entry in manifest.files}
     compiler = _Compiler(folder, listed, options, library, _capabilities(library, options, _stored(manifest)), report)

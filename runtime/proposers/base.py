@@ -13,6 +13,7 @@ import numpy.typing as npt
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array
 from specexport.runtime.constraint import Constraint
+from specexport.runtime.embeds import Embeddings
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.sampling import Distributions
 
@@ -33,6 +34,7 @@ class SlotView:
         hypothesis: tokens the output is expected to be; empty where the request brought none.
         method: how it speculates; None decodes plainly.
         constraint: what its output is bound to; None for nothing.
+        embeddings: what the prompt has in the place of tokens, whose numbers are negative there; None for nothing.
         prompt: how many of the tokens are the prompt.
     """
 
@@ -44,6 +46,7 @@ class SlotView:
     hypothesis: Sequence[int] = ()
     method: str | None = None
     constraint: Constraint | None = None
+    embeddings: Embeddings | None = None
     prompt: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,11 +11,14 @@ from specexport.contract import tensors
 from specexport.contract.methods import Lookahead
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array
+from specexport.runtime.embeds import is_embedding
 from specexport.runtime.proposers.base import Proposal, Proposer, SlotView, Window, moved
 
 _SEED = 0
 """The window begins with tokens drawn from the prompt. What they are costs nothing but acceptance, so that they need
 not depend on the request's seed, and greedy requests take the same steps each time."""
+_SPARE = 0
+"""Stands for a token where a prompt has only embeddings; what it is costs nothing either."""
 
 
 class NgramPool:
@@ -127,12 +130,13 @@ class LookaheadProposer(Proposer):
 
     Args:
         method: the method.
+        pool: makes a request's pool, of G n-grams a token.
     """
 
-    def __init__(self, method: Lookahead) -> None:
+    def __init__(self, method: Lookahead, pool: Callable[[int], NgramPool] = NgramPool) -> None:
         self._method = method
         self._widths = sorted(method.widths())
-        self._most = (max(map(len, method.token_trees())) - 1) // (method.ngram - 1)
+        self._pool = pool
         self._slots: dict[int, _Slot] = {}
 
     def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
@@ -145,7 +149,7 @@ class LookaheadProposer(Proposer):
             slot = self._slots[sequence.slot] = self._begin(sequence.tokens)
         root, each = sequence.tokens[-1], self._method.ngram - 1
         guesses = slot.pool.guesses(root, (len(sequence.tree) - 1) // each)
-        tokens, parents = _merged(guesses)
+        tokens, parents = merged(guesses)
         tree = TokenTree((-1, *parents))
         drafted = np.array(tokens, np.int64)
         window, above = slot.trajectory.nodes()
@@ -155,7 +159,8 @@ class LookaheadProposer(Proposer):
         tokens += window
         width = next(width for width in self._widths if width > len(tokens))
         spare = width - 1 - len(tokens)
-        step = Window(np.array([*tokens, *[root] * spare], np.int64), TokenTree((-1, *parents, *[0] * spare)))
+        tokens += [max(root, _SPARE)] * spare
+        step = Window(np.array(tokens, np.int64), TokenTree((-1, *parents, *[0] * spare)))
         ahead = np.full((tree.depth, max(1, len(guesses))), -1, np.int64)
         for rank, guess in enumerate(guesses):
             ahead[:, rank] = guess
@@ -163,12 +168,14 @@ class LookaheadProposer(Proposer):
 
     def _begin(self, prompt: Sequence[int]) -> _Slot:
         method, random = self._method, np.random.default_rng(_SEED)
-        pool = NgramPool(self._most)
+        pool = self._pool(method.guesses)
         if method.prompt_seeding:
             for end in range(method.ngram, len(prompt) + 1):
                 first, *rest = prompt[end - method.ngram : end]
-                pool.add(first, tuple(rest))
-        first_level = random.choice(np.array(prompt), method.window + method.ngram - 3).tolist()
+                if not any(map(is_embedding, rest)):
+                    pool.add(first, tuple(rest))
+        known = [token for token in prompt if not is_embedding(token)] or [_SPARE]
+        first_level = random.choice(np.array(known), method.window + method.ngram - 3).tolist()
         return _Slot(pool, Trajectory(method.window, method.ngram, first_level))
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
@@ -191,7 +198,7 @@ class LookaheadProposer(Proposer):
         self._slots.pop(slot, None)
 
 
-def _merged(guesses: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
+def merged(guesses: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
     """Guesses as a tree below the root: the tokens of its nodes 1, 2, ..., and of each its parent."""
     tokens: list[int] = []
     parents: list[int] = []

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from specexport.contract.methods import Ngram
+from specexport.runtime.embeds import tokens_before_embeddings
 from specexport.runtime.proposers.base import Chains, Proposal, Proposer, SlotView, moved
 
 TRUST = 2
@@ -83,9 +84,10 @@ class NgramProposer(Proposer):
             if (found := index.match()) is None:
                 continue
             n, start = found
-            tree = self._chains.within(sequence.tree, TRUST * n)
+            ahead = tokens_before_embeddings(index.continuation(start, min(TRUST * n, len(sequence.tree) - 1)))
+            tree = self._chains.within(sequence.tree, len(ahead))
             if tree is not None:
-                tokens = np.array(index.continuation(start, len(tree) - 1), np.int64)
+                tokens = np.array(ahead[: len(tree) - 1], np.int64)
                 made[sequence.slot] = Proposal(tokens, tree, None, tokens[:, None])
         return made
 

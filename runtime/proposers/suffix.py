@@ -12,7 +12,7 @@ from specexport.contract.methods import Suffix
 from specexport.runtime.proposers.base import Chains, Proposal, Proposer, SlotView, moved
 
 _END = -1
-"""Stands after each output of a store; no token is negative, so that no match goes across it."""
+"""Stands after each output of a store; no other token of a text is -1, so that no match goes across it."""
 _SHORTEST_OUTPUT = 3
 """Outputs of fewer tokens hold no match of two tokens with something after it."""
 
@@ -134,7 +134,7 @@ class SuffixAutomaton:
             # Of equally frequent ones the latest to come up.
             token, state = max(reversed(following.items()), key=lambda item: self._count[item[1]])
             chance *= self._count[state] / sum(self._count[other] for other in following.values())
-            if token == _END or chance < least:
+            if token < 0 or chance < least:  # an output's end, or an embedding
                 break
             tokens.append(token)
             expected += chance

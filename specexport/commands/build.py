@@ -83,6 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--posterior-alpha", type=float, default=0.3, metavar="A", help="alpha of typical acceptance")
     parser.add_argument(
+        "--inputs-embeds",
+        action="store_true",
+        help="let prompts hold embeddings in the place of tokens, as an encoder of sounds or images makes them",
+    )
+    parser.add_argument(
         "--max-seq-len", type=int, metavar="S", help="longest prompt and output (default: the model's, at most 2048)"
     )
     parser.add_argument(
@@ -193,6 +198,7 @@ def main(arguments: argparse.Namespace) -> int:
         num_speculative_tokens=wanted[0],
         speculative_choices=wanted[1:],
         trees=tuple(arguments.tree),
+        inputs_embeds=arguments.inputs_embeds,
         max_seq_len=arguments.max_seq_len,
         max_batch_size=arguments.max_batch_size,
         precision=arguments.precision,

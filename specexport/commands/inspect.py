@@ -101,10 +101,11 @@ def summary(folder: Path, manifest: Manifest) -> RenderableType:
     for label, cell in _ROWS:
         table.add_row(label, *(cell(model) for model in models.values()))
     size = sum(entry.size for entry in manifest.files)
-    sampling = msgspec.to_builtins(manifest.generation)
+    sampling, embeds = msgspec.to_builtins(manifest.generation), manifest.target.embedding_size
     lines = {
         "speculation": "\n".join(map(_speculation, manifest.methods)) or "none: plain decoding",
         "context": f"{manifest.max_seq_len} tokens, prefill in chunks of {manifest.prefill_chunk}",
+        "prompts": "tokens" if embeds is None else f"tokens and embeddings of {embeds} numbers",
         "batch": f"up to {manifest.batch_sizes[-1]} requests at once",
         "backend": f"{manifest.backend}, {manifest.lowering} lowering",
         "sampling": ", ".join(f"{name} {value:g}" for name, value in sampling.items()),

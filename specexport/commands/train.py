@@ -13,13 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specexport.contract.errors import TrainError
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not where there is none."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
+from specexport.help import HelpFormatter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("medusa", "Train Medusa heads for a target, alone or together with it.", _medusa_arguments, _medusa),
         ("draft", "Distil a target into a draft model.", _draft_arguments, _draft),
     ):
-        kind = kinds.add_parser(name, help=summary, description=summary, allow_abbrev=False, formatter_class=_Help)
+        kind = kinds.add_parser(
+            name, help=summary, description=summary, allow_abbrev=False, formatter_class=HelpFormatter
+        )
         declare(kind)
         kind.set_defaults(run=run)
 

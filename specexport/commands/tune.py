@@ -16,6 +16,7 @@ from specexport.commands.build import Bars, build_progress, exporter
 from specexport.commands.draw import terminal_tree
 from specexport.contract.errors import RequestError
 from specexport.contract.methods import Lookahead, Lookup, method_name
+from specexport.help import HelpFormatter
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Decode text with a method, see which of its candidates come true, time steps of every width, and "
         "make the tree that commits most tokens a second the method's default.",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     tree.add_argument("bundle", type=Path, metavar="BUNDLE")
     tree.add_argument(

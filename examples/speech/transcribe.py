@@ -1,0 +1,353 @@
+"""Speech to text by a decoder that verifies what its own encoder's CTC head has heard already (arXiv 2603.11243).
+
+    python examples/speech/transcribe.py prepare build/speech
+    python examples/speech/transcribe.py run build/speech sound.wav
+
+An encoder turns sound into frames. Its CTC head spells a transcript at once, and a projector makes the embeddings of
+the frames that the decoder, an LLM, is prompted with. The transcript is the draft, in three stages:
+
+1. If no frame's entropy reaches a threshold, the draft is the output and the decoder is not asked.
+2. Otherwise the decoder verifies the draft, many tokens a pass: a token stays while its likelihood is above a second
+   threshold. With --lossless it stays only if the decoder would have said it.
+3. From the first token that failed on the decoder goes on by itself, with what is left of the draft as a hint.
+
+``prepare`` needs the [export] extra, ``run`` only [cpu]. Without checkpoints of yours the models are tiny and random:
+the transcript means nothing, but everything that runs is real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import wave
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
+
+Floats = npt.NDArray[np.float32]
+
+RATE = 16_000
+BEFORE, AFTER = "Sound: ", "\nTranscript: "
+"""What the decoder reads around the sound."""
+DRAFT_TOKENS = (32, 16, 8, 4, 2)
+"""Verified in a pass; the longest chain a bundle may have comes first."""
+
+
+# --- hearing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What the encoder made of a sound.
+
+    Attributes:
+        text: the CTC head's transcript.
+        entropies: of each frame, in nats.
+        embeds: float32 ``[F,H]``, what the decoder reads.
+    """
+
+    text: str
+    entropies: Floats
+    embeds: Floats
+
+
+class Encoder:
+    """The exported encoder, its CTC vocabulary and projector.
+
+    Args:
+        folder: what :func:`prepare` wrote.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._session = onnxruntime.InferenceSession(str(folder / "encoder.onnx"), providers=["CPUExecutionProvider"])
+        ctc = json.loads((folder / "ctc.json").read_text(encoding="utf-8"))
+        self._letters, self._blank = ctc["letters"], ctc["blank"]
+
+    def hear(self, sound: Floats) -> Heard:
+        """Runs the encoder over samples in [-1, 1] at 16 kHz."""
+        normal = (sound - sound.mean()) / np.sqrt(sound.var() + 1e-7)
+        logits, embeds = self._session.run(["logits", "embeds"], {"sound": normal[None].astype(np.float32)})
+        scaled = logits[0].astype(np.float64)
+        scaled -= scaled.max(-1, keepdims=True)
+        log_p = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
+        return Heard(self._collapsed(log_p.argmax(-1)), -(np.exp(log_p) * log_p).sum(-1), embeds[0])
+
+    def _collapsed(self, best: npt.NDArray[np.int64]) -> str:
+        """Greedy CTC: repeats are one letter, blanks are none."""
+        first = np.append(True, best[1:] != best[:-1])
+        return "".join(self._letters[index] for index in best[first] if index != self._blank).replace("|", " ").strip()
+
+
+# --- transcribing -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A transcript, and what each stage did for it.
+
+    Attributes:
+        text: the transcript.
+        token_ids: its tokens.
+        frames: of sound.
+        entropy: of the frame the encoder was least sure of, in nats.
+        draft: tokens of the draft, its end included.
+        as_it_is: whether stage 1 took it.
+        passes: of the decoder in stage 2.
+        kept: tokens of the draft that stayed.
+        steps: of the decoder in stage 3.
+        decoded: tokens made there.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    frames: int
+    entropy: float
+    draft: int
+    as_it_is: bool
+    passes: int
+    kept: int
+    steps: int
+    decoded: int
+
+
+def transcribe(encoder: Encoder, engine: Engine, sound: Floats, params: SamplingParams) -> Transcript:
+    """Runs the three stages; ``params`` says by which thresholds."""
+    heard = encoder.hear(sound)
+    # A transcript ends: so does its draft, or the decoder would be asked to go on.
+    draft = engine.tokenizer.encode(heard.text, add_special_tokens=False).ids
+    draft += engine.manifest.tokenizer.eos_token_ids[:1]
+    entropy = float(heard.entropies.max())
+    prompt = EmbedsPrompt([BEFORE, heard.embeds, AFTER])
+    said: list[int] = []
+    text = ""
+    passes = steps = 0
+    with engine.stream(prompt, params, hypothesis=draft, hypothesis_entropy=entropy) as stream:
+        for chunk in stream:
+            following = agreed(said, draft) == len(said)
+            passes, steps = passes + following, steps + (not following)
+            said += chunk.token_ids
+            text += chunk.text
+        as_it_is = stream.stats.steps == 0
+    kept = agreed(said, draft)
+    return Transcript(
+        text=text,
+        token_ids=tuple(said),
+        frames=len(heard.entropies),
+        entropy=entropy,
+        draft=len(draft),
+        as_it_is=as_it_is,
+        passes=0 if as_it_is else passes,
+        kept=kept,
+        steps=steps,
+        decoded=len(said) - kept,
+    )
+
+
+def agreed(said: list[int], draft: list[int]) -> int:
+    """How many of their first tokens are the same."""
+    pairs = enumerate(zip(said, draft, strict=False))
+    return next((at for at, (x, y) in pairs if x != y), min(len(said), len(draft)))
+
+
+def report(made: Transcript) -> str:
+    """A transcript with its counters, for people."""
+    taken = "taken as it is" if made.as_it_is else "not sure enough"
+    lines = [
+        made.text,
+        "",
+        f"draft    {made.draft} tokens from {made.frames} frames",
+        f"stage 1  {taken}: the worst frame's entropy is {made.entropy:.3f} nats",
+    ]
+    if not made.as_it_is:
+        lines += [
+            f"stage 2  {made.kept} of {made.draft} draft tokens kept in {made.passes} passes",
+            f"stage 3  {made.decoded} tokens in {made.steps} steps",
+        ]
+    return "\n".join(lines)
+
+
+def read_wave(path: Path) -> Floats:
+    """Samples of a 16-bit mono WAV file at 16 kHz, in [-1, 1]."""
+    with wave.open(str(path), "rb") as file:
+        found = (file.getframerate(), file.getnchannels(), 8 * file.getsampwidth())
+        if found != (RATE, 1, 16):
+            raise SystemExit(f"{path}: {found[0]} Hz, {found[1]} channels, {found[2]} bits; expected 16000 Hz, 1, 16")
+        return np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 2**15
+
+
+def chirp(seconds: float = 2.0) -> Floats:
+    """A sound that rises, for those who have none at hand."""
+    time = np.arange(int(seconds * RATE)) / RATE
+    return np.asarray(0.5 * np.sin(2 * np.pi * (200 + 300 * time) * time), np.float32)
+
+
+# --- preparing --------------------------------------------------------------------------------------------------------
+
+
+def prepare(folder: Path, ctc: Path | None = None, decoder: Path | None = None, projector: Path | None = None) -> None:
+    """Exports the encoder and builds the decoder's bundle.
+
+    Args:
+        folder: gets ``encoder.onnx``, ``ctc.json`` and ``bundle/``.
+        ctc: a Wav2Vec2ForCTC checkpoint with its vocab.json; None for a tiny random one.
+        decoder: a causal LM's checkpoint; None likewise.
+        projector: safetensors with ``weight [H,E]`` and ``bias [H]``, from the encoder's E numbers a frame to the
+            decoder's H; None for a random one.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, Wav2Vec2ForCTC
+
+    from specexport.exporter.build import build
+    from specexport.exporter.options import BuildOptions
+    from specexport.exporter.trace import quiet
+
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    ctc, decoder = ctc or _tiny_encoder(folder / "ctc"), decoder or _tiny_decoder(folder / "decoder")
+    heard = Wav2Vec2ForCTC.from_pretrained(ctc, attn_implementation="eager").eval()
+    width = AutoModelForCausalLM.from_pretrained(decoder).get_input_embeddings().weight.shape[1]
+    project = torch.nn.Linear(heard.config.output_hidden_size, width)
+    if projector is not None:
+        from safetensors.torch import load_file
+
+        project.load_state_dict(load_file(projector))
+
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heard, self.project = heard, project
+
+        def forward(self, sound: Any) -> Any:
+            frames = self.heard.wav2vec2(sound).last_hidden_state
+            return self.heard.lm_head(frames), self.project(frames)
+
+    samples = torch.export.Dim("samples", min=RATE // 10)
+    with quiet():
+        torch.onnx.export(
+            Both().eval(),
+            (torch.zeros(1, RATE),),
+            str(folder / "encoder.onnx"),
+            dynamo=True,
+            dynamic_shapes=({1: samples},),
+            input_names=["sound"],
+            output_names=["logits", "embeds"],
+            verbose=False,
+        )
+    letters = json.loads((ctc / "vocab.json").read_text(encoding="utf-8"))
+    spelled = {"letters": sorted(letters, key=letters.__getitem__), "blank": heard.config.pad_token_id}
+    (folder / "ctc.json").write_text(json.dumps(spelled), encoding="utf-8")
+    build(
+        BuildOptions(
+            target=str(decoder),
+            output=folder / "bundle",
+            hypothesis=True,
+            inputs_embeds=True,
+            num_speculative_tokens=DRAFT_TOKENS[0],
+            speculative_choices=DRAFT_TOKENS[1:],
+            max_batch_size=1,
+            overwrite=True,
+        )
+    )
+
+
+def _tiny_encoder(folder: Path) -> Path:
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    letters = ["<pad>", "|", *"abcdefghijklmnopqrstuvwxyz'"]
+    config = Wav2Vec2Config(
+        vocab_size=len(letters),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        conv_dim=(16, 16, 16),
+        conv_kernel=(20, 16, 8),
+        conv_stride=(10, 8, 4),
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=2,
+        pad_token_id=0,
+    )
+    model = Wav2Vec2ForCTC(config)
+    model.lm_head.weight.data *= 40  # so that it says different letters, as a trained one does
+    model.save_pretrained(folder)
+    (folder / "vocab.json").write_text(json.dumps({letter: index for index, letter in enumerate(letters)}))
+    return folder
+
+
+def _tiny_decoder(folder: Path) -> Path:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    letters = Tokenizer(models.BPE())
+    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=258,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    letters.train_from_iterator([], trainer)
+    config = LlamaConfig(
+        vocab_size=letters.get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.25)
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("prepare", help="export the encoder and build the decoder's bundle")
+    making.add_argument("folder", type=Path, help="to write")
+    making.add_argument("--ctc", type=Path, metavar="DIR", help="Wav2Vec2ForCTC checkpoint (default: tiny and random)")
+    making.add_argument("--decoder", type=Path, metavar="DIR", help="causal LM's checkpoint (default: tiny and random)")
+    making.add_argument("--projector", type=Path, metavar="FILE", help="safetensors: weight, bias (default: random)")
+    running = commands.add_parser("run", help="transcribe a sound")
+    running.add_argument("folder", type=Path, help="that was prepared")
+    running.add_argument("sound", type=Path, nargs="?", metavar="WAV", help="16 kHz, mono, 16 bits (default: a chirp)")
+    running.add_argument("--entropy-threshold", type=float, default=0.7, help="of stage 1, in nats (default: 0.7)")
+    running.add_argument("--likelihood-threshold", type=float, default=0.2, help="of stage 2 (default: 0.2)")
+    running.add_argument("--lossless", action="store_true", help="say what the decoder alone would say")
+    running.add_argument("-n", "--max-tokens", type=int, default=128)
+    running.add_argument("--threads", type=int, metavar="N", help="CPU threads of the decoder (default: all cores)")
+    given = parser.parse_args(words)
+    if given.command == "prepare":
+        prepare(given.folder, given.ctc, given.decoder, given.projector)
+        return
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=given.max_tokens,
+        acceptance="lossless" if given.lossless else "relaxed",
+        likelihood_threshold=given.likelihood_threshold,
+        entropy_threshold=None if given.lossless else given.entropy_threshold,
+    )
+    sound = read_wave(given.sound) if given.sound is not None else chirp()
+    with Engine.load(given.folder / "bundle", threads=given.threads) as engine:
+        print(report(transcribe(Encoder(given.folder), engine, sound, params)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The speech example: three stages over a real encoder's draft, each counted as the models say it must be."""
+
+from __future__ import annotations
+
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Wav2Vec2ForCTC
+
+from examples.speech import transcribe as speech
+from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
+
+pytestmark = pytest.mark.exporter
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=128)
+
+
+def relaxed(likelihood: float, entropy: float | None = None) -> SamplingParams:
+    return GREEDY.replace(acceptance="relaxed", likelihood_threshold=likelihood, entropy_threshold=entropy)
+
+
+def test_stages_and_their_counters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    speech.main(["prepare", str(tmp_path)])
+    sound, encoder = speech.chirp(1.7), speech.Encoder(tmp_path)
+    heard = encoder.hear(sound)
+
+    # What was exported is the checkpoint, at another length than it was traced with.
+    ctc = Wav2Vec2ForCTC.from_pretrained(tmp_path / "ctc").eval()
+    normal = (sound - sound.mean()) / np.sqrt(sound.var() + 1e-7)
+    with torch.no_grad():
+        p = ctc(torch.tensor(normal)[None]).logits[0].double().softmax(-1)
+    np.testing.assert_allclose(heard.entropies, -(p * p.log()).sum(-1), atol=1e-4)
+    assert len(set(heard.text)) > 3
+
+    with Engine.load(tmp_path / "bundle", threads=1) as engine:
+
+        def run(params: SamplingParams) -> Any:
+            return speech.transcribe(encoder, engine, sound, params)
+
+        draft = [*engine.tokenizer.encode(heard.text, add_special_tokens=False).ids, 1]
+        worst = float(heard.entropies.max())
+
+        taken = run(relaxed(0.2, worst + 0.01))
+        assert (taken.text, taken.as_it_is, taken.passes, taken.steps, taken.decoded) == (heard.text, True, 0, 0, 0)
+        assert not run(relaxed(0.2, worst)).as_it_is
+
+        kept = run(relaxed(0.0))
+        assert list(kept.token_ids[:32]) == draft[:32]
+        assert (kept.draft, kept.as_it_is) == (len(draft), False)
+
+        prompt = EmbedsPrompt([speech.BEFORE, heard.embeds, speech.AFTER])
+        plain = engine.generate(prompt, GREEDY, speculation=False).token_ids
+        for params in (GREEDY, relaxed(1.0)):
+            made = run(params)
+            assert made.token_ids == plain
+            assert made.kept + made.decoded == len(plain)
+
+        # The decoder in transformers, given the same embeddings, keeps as many of the draft's tokens.
+        decoder = AutoModelForCausalLM.from_pretrained(tmp_path / "decoder").eval()
+        layer = decoder.get_input_embeddings()
+        read = engine.encode(prompt)
+        start = torch.tensor(read.embeddings.rows)
+        before, after = (
+            layer(torch.tensor(engine.tokenizer.encode(text).ids)) for text in (speech.BEFORE, speech.AFTER)
+        )
+        with torch.no_grad():
+            text = torch.cat([before, start, after, layer(torch.tensor(draft))])
+            rows = decoder(inputs_embeds=text[None]).logits[0, len(text) - len(draft) - 1 : -1].softmax(-1)
+        likelihoods = rows[torch.arange(len(draft)), torch.tensor(draft)].tolist()
+        found = set()
+        for at in (0, 2, 5):
+            threshold = min(likelihoods[: at + 1]) * 0.999
+            stays = next(index for index, value in enumerate(likelihoods) if value <= threshold)
+            made = run(relaxed(threshold))
+            # The token after those kept is the decoder's own, which may be the draft's too.
+            assert made.kept >= stays
+            assert list(made.token_ids[:stays]) == draft[:stays]
+            assert made.token_ids[stays] == int(rows[stays].argmax())
+            assert made.passes == 1
+            found.add(stays)
+        assert len(found) > 1
+
+    file = tmp_path / "sound.wav"
+    with wave.open(str(file), "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(speech.RATE)
+        out.writeframes((sound * 2**15).astype("<i2").tobytes())
+    np.testing.assert_allclose(speech.read_wave(file), sound, atol=2**-14)
+    capsys.readouterr()
+    speech.main(["run", str(tmp_path), str(file), "--threads", "1", "-n", "16"])
+    printed = capsys.readouterr().out
+    assert "stage 1  not sure enough" in printed
+    assert "stage 3" in printed
