@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +18,7 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter.engines.profiles import Job
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 Feed = dict[str, Array]
 
 CACHE_TYPES: dict[ComputedIn, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}

@@ -47,11 +47,13 @@ def column_scales(largest: npt.NDArray[np.float32], kind: Literal["int8", "fp8"]
     Those of fp8 are powers of two: floating point is as exact at any scale, and a power of two is the same number in
     fp32, fp16 and bf16, so that a graph in fp32 and an engine in fp16 multiply the same weights.
     """
+    scales: npt.NDArray[np.float32]
     if kind == "int8":
-        scale = np.where(largest > 0, np.maximum(largest / _LARGEST_INT8, np.finfo(np.float32).tiny), 1)
-        return scale.astype(np.float32)
-    exponent = np.ceil(np.log2(np.maximum(largest, np.finfo(np.float32).tiny) / _LARGEST_FLOAT8))
-    return np.exp2(exponent.clip(_SMALLEST_EXPONENT, _LARGEST_EXPONENT)).astype(np.float32)
+        scales = np.where(largest > 0, np.maximum(largest / _LARGEST_INT8, np.finfo(np.float32).tiny), np.float32(1))
+    else:
+        exponent = np.ceil(np.log2(np.maximum(largest, np.finfo(np.float32).tiny) / _LARGEST_FLOAT8))
+        scales = np.exp2(exponent.clip(_SMALLEST_EXPONENT, _LARGEST_EXPONENT)).astype(np.float32)
+    return scales
 
 
 def quantize_columns(
@@ -59,7 +61,9 @@ def quantize_columns(
 ) -> npt.NDArray[np.generic]:
     """A matrix ``[K,N]`` over its columns' scales ``[N]``, rounded to int8 or to float8_e4m3fn."""
     scaled = matrix / scales
+    rounded: npt.NDArray[np.generic]
     if kind == "int8":
-        return np.rint(scaled).clip(-_LARGEST_INT8, _LARGEST_INT8).astype(np.int8)
-    rounded: npt.NDArray[np.generic] = scaled.clip(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).astype(Float8)
+        rounded = np.rint(scaled).clip(-_LARGEST_INT8, _LARGEST_INT8).astype(np.int8)
+    else:
+        rounded = scaled.clip(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).astype(Float8)
     return rounded

@@ -301,5 +301,5 @@ class EngineRunner(BaseRunner):  # type: ignore[misc]
 
     def _read(self, name: str, array: Any) -> Array:
         """An output from its bytes; a copy, as runners use their buffers again."""
-        found = np.frombuffer(array.array.tobytes(), self._types[name]).reshape(array.shape)
+        found: Array = np.frombuffer(array.array.tobytes(), self._types[name]).reshape(array.shape)
         return found.astype(np.float32) if name.startswith(tensors.CACHES) else found
