@@ -31,6 +31,9 @@ DRAFT_TOKENS = "draft_tokens"  # int64 [K,B] out of propose, [B,N-1] into accept
 DRAFT_IDS = "draft_ids"  # int64 [K,B,M] / [B,N-1,M]  the tokens q gives probability to, most probable first
 DRAFT_PROBS = "draft_probs"  # float32, as DRAFT_IDS       q of those tokens; sums to 1 over M
 
+DRAFTED = (DRAFT_TOKENS, DRAFT_IDS, DRAFT_PROBS)
+"""What a draft says of its tokens."""
+
 # --- accept graph (logits of the N verified nodes of a tree in, the step's tokens out; also takes TREE_MASK) ----------
 THRESHOLD = "posterior_threshold"  # float32 [B]  epsilon of typical acceptance
 ALPHA = "posterior_alpha"  # float32 [B]  its alpha

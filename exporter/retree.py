@@ -1,4 +1,4 @@
-"""Gives a method of a finished bundle another tree: pins the graphs it needs, then exchanges the manifest."""
+"""Gives a method of a finished bundle another tree, or other sizes: pins the graphs, then exchanges the manifest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import DraftModel, MedusaDraft, method_name
+from specexport.contract.methods import DraftModel, Lookahead, MedusaDraft, Method, method_name
 from specexport.contract.model import Model, PointGraph
 from specexport.contract.reading import check_files, file_entry, read_manifest
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
@@ -37,22 +37,9 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
             that are made for its trees.
         BundleError: the bundle is not whole, or the method cannot fill the tree.
     """
-    manifest = read_manifest(folder)
-    check_files(folder, manifest, hashes=False)
-    method = manifest.method(name)
-    if method is None:
-        raise BuildError(f"{folder}: has no method {name!r}")
-    if manifest.program or manifest.engines:
-        raise BuildError(
-            f"{folder}: is built for {manifest.backend}; its step program and engines are made for its trees, so "
-            f"build it again with this tree: {[list(path) for path in tree.choices]}"
-        )
-    caches = sorted({graph.point.cache for graph in manifest.target.graph.points})
-    if manifest.max_seq_len + len(tree) > caches[-1] + 1:
-        raise BuildError(
-            f"{folder}: a step of {len(tree)} tokens does not fit behind a context of {manifest.max_seq_len} in "
-            f"{caches[-1]} cache rows; build the bundle with this tree instead"
-        )
+    manifest = _changeable(folder, name, len(tree), f"this tree: {[list(path) for path in tree.choices]}")
+    method, caches = manifest.method(name), _caches(manifest)
+    assert method is not None
     others = [other for other in method.token_trees() if len(other) != len(tree)]
     changed = msgspec.structs.replace(method, trees=tuple(one.choices for one in (tree, *others)))
     target = _with_points(folder, manifest.target, (len(tree), len(tree), 0), manifest.batch_sizes, caches)
@@ -63,6 +50,59 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
         width = 1 + max(one.depth for one in changed.token_trees())
         draft = _with_points(folder, changed.draft, (width, 1, 0), manifest.batch_sizes, caches)
         changed = msgspec.structs.replace(changed, draft=draft)
+    return _exchanged(folder, manifest, target, changed)
+
+
+def set_lookahead(folder: Path, method: Lookahead) -> Manifest:
+    """Gives lookahead decoding other sizes, W, N and G, in the place of those there were.
+
+    Args:
+        folder: the bundle, which has lookahead decoding.
+        method: of the new sizes.
+
+    Returns:
+        The new manifest.
+
+    Raises:
+        BuildError: the bundle lacks the method, its cache has no room for so wide a step, or it has graphs and engines
+            that are made for the sizes it has.
+        BundleError: the bundle is not whole.
+    """
+    widest, sizes = max(method.widths()), f"--lookahead {method.window},{method.ngram},{method.guesses}"
+    manifest = _changeable(folder, method_name(method), widest, sizes)
+    target = manifest.target
+    for width in method.widths():
+        target = _with_points(folder, target, (width, width, 0), manifest.batch_sizes, _caches(manifest))
+    return _exchanged(folder, manifest, target, method)
+
+
+def _changeable(folder: Path, name: str, widest: int, instead: str) -> Manifest:
+    """The manifest of a bundle whose method can be given steps of ``widest`` tokens."""
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, hashes=False)
+    if manifest.method(name) is None:
+        raise BuildError(f"{folder}: has no method {name!r}")
+    if manifest.program or manifest.engines:
+        raise BuildError(
+            f"{folder}: is built for {manifest.backend}; its step program and engines are made for its trees, so "
+            f"build it again with {instead}"
+        )
+    rows = _caches(manifest)[-1]
+    if manifest.max_seq_len + widest > rows + 1:
+        raise BuildError(
+            f"{folder}: a step of {widest} tokens does not fit behind a context of {manifest.max_seq_len} in {rows} "
+            "cache rows; build the bundle for such steps instead"
+        )
+    return manifest
+
+
+def _caches(manifest: Manifest) -> list[int]:
+    return sorted({graph.point.cache for graph in manifest.target.graph.points})
+
+
+def _exchanged(folder: Path, manifest: Manifest, target: Model, changed: Method) -> Manifest:
+    """Puts a manifest with a changed method in the place of the old one."""
+    name = method_name(changed)
     methods = tuple(changed if method_name(one) == name else one for one in manifest.methods)
     new = msgspec.structs.replace(manifest, target=target, methods=methods)
     listed = {entry.path for entry in manifest.files}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,10 @@ from specexport.contract.methods import DraftModel, Medusa, MedusaDraft
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.params import SamplingParams
+
+if TYPE_CHECKING:
+    from specexport.runtime.step import Speculation, StepProgram
 
 Array = npt.NDArray[Any]
 Buffers = Callable[[ShapePoint], tuple[dict[str, Array], dict[str, Array]]]
@@ -36,6 +40,9 @@ class Graph(Protocol):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Batch sizes a window may have, ascending; the last is the number of slots."""
+
+    def widths(self, slots: int) -> tuple[int, ...]:
+        """T of the steps that compute logits of every token, ascending, for a window of so many slots."""
 
     @property
     def cache_bytes(self) -> int:
@@ -106,6 +113,17 @@ class Backend(Protocol):
 
         Raises:
             BackendError: the graph is refused, or does not fit.
+        """
+
+    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
+        """What runs the steps of the graphs that were opened.
+
+        Args:
+            target: the target's graph.
+            speculations: the ways to propose, by the name of their method.
+
+        Raises:
+            BackendError: a graph of it is refused, or does not fit.
         """
 
     def close(self) -> None:
@@ -230,3 +248,11 @@ def propose_buffers(method: DraftModel) -> Buffers:
         return inputs, outputs
 
     return make
+
+
+def write_sampling(given: Mapping[str, Array], at: int, params: SamplingParams) -> None:
+    """Writes how a slot samples into a graph's inputs; greedy decoding is top-k of 1."""
+    given[tensors.TEMPERATURE][at] = 1.0 if params.greedy else params.temperature
+    given[tensors.TOP_K][at] = 1 if params.greedy else min(max(params.top_k, 0), 2**31)
+    given[tensors.TOP_P][at] = params.top_p
+    given[tensors.MIN_P][at] = params.min_p

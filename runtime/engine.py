@@ -23,7 +23,7 @@ from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposers import SlotView, open_proposer
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Scheduler
-from specexport.runtime.step import ROOT, HostProgram, Speculation
+from specexport.runtime.step import ROOT, Speculation
 from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
 
@@ -66,7 +66,7 @@ class Engine:
         self._target = target
         self.slots = target.sizes[-1]
         self.speculations = dict(speculations)
-        program = HostProgram(self.manifest, target, self.speculations)
+        program = backend.program(target, self.speculations)
         self._scheduler = Scheduler(program, Budget(self.manifest, self.speculations), prefix_cache)
         self._closed = False
         self._warm_up()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.backend import FIRST, Array, Buffers
+from specexport.runtime.backend import FIRST, Array, Buffers, Graph
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.step import HostProgram, Speculation
 
 _Shape = tuple[int, int, int, int]
 """Batch, tokens, rows and drafts: a shape point at any cache size."""
@@ -105,6 +106,10 @@ class OnnxRuntimeBackend:
         master, lowering = self._bundle.file(model.graph.master), self._bundle.manifest.lowering
         return OnnxRuntimeGraph(master, model, lowering, slots, buffers, self._threads)
 
+    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> HostProgram:
+        """See :class:`~specexport.runtime.backend.Backend`."""
+        return HostProgram(self._bundle.manifest, target, speculations)
+
     def close(self) -> None:
         """See :class:`~specexport.runtime.backend.Backend`; graphs go when nothing refers to them."""
 
@@ -155,6 +160,10 @@ class OnnxRuntimeGraph:
     def sizes(self) -> tuple[int, ...]:
         """See :class:`~specexport.runtime.backend.Graph`."""
         return self._sizes
+
+    def widths(self, slots: int) -> tuple[int, ...]:
+        """See :class:`~specexport.runtime.backend.Graph`."""
+        return tuple(sorted({p.tokens for p in self._points if p.batch == slots and p.rows == p.tokens}))
 
     @property
     def cache_bytes(self) -> int:

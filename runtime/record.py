@@ -20,6 +20,7 @@ class Recorder(Proposer):
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
+        self.observes = proposer.observes
         self.made: list[tuple[int, Proposal]] = []
 
     def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:

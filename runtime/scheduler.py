@@ -235,6 +235,7 @@ class Scheduler:
             stats.propose += step.propose
             stats.verify += step.verify
             stats.accept += step.accept
+            stats.execution = step.execution
             stats.host += total - step.propose - step.verify - step.accept
             stats.first_token = stats.first_token or now - request.began
             stats.total = now - request.began

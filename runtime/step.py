@@ -68,13 +68,15 @@ class Step:
         outcomes: one a slot.
         propose: time proposing.
         verify: time in the target.
-        accept: time deciding what is accepted.
+        accept: time deciding what is accepted; nothing where that is part of the target's run.
+        execution: how its work reached the device; see ``Stats.execution``.
     """
 
     outcomes: list[Outcome]
     propose: float
     verify: float
     accept: float
+    execution: str
 
 
 class StepProgram(Protocol):
@@ -116,18 +118,18 @@ class HostProgram:
         manifest: the bundle's.
         target: its step graph.
         speculations: the ways to propose, by the name of their method.
+        execution: how graphs reach the device; see ``Stats.execution``.
     """
 
-    def __init__(self, manifest: Manifest, target: Graph, speculations: Mapping[str, Speculation]) -> None:
+    def __init__(
+        self, manifest: Manifest, target: Graph, speculations: Mapping[str, Speculation], execution: str = "host"
+    ) -> None:
+        self._execution = execution
         self._chunk = manifest.prefill_chunk
         self._last_position = manifest.target.max_positions - 1
         self._target = target
         self._speculations = speculations
-        points = [graph.point for graph in manifest.target.graph.points]
-        self._widths = {
-            size: sorted({point.tokens for point in points if point.batch == size and point.rows == point.tokens})
-            for size in target.sizes
-        }
+        self._widths = {size: target.widths(size) for size in target.sizes}
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -156,7 +158,7 @@ class HostProgram:
             said = token_logprobs(logits, [0, *path], new, top) if top is not None else ()
             drafted = (len(proposal.tokens), proposal.tree.depth) if proposal else (0, 0)
             outcomes.append(Outcome(new, *drafted, said))
-        return Step(outcomes, proposed - start, verified - proposed, decided - verified)
+        return Step(outcomes, proposed - start, verified - proposed, decided - verified, self._execution)
 
     def _propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
         """Proposals by slot; each method proposes for all its slots at once."""
@@ -182,15 +184,27 @@ class HostProgram:
         self._target.reserve(max(len(one.tokens) for one in sequences) - 1 + width)
         given = self._target.inputs(width, width, slots=slots)
         for one in sequences:
-            at, past, tree = one.slot - slots.start, len(one.tokens) - 1, trees.get(one.slot, ROOT)
-            _read_in(given, at, one, past, 1)
-            if one.slot in proposals:
-                given[tensors.INPUT_IDS][at, 1 : len(tree)] = looked_at[one.slot].tokens
-            given[tensors.POSITION_IDS][at, : len(tree)] = self._positions(past, tree)
-            given[tensors.TREE_MASK][at] = _padded(tree, width)
-            given[tensors.PAST_LENGTH][at] = past
+            drafted = looked_at[one.slot].tokens if one.slot in looked_at else None
+            self._write(given, one.slot - slots.start, one, trees.get(one.slot, ROOT), drafted)
         made = self._target.run(width, width, slots=slots)
         return {one.slot: {name: array[one.slot - slots.start] for name, array in made.items()} for one in sequences}
+
+    def _write(
+        self,
+        given: Mapping[str, Array],
+        at: int,
+        view: SlotView,
+        tree: TokenTree,
+        drafted: npt.NDArray[np.int64] | None,
+    ) -> None:
+        """Writes the target's inputs of one slot: the root, and the tokens of the other nodes if they are known."""
+        width, past = given[tensors.INPUT_IDS].shape[1], len(view.tokens) - 1
+        _read_in(given, at, view, past, 1)
+        if drafted is not None:
+            given[tensors.INPUT_IDS][at, 1 : len(tree)] = drafted
+        given[tensors.POSITION_IDS][at, : len(tree)] = self._positions(past, tree)
+        given[tensors.TREE_MASK][at] = padded_mask(tree, width)
+        given[tensors.PAST_LENGTH][at] = past
 
     def _positions(self, past: int, tree: TokenTree) -> npt.NDArray[np.int64]:
         # A step at the end of the context reaches past it; what it computes there is cut off where it ends.
@@ -261,7 +275,7 @@ def _read_in(given: Mapping[str, Array], at: int, view: SlotView, start: int, co
 
 
 @lru_cache(maxsize=256)
-def _padded(tree: TokenTree, width: int) -> npt.NDArray[np.bool_]:
+def padded_mask(tree: TokenTree, width: int) -> npt.NDArray[np.bool_]:
     """A tree's mask, bool ``[width,width]``: a token after its last node sees itself alone, so that all is finite."""
     mask = np.eye(width, dtype=np.bool_)
     mask[: len(tree), : len(tree)] = tree.mask

@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile("specexport", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("specexport")
 
+MAX_CHILDREN = 4
 READY_MADE = "SPECEXPORT_TEST_BUNDLES"
 """A folder written by ``python -m tests.make_bundles``; with it, tests not marked ``exporter`` run without torch."""
 
@@ -37,6 +38,27 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         # The parent is shared by pytest-xdist's workers.
         base = tmp_path_factory.getbasetemp()
         return make(name, (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "bundles")
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def accept_graph(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], bytes]:
+    """Gives an accept graph by its rule and M, for trees of up to ``MAX_CHILDREN`` children; tracing takes seconds."""
+    import onnx_ir as ir
+    from filelock import FileLock
+
+    from specexport.exporter.trace import trace_accept
+
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def get(rule: Any, candidates: int) -> bytes:
+        path = folder / f"accept.{rule}.{candidates}.onnx"
+        with FileLock(path.with_suffix(".lock")):
+            if not path.exists():
+                path.write_bytes(ir.to_proto(trace_accept(rule, MAX_CHILDREN, candidates)).SerializeToString())
+        return path.read_bytes()
 
     return get
 

@@ -15,9 +15,10 @@ compares the two.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,9 @@ from cuda.bindings import runtime as real
 FRESH, FREED = 0xA5, 0xDD
 POISONED = 64 << 20
 """Bytes of an allocation that are poisoned; what is larger is taken only to fill the device."""
+_SETTING_UP = frozenset(
+    {"cudaMalloc", "cudaHostAlloc", "cudaFree", "cudaFreeHost", "cudaStreamBeginCapture", "cudaGraphInstantiate"}
+)
 Work = Callable[[], None]
 
 
@@ -61,6 +65,7 @@ class StandIn:
         allocations: all there ever were.
         launches: how often graphs were launched.
         refuse_capture: makes every capture fail, as an operation that cannot be captured would.
+        most_captured: makes captures of more operations fail.
     """
 
     cudaMemcpyKind = real.cudaMemcpyKind
@@ -76,6 +81,8 @@ class StandIn:
         self.allocations: list[Allocation] = []
         self.launches = 0
         self.refuse_capture = False
+        self.most_captured = 1 << 30
+        self._sealed = False
         self._total = total
         self._capability = capability
         self._streams: dict[int, _Stream] = {}
@@ -85,6 +92,15 @@ class StandIn:
         self._handles = iter(range(0x1000, 1 << 30, 16))
 
     # --- what tests ask ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def sealed(self) -> Iterator[None]:
+        """Taking memory, giving it back and capturing are errors meanwhile, as in the loop of a loaded bundle."""
+        self._sealed = True
+        try:
+            yield
+        finally:
+            self._sealed = False
 
     def used(self, *, pinned: bool = False) -> int:
         return sum(a.nbytes for a in self.allocations if a.live and a.pinned == pinned)
@@ -130,6 +146,7 @@ class StandIn:
     def __getattribute__(self, name: str) -> Any:
         found = object.__getattribute__(self, name)
         if name.startswith("cuda") and callable(found) and not isinstance(found, type):
+            assert not (self._sealed and name in _SETTING_UP), f"{name} in a loop that may not call it"
             self.calls.append(name)
         return found
 
@@ -281,7 +298,7 @@ class StandIn:
         target = self._streams[int(stream)]
         work, target.recording = target.recording, None
         assert work is not None, "this stream is not being captured"
-        if target.broken:
+        if target.broken or len(work) > self.most_captured:
             return real.cudaError_t.cudaErrorStreamCaptureInvalidated, None
         handle = next(self._handles)
         self._graphs[handle] = _Graph(work)

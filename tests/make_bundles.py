@@ -92,6 +92,7 @@ class Recipe:
 
 HEADS = 3
 _SPINE = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 2]])
+_SMALL_SPINE = TokenTree.from_choices([[0], [1], [0, 0]])
 _BUSHY = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 3], [0, 0, 0], [0, 0, 1], [1, 0, 0]])
 _SMALL = TokenTree.from_choices([[0], [1], [0, 0], [1, 0], [0, 0, 0]])
 
@@ -121,6 +122,7 @@ RECIPES = {
     "dice-lookahead": Recipe("llama", None, config=_DICE, lookahead=(3, 3, 3)),
     **{f"dice-{draft}": Recipe("llama", draft, (1, 3), 5, _DICE) for draft in ("equal", "near", "bad")},
     "dice-tree": Recipe("llama", "near", config=_DICE, trees=(_SPINE,)),
+    "dice-mixed": Recipe("llama", "near", config=_DICE, trees=(_SPINE, _SMALL_SPINE), lookups=("ngram",)),
     "dice-medusa": Recipe("llama", None, config=_DICE, heads="target", trees=(_BUSHY,)),
     "dice-medusa-draft": Recipe("llama", "near", config=_DICE, heads="draft", trees=(_BUSHY,)),
     "dice-ngram": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("ngram",)),
@@ -130,7 +132,15 @@ RECIPES = {
 BATCHED = ("llama-near", "gpt2-tree", "qwen3-medusa", "qwen3-medusa-draft", "qwen3-lookup", "dice-near")
 RECIPES |= {f"{name}-batch": dataclasses.replace(RECIPES[name], batch=8) for name in BATCHED}
 """With eight slots."""
-PORTABLE = ("llama-near", "llama-near-batch", "gemma2-equal", "gpt2-tree", "qwen3-medusa", "qwen3-medusa-draft")
+PORTABLE = (
+    "llama-near",
+    "llama-near-batch",
+    "gemma2-equal",
+    "gpt2-tree",
+    "qwen3-medusa",
+    "qwen3-medusa-draft",
+    "dice-mixed",
+)
 """These are there lowered portably too, as ``{name}-portable``."""
 RECIPES |= {f"{name}-portable": dataclasses.replace(RECIPES[name], lowering="portable") for name in PORTABLE}
 _NOISE = {"llama": 0.03, "gpt2": 0.05}

@@ -1,7 +1,7 @@
 """TensorRT's runtime interface over real graphs on the CPU, run in the order of a stand-in's stream.
 
-An engine of it is a JSON list of static ONNX files beside it, one an optimization profile. Its names are those of the
-real package; a test compares them where that is installed.
+An engine of it is JSON: a symbolic ONNX file, and the sizes of its dimensions in each optimization profile. Its names
+are those of the real package; a test compares them where that is installed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
+from specexport.contract import tensors
 from tests.cuda_stand_in import StandIn
 
 WORKSPACE = 1000
@@ -67,15 +68,25 @@ class Runtime:
 
 
 class CudaEngine:
-    def __init__(self, module: TensorRT, files: list[str]) -> None:
+    def __init__(self, module: TensorRT, described: dict[str, Any]) -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = 1, 3
         self.module = module
-        self.sessions = [onnxruntime.InferenceSession(str(module.folder / file), options) for file in files]
-        first = self.sessions[0]
-        self._modes = {v.name: TensorIOMode.INPUT for v in first.get_inputs()}
-        self._modes |= {v.name: TensorIOMode.OUTPUT for v in first.get_outputs()}
-        self.types = {v.name: np.dtype(_TYPES[v.type]) for v in (*first.get_inputs(), *first.get_outputs())}
+        self.session = onnxruntime.InferenceSession(str(module.folder / described["file"]), options)
+        # An engine's loop is unrolled: how many tokens to draft is no input of it.
+        inputs = [value for value in self.session.get_inputs() if value.name != tensors.NUM_DRAFT_TOKENS]
+        self.loops = len(inputs) < len(self.session.get_inputs())
+        outputs = self.session.get_outputs()
+        self._modes = {value.name: TensorIOMode.INPUT for value in inputs}
+        self._modes |= {value.name: TensorIOMode.OUTPUT for value in outputs}
+        self.types = {value.name: np.dtype(_TYPES[value.type]) for value in (*inputs, *outputs)}
+        self.shapes = [
+            {
+                value.name: tuple(size if isinstance(size, int) else sizes[size] for size in value.shape)
+                for value in (*inputs, *outputs)
+            }
+            for sizes in described["profiles"]
+        ]
         self.num_io_tensors = len(self._modes)
 
     def get_device_memory_size_for_profile_v2(self, profile_index: int) -> int:
@@ -112,9 +123,7 @@ class ExecutionContext:
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
         assert self.memory is not None
         assert self.memory[1] >= self._engine.get_device_memory_size_for_profile_v2(profile_index)
-        self._session = self._engine.sessions[profile_index]
-        values = (*self._session.get_inputs(), *self._session.get_outputs())
-        self._shapes = {value.name: tuple(value.shape) for value in values}
+        self._shapes = self._engine.shapes[profile_index]
         return True
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -136,12 +145,14 @@ class ExecutionContext:
     def execute_async_v3(self, stream_handle: int) -> bool:
         assert self.memory is not None
         assert set(self.addresses) == set(self._shapes)
-        assert self._given == {value.name for value in self._session.get_inputs()}
-        binding = self._session.io_binding()
-        for value in self._session.get_inputs():
-            binding.bind_input(value.name, "cpu", 0, _TYPES[value.type], value.shape, self.addresses[value.name])
-        for value in self._session.get_outputs():
-            binding.bind_output(value.name, "cpu", 0, _TYPES[value.type], value.shape, self.addresses[value.name])
+        names = {mode: {n for n, m in self._engine._modes.items() if m is mode} for mode in TensorIOMode}
+        assert self._given == names[TensorIOMode.INPUT]
+        binding = self._engine.session.io_binding()
+        if self._engine.loops:
+            binding.bind_cpu_input(tensors.NUM_DRAFT_TOKENS, np.array(1, np.int64))
+        for mode, bind in ((TensorIOMode.INPUT, binding.bind_input), (TensorIOMode.OUTPUT, binding.bind_output)):
+            for name in names[mode]:
+                bind(name, "cpu", 0, self._engine.types[name].type, self._shapes[name], self.addresses[name])
         spans = [(address, self._nbytes(name)) for name, address in self.addresses.items()]
-        self._cuda.give(stream_handle, lambda: self._session.run_with_iobinding(binding), *spans, self.memory)
+        self._cuda.give(stream_handle, lambda: self._engine.session.run_with_iobinding(binding), *spans, self.memory)
         return True

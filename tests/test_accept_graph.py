@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,32 +22,29 @@ from specexport.runtime.sampling import (
     draw,
     target_distribution,
 )
+from tests.conftest import MAX_CHILDREN
 from tests.reference import chi_square_p, draw_candidates
 
 pytestmark = pytest.mark.exporter
 
-MAX_CHILDREN, CANDIDATES = 4, 12
+CANDIDATES = 12
 
 
-def traced(rule: Any, candidates: int) -> Any:
-    import onnx_ir as ir
+def session(serialized: bytes) -> Any:
     import onnxruntime
 
-    from specexport.exporter.trace import trace_accept
-
-    model = ir.to_proto(trace_accept(rule, MAX_CHILDREN, candidates))
-    return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(serialized, providers=["CPUExecutionProvider"])
 
 
 @pytest.fixture(scope="module")
-def sessions() -> dict[int, Any]:
+def sessions(accept_graph: Callable[[str, int], bytes]) -> dict[int, Any]:
     """The lossless graph by how many candidates q has."""
-    return {candidates: traced("lossless", candidates) for candidates in (1, CANDIDATES)}
+    return {candidates: session(accept_graph("lossless", candidates)) for candidates in (1, CANDIDATES)}
 
 
 @pytest.fixture(scope="module")
-def typical() -> Any:
-    return traced("typical", 1)
+def typical(accept_graph: Callable[[str, int], bytes]) -> Any:
+    return session(accept_graph("typical", 1))
 
 
 @st.composite

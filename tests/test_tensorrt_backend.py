@@ -4,63 +4,24 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from specexport.contract import engines as ce
 from specexport.contract.errors import BackendError
-from specexport.contract.model import Model, PointGraph
-from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.cuda import api, backend, graph, trt
+from specexport.runtime.cuda import api, graph, libraries, trt
 from tests import tensorrt_stand_in
+from tests.compiled import compiled
 from tests.cuda_stand_in import StandIn
 from tests.tensorrt_stand_in import TensorRT
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)
-VERSION = TensorRT.__version__
-
-
-def compiled(source: Path, folder: Path, **changes: Any) -> Path:
-    """A copy of a bundle with engines of the stand-in: for each K of a model one, all its shapes the profiles."""
-    shutil.copytree(source, folder)
-    manifest = read_manifest(folder)
-    made: dict[str, Model] = {}
-    for role, model in manifest.models.items():
-        by_drafts: dict[int, list[PointGraph]] = {}
-        for point in model.graph.points:
-            by_drafts.setdefault(point.point.drafts, []).append(point)
-        engines = []
-        for drafts, points in by_drafts.items():
-            file = f"{role}/k{drafts}.engine"
-            (folder / file).write_text(json.dumps([point.file for point in points]))
-            described = {
-                "file": file,
-                "source": model.graph.master,
-                "runtime": "tensorrt-rtx",
-                "version": VERSION,
-                "compute_capabilities": ("8.9",),
-                "compute": "fp32",
-                "profiles": tuple(point.point for point in points),
-            }
-            engines.append(ce.Engine(**(described | changes)))
-        made[role] = msgspec.structs.replace(model, engines=tuple(engines))
-    methods = tuple(
-        msgspec.structs.replace(m, draft=made["draft"]) if hasattr(m, "draft") else m for m in manifest.methods
-    )
-    files = (*manifest.files, *(file_entry(folder, e.file) for model in made.values() for e in model.engines))
-    write_manifest(
-        folder,
-        msgspec.structs.replace(manifest, backend="tensorrt-rtx", target=made["target"], methods=methods, files=files),
-    )
-    return folder
+RUN = ("llama-near", "llama-near-portable", "gpt2-tree", "gemma2-self", "qwen3-medusa", "qwen3-medusa-draft-portable")
 
 
 @pytest.fixture
@@ -68,13 +29,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TensorRT]:
     cuda = StandIn()
     module = TensorRT(cuda, tmp_path / "bundle")
     monkeypatch.setattr(api.Cuda, "load", lambda: api.Cuda(cuda))
-    monkeypatch.setattr(backend, "import_tensorrt", lambda runtime, version_compatible: module)
+    monkeypatch.setattr(libraries, "import_tensorrt", lambda runtime, version_compatible: module)
     yield module
     gc.collect()
     assert cuda.leaks == []
 
 
-@pytest.mark.parametrize("name", ["llama-near", "gpt2-tree-portable", "qwen3-medusa"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-near", "llama-near-portable", "gpt2-tree", "gemma2-self", "qwen3-medusa", "qwen3-medusa-draft-portable"],
+)
 def test_says_what_the_cpu_says(
     name: str, bundle: Callable[[str], Path], engine: Callable[[str], Engine], gpu: TensorRT
 ) -> None:
@@ -95,10 +59,38 @@ def test_says_what_the_cpu_says(
         assert len(workspaces) == len(there.manifest.models)  # contexts of a model share theirs
 
 
-def test_without_capture_it_runs_plainly_and_says_so(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+@pytest.mark.parametrize("name", ["llama-near", "llama-near-portable"])
+def test_the_calls_of_a_proposal_are_given_at_once(name: str, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+    """A draft is called for each of its four tokens; the host waits for all of them together, then for the target."""
+    with Engine.load(compiled(bundle(name), gpu.folder)) as there:
+        gpu.cuda.calls.clear()
+        done = there.generate([5, 6, 7, 8], GREEDY)
+        assert done.stats.drafted >= 4
+        prefills = 2  # the target's and the draft's
+        assert (
+            gpu.cuda.calls.count("cudaStreamSynchronize") == done.stats.steps + done.stats.steps_with_draft + prefills
+        )
+        assert not {"cudaMalloc", "cudaHostAlloc", "cudaFree", "cudaFreeHost"} & set(gpu.cuda.calls)
+
+
+def test_plain_decoding_runs_without_a_profile_of_one_token(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+    with Engine.load(compiled(bundle("llama-near"), gpu.folder, plain=True)) as there:
+        assert there.backend.graphs[0].widths(1) == (1, 2, 3, 5, 8)
+        alone = there.generate([5, 6, 7], GREEDY, speculation=False).token_ids
+    with Engine.load(compiled(bundle("llama-near"), gpu.folder)) as there:
+        assert there.backend.graphs[0].widths(1) == (2, 3, 5, 8)
+        assert there.generate([5, 6, 7], GREEDY, speculation=False).token_ids == alone
+
+
+@pytest.mark.parametrize("name", ["llama-near", "llama-near-portable", "qwen3-medusa"])
+def test_without_capture_it_runs_plainly_and_says_so(
+    name: str, bundle: Callable[[str], Path], engine: Callable[[str], Engine], gpu: TensorRT
+) -> None:
     gpu.cuda.refuse_capture = True
-    with Engine.load(compiled(bundle("qwen3-medusa"), gpu.folder)) as there:
-        assert there.generate([5, 6, 7], GREEDY).stats.execution == "plain"
+    with Engine.load(compiled(bundle(name), gpu.folder)) as there:
+        done = there.generate([5, 6, 7], SAMPLED)
+        assert done.stats.execution == "plain"
+        assert done.token_ids == engine(name).generate([5, 6, 7], SAMPLED).token_ids
         assert "cudaErrorStreamCaptureInvalidated" in there.backend.fallback
         assert gpu.cuda.launches == 0
 
@@ -130,7 +122,7 @@ def test_compatible_engines_run_here(changes: dict[str, Any], bundle: Callable[[
 
 def test_an_unreadable_engine_is_named(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
     gpu.cannot_load = True
-    with pytest.raises(BackendError, match=r"target/k0\.engine: tensorrt-rtx 1\.7\.1\.116 cannot load the engine"):
+    with pytest.raises(BackendError, match=r"target/step\.engine: tensorrt-rtx 1\.7\.1\.116 cannot load the engine"):
         Engine.load(compiled(bundle("qwen3-medusa"), gpu.folder))
 
 

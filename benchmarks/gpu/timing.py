@@ -61,8 +61,7 @@ class Watch:
         self._cuda, self._stream = backend.cuda, backend.stream
         self._events = [(self._cuda.create_event(), self._cuda.create_event()) for _ in range(most)]
         self._used = 0
-        for graph in backend.graphs:
-            graph.watch(self._around)
+        backend.watch(self._around)
 
     def _around(self, launch: Enqueue) -> None:
         start, end = self._events[self._used % len(self._events)]

@@ -11,7 +11,7 @@ import msgspec
 from specexport.contract.engines import Commit, ComputedIn, Engine, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import DraftModel, Medusa, MedusaDraft, Method
+from specexport.contract.methods import DraftModel, Medusa, MedusaDraft, Method, SelfDraft
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.reading import check_files, file_entry, read_manifest
 from specexport.exporter.engines.compiler import EngineReport, compile_graph
@@ -264,7 +264,8 @@ def _traced_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...
 
 def _with_draft(method: Method, models: dict[str, Model]) -> Method:
     if isinstance(method, DraftModel | MedusaDraft):
-        return msgspec.structs.replace(method, draft=models["draft"])
+        role = "self_draft" if isinstance(method, SelfDraft) else "draft"
+        return msgspec.structs.replace(method, draft=models[role])
     return method
 
 

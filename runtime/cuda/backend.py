@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Literal
 
-import numpy as np
-
-from specexport.contract.engines import Engine, EngineRuntime
 from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
-from specexport.runtime.backend import Buffers
+from specexport.runtime.backend import Buffers, Graph
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
-from specexport.runtime.cuda.executor import Execution, Executor
+from specexport.runtime.cuda.executor import Enqueue, Execution
 from specexport.runtime.cuda.graph import DeviceGraph
+from specexport.runtime.cuda.kinds import Kinds
+from specexport.runtime.cuda.libraries import EngineLibrary, Library, OnnxRuntimeLibrary
 from specexport.runtime.cuda.memory import Budget
-from specexport.runtime.cuda.ort import SessionExecutor, Sessions
+from specexport.runtime.cuda.program import DeviceProgram
+from specexport.runtime.cuda.steps import ProgramGraphs, Steps
 from specexport.runtime.cuda.stream import Stream
-from specexport.runtime.cuda.trt import EngineExecutor, choose, import_tensorrt
+from specexport.runtime.step import HostProgram, Speculation, StepProgram
 
 _WORST_FIRST: tuple[Execution, ...] = ("plain", "graph per engine", "graph per step")
+Runtime = Literal["onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 
 
 class CudaBackend:
@@ -37,20 +38,21 @@ class CudaBackend:
         bundle: what it runs.
         cuda: the device.
         utilization: the part of its memory that may be used.
-        executors: makes what runs a model's graph.
+        library: makes what runs the graphs.
     """
 
     batches = False
 
     def __init__(
-        self, bundle: Bundle, cuda: Cuda, utilization: float, executors: Callable[[Stream, Budget], Executors]
+        self, bundle: Bundle, cuda: Cuda, utilization: float, library: Callable[[Stream, Budget], Library]
     ) -> None:
         self._bundle = bundle
         self.cuda = cuda
         self._budget = Budget(cuda, utilization)
         self.stream = Stream(cuda)
-        self._executor = executors(self.stream, self._budget)
+        self._library = library(self.stream, self._budget)
         self.graphs: list[DeviceGraph] = []
+        self._steps: Steps | None = None
 
     @classmethod
     def load(cls, bundle: Bundle, runtime: Runtime, utilization: float) -> CudaBackend:
@@ -66,18 +68,24 @@ class CudaBackend:
         """
         cuda = Cuda.load()
         if runtime == "onnxruntime-cuda":
-            return cls(bundle, cuda, utilization, functools.partial(onnxruntime_executors, bundle, cuda))
-        return cls(bundle, cuda, utilization, functools.partial(tensorrt_executors, bundle, cuda, runtime))
+            return cls(bundle, cuda, utilization, functools.partial(OnnxRuntimeLibrary, bundle, cuda))
+        return cls(bundle, cuda, utilization, functools.partial(EngineLibrary, bundle, cuda, runtime=runtime))
 
     @property
     def execution(self) -> Execution:
-        """The least of what its graphs manage."""
+        """How steps that stay on the device reach it, else the least of what its graphs manage."""
+        return self._steps.execution if self._steps is not None else self._of_graphs
+
+    @property
+    def _of_graphs(self) -> Execution:
         return min((graph.execution for graph in self.graphs), key=_WORST_FIRST.index, default="plain")
 
     @property
     def fallback(self) -> str:
         """See :class:`~specexport.runtime.backend.Backend`."""
-        return next((graph.fallback for graph in self.graphs if graph.fallback), "")
+        reasons = [graph.fallback for graph in self.graphs]
+        reasons.append(self._library.without_program if self._steps is None else self._steps.fallback)
+        return next((reason for reason in reasons if reason), "")
 
     def open(self, model: Model, slots: int, buffers: Buffers) -> DeviceGraph:
         """See :class:`~specexport.runtime.backend.Backend`.
@@ -89,7 +97,7 @@ class CudaBackend:
             raise BackendError(f"{slots} requests at once were asked for; GPU backends run one, pass max_batch_size=1")
         manifest = self._bundle.manifest
         role = next(role for role, known in manifest.models.items() if known is model)
-        executor = self._executor(model)
+        executor = self._library.model(model)
         try:
             graph = DeviceGraph(self.cuda, self.stream, self._budget, model, manifest.lowering, buffers, executor, role)
         except BaseException:
@@ -98,52 +106,34 @@ class CudaBackend:
         self.graphs.append(graph)
         return graph
 
+    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
+        """See :class:`~specexport.runtime.backend.Backend`; on the device where its graphs were compiled for it."""
+        manifest = self._bundle.manifest
+        executors = self._library.program()
+        if not executors or not isinstance(target, DeviceGraph):
+            return HostProgram(manifest, target, speculations, self._of_graphs)
+        graphs = ProgramGraphs(executors)
+        try:
+            kinds = Kinds(manifest, target, speculations, graphs)
+            self._steps = Steps(self.cuda, self.stream, self._budget, target, graphs, kinds.all)
+        except BaseException:
+            graphs.close()
+            raise
+        return DeviceProgram(manifest, target, speculations, self._of_graphs, self.stream, kinds, self._steps)
+
+    def watch(self, around: Callable[[Enqueue], None]) -> None:
+        """Gives everything that is launched to the stream through a function that is called with it; to measure it."""
+        for graph in self.graphs:
+            graph.watch(around)
+        if self._steps is not None:
+            self._steps.watch(around)
+
     def close(self) -> None:
         """See :class:`~specexport.runtime.backend.Backend`."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
         for graph in self.graphs:
             graph.close()
         self.graphs.clear()
         self.stream.close()
-
-
-Executors = Callable[[Model], Executor]
-Runtime = Literal["onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
-
-
-def onnxruntime_executors(bundle: Bundle, cuda: Cuda, stream: Stream, budget: Budget) -> Executors:
-    """What runs the static graphs of a bundle's models in onnxruntime."""
-    sessions = Sessions(cuda, stream, budget)
-
-    def make(model: Model) -> SessionExecutor:
-        files = {graph.point: bundle.file(graph.file) for graph in model.graph.points}
-        return SessionExecutor(sessions, files, np.dtype(np.float32))
-
-    return make
-
-
-def tensorrt_executors(bundle: Bundle, cuda: Cuda, runtime: EngineRuntime, stream: Stream, budget: Budget) -> Executors:
-    """What runs the engines of a bundle's models in TensorRT or TensorRT-RTX."""
-
-    def make(model: Model) -> EngineExecutor:
-        engines = choose(model.engines, runtime, cuda.device)
-        _require_drafts(model, engines)
-        trt = import_tensorrt(runtime, version_compatible=all(engine.version_compatible for engine in engines))
-        budget.require(sum(bundle.file(engine.file).stat().st_size for engine in engines), "loading its engines")
-        return EngineExecutor(trt, stream, bundle.folder, engines)
-
-    return make
-
-
-def _require_drafts(model: Model, engines: Sequence[Engine]) -> None:
-    """Checks that a draft's engines draft as many tokens a call as the bundle's trees ask for.
-
-    Raises:
-        BackendError: they do not; says what runs the bundle instead.
-    """
-    wanted = max(graph.point.drafts for graph in model.graph.points)
-    most = max(profile.drafts for engine in engines for profile in engine.profiles)
-    if most < wanted:
-        raise BackendError(
-            f"{engines[0].file}: the engine drafts {most} token a call, and {wanted} are wanted; calling it again for "
-            "each is not there yet. Run the bundle with --backend onnxruntime-cuda, or build one without a draft model"
-        )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
@@ -15,31 +17,56 @@ from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.caches import DeviceCache
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
 from specexport.runtime.cuda.memory import Budget, Layout, Plan, Staged, Tensor
+from specexport.runtime.cuda.repeat import PASTS, Repeated, call_of, note_pasts, repeated_points
 from specexport.runtime.cuda.stream import Captured, Stream
 
-Width = tuple[int, int, int]
+_Key = tuple[int, int, int]
 """T, R and K: a shape point but for its batch and its cache."""
 
 
 @dataclass
-class _Width:
-    """What runs at one width share: their inputs and outputs, and how each cache size is run."""
+class Width:
+    """What runs at one width share.
+
+    Attributes:
+        inputs: on the host and on the device.
+        outputs: likewise.
+        enqueues: gives the graph to the stream, without the copies before and after it; by cache size.
+        launches: does a whole run, with them; by cache size.
+    """
 
     inputs: Staged
     outputs: Staged
-    launches: dict[int, Callable[[], None]] = field(default_factory=dict)
+    enqueues: dict[int, Enqueue] = field(default_factory=dict)
+    launches: dict[int, Enqueue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Work that can be captured.
+
+    Attributes:
+        enqueue: gives it to the stream.
+        replace: puts what launches the captured graph in its place.
+    """
+
+    enqueue: Enqueue
+    replace: Callable[[Enqueue], None]
 
 
 class DeviceGraph:
     """A graph over device memory that is planned and taken when it is opened; see ``runtime.backend.Graph``.
 
     A run is: inputs to the device, the graph, outputs back, wait. Where the executor lets it, the first three are one
-    captured CUDA graph a shape point, captured when the model is opened. Nothing is allocated afterwards.
+    captured CUDA graph a shape point, captured when the model is opened. Nothing is allocated afterwards. A draft whose
+    engine drafts one token a call is called for each (``runtime.cuda.repeat``); lowered portably its rows are copied
+    into the cache between the calls, so that there each call is captured.
 
     Attributes:
         execution: how runs reach the device.
         fallback: why not by a captured graph, where they do not; empty otherwise.
         cache: the model's.
+        in_place: whether the graph itself writes its rows into the cache.
 
     Args:
         cuda: the device.
@@ -69,44 +96,52 @@ class DeviceGraph:
         self._cuda = cuda
         self._stream = stream
         self._executor = executor
-        self._in_place = lowering == "native"
-        self._points = {point for point in executor.points if point.batch == 1}
-        if not self._points:
+        self.in_place = lowering == "native"
+        built = {point for point in executor.points if point.batch == 1}
+        if not built:
             raise BackendError(f"the {role} was not built for one slot; build the bundle with that batch size")
-        self._sizes = sorted({point.cache for point in self._points})
-        fed = 0 if self._in_place else max(point.fed for point in self._points)
-        self.cache = DeviceCache(cuda, model.cache, 1, executor.cache_dtype, self._sizes, fed)
-        self._made = 0
+        self._repeated = repeated_points([graph.point for graph in model.graph.points], built)
+        self._points = built | self._repeated
+        self.cache_sizes = tuple(sorted({point.cache for point in built}))
+        fed = 0 if self.in_place else max(point.fed for point in built)
+        self.cache = DeviceCache(cuda, model.cache, 1, executor.cache_dtype, self.cache_sizes, fed)
+        self._made: int | None = None
         self._filled = 0
         self._captured: list[Captured] = []
-        widths = {_width(point): point for point in self._points}
+        points = {_key(point): point for point in self._points}
         # A compiled propose graph drafts the same number of tokens behind a prefill chunk: nobody reads them.
-        self._instead = _wider_drafts(widths)
+        self._instead = _wider_drafts(points)
         self._beyond = max((drafts - 1 for _, _, drafts in self._instead.values()), default=0)
-        layouts = {width: tuple(map(Layout, buffers(point))) for width, point in widths.items()}
+        layouts = {key: self._layouts(point, buffers) for key, point in points.items()}
+        self._call = next((Layout(buffers(call_of(point))[1]) for point in self._repeated), Layout({}))
 
         plan = Plan()
         self.cache.plan(plan)
         plan.add("workspace", executor.workspace)
+        plan.add("call", self._call.nbytes)
         for inputs, outputs in layouts.values():  # one width runs at a time
             plan.add("inputs", inputs.nbytes)
             plan.add("outputs", outputs.nbytes)
         self._memory = plan.allocate(cuda, budget, f"the {role}'s cache and buffers")
         self.cache.place(self._memory, stream.handle)
         self._widths = {
-            width: _Width(Staged(cuda, inputs, self._memory["inputs"]), Staged(cuda, outputs, self._memory["outputs"]))
-            for width, (inputs, outputs) in layouts.items()
+            key: Width(Staged(cuda, inputs, self._memory["inputs"]), Staged(cuda, outputs, self._memory["outputs"]))
+            for key, (inputs, outputs) in layouts.items()
         }
-        runs = {point: self._ready(point) for point in sorted(self._points)}
+        pieces = [piece for point in sorted(self._points) for piece in self._ready(point)]
         self.execution: Execution = executor.execution
         self.fallback = executor.fallback
         if executor.capturable:
-            self._capture(runs)
+            self._capture(pieces)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """See :class:`~specexport.runtime.backend.Graph`."""
         return (1,)
+
+    def widths(self, slots: int) -> tuple[int, ...]:
+        """See :class:`~specexport.runtime.backend.Graph`."""
+        return tuple(sorted({tokens for tokens, rows, _ in self._widths if tokens == rows}))
 
     @property
     def cache_bytes(self) -> int:
@@ -119,17 +154,17 @@ class DeviceGraph:
         Raises:
             BackendError: no declared size is large enough.
         """
-        rows = min(rows + self._beyond, max(rows, self._sizes[-1]))
+        rows = min(rows + self._beyond, max(rows, self.cache_sizes[-1]))
         if rows <= self.cache.rows:
             return
-        size = next((size for size in self._sizes if size >= rows), None)
+        size = next((size for size in self.cache_sizes if size >= rows), None)
         if size is None:
-            raise BackendError(f"{rows} cache rows wanted, but the bundle's largest cache has {self._sizes[-1]}")
+            raise BackendError(f"{rows} cache rows wanted, but the bundle's largest cache has {self.cache_sizes[-1]}")
         self.cache.resize(size, self._stream.handle)
 
     def fit(self, rows: int) -> None:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        size = next((size for size in self._sizes if size >= rows + self._beyond), self._sizes[-1])
+        size = next((size for size in self.cache_sizes if size >= rows + self._beyond), self.cache_sizes[-1])
         if size < self.cache.rows:
             self._filled = min(self._filled, size)
             self.cache.resize(size, self._stream.handle)
@@ -145,29 +180,45 @@ class DeviceGraph:
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         """See :class:`~specexport.runtime.backend.Graph`; done in the stream's order."""
         self._filled = past + len(nodes)
-        self.cache.move(slot, past, nodes, None if self._in_place else self._made, self._stream.handle)
+        self.cache.move(slot, past, nodes, self._made, self._stream.handle)
+
+    def committed(self, rows: int) -> None:
+        """Says that the cache holds so many rows now, all of them where they belong: the device put them there."""
+        self._filled = rows
 
     def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        given = self._at(tokens, rows, drafts).inputs.host
+        given = self.width(tokens, rows, drafts).inputs.host
         given[tensors.PAST_LENGTH][:] = self._filled
         return given
 
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        width = self._at(tokens, rows, drafts)
-        drafts = self._instead.get((tokens, rows, drafts), (tokens, rows, drafts))[2]
-        fed = ShapePoint(1, tokens, self.cache.rows, rows, drafts).fed
-        past = int(width.inputs.host[tensors.PAST_LENGTH].max())
-        if past + fed > self.cache.rows:
-            raise BackendError(
-                f"a run would write rows {past} to {past + fed - 1} of a cache of {self.cache.rows}; the text is too "
-                "close to the end of the context, shorten the prompt or build with a larger --max-seq-len"
-            )
+        width = self.begin(tokens, rows, drafts)
         width.launches[self.cache.rows]()
         self._stream.synchronize()
-        self._made = fed
         return width.outputs.host
+
+    def begin(self, tokens: int, rows: int = 0, drafts: int = 0) -> Width:
+        """What runs at a width over the inputs that are set, which is about to be given to the stream.
+
+        Raises:
+            BackendError: the cache has no room for the rows it would make.
+        """
+        width = self.width(tokens, rows, drafts)
+        drafts = self._instead.get((tokens, rows, drafts), (tokens, rows, drafts))[2]
+        point = ShapePoint(1, tokens, self.cache.rows, rows, drafts)
+        past = int(width.inputs.host[tensors.PAST_LENGTH].max())
+        if past + point.fed > self.cache.rows:
+            raise BackendError(
+                f"a run would write rows {past} to {past + point.fed - 1} of a cache of {self.cache.rows}; the text is "
+                "too close to the end of the context, shorten the prompt or build with a larger --max-seq-len"
+            )
+        repeated = point in self._repeated
+        if repeated:
+            note_pasts(width.inputs.host)
+        self._made = None if self.in_place or repeated else point.fed
+        return width
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
         """Gives every run to the stream through a function that is called with it, for measurements."""
@@ -182,71 +233,98 @@ class DeviceGraph:
             captured.close()
         for width in self._widths.values():
             width.launches.clear()
+            width.enqueues.clear()
         self._executor.close()
         for width in self._widths.values():
             width.inputs.close()
             width.outputs.close()
         self._memory.close()
 
-    def _at(self, tokens: int, rows: int, drafts: int) -> _Width:
+    def width(self, tokens: int, rows: int = 0, drafts: int = 0) -> Width:
+        """The arrays and launches of a width.
+
+        Raises:
+            BackendError: there is none.
+        """
         tokens, rows, drafts = self._instead.get((tokens, rows, drafts), (tokens, rows, drafts))
         point = ShapePoint(1, tokens, self.cache.rows, rows, drafts)
         if point not in self._points:
             raise BackendError(f"shape point {point} was not built; this is a defect of specexport, please report it")
         return self._widths[tokens, rows, drafts]
 
-    def _ready(self, point: ShapePoint) -> Enqueue:
+    def _layouts(self, point: ShapePoint, buffers: Buffers) -> tuple[Layout, Layout]:
+        inputs, outputs = buffers(point)
+        pasts = {PASTS: np.zeros(point.drafts, np.int64)} if point in self._repeated else {}
+        return Layout(inputs | pasts), Layout(outputs)
+
+    def _ready(self, point: ShapePoint) -> list[_Piece]:
         """Prepares a point and runs it once, so that libraries have set themselves up before anything is captured."""
-        width = self._widths[_width(point)]
-        enqueue = self.prepare(point, width.inputs.device | width.outputs.device)
+        width = self._widths[_key(point)]
+        if point in self._repeated:
+            width.enqueues[point.cache], calls = self._repeat(point, width)
+        else:
+            width.enqueues[point.cache] = self._prepare(point, width.inputs.device | width.outputs.device)
+            calls = []
 
         def run() -> None:
             width.inputs.upload(self._stream.handle)
-            enqueue()
+            width.enqueues[point.cache]()
             width.outputs.download(self._stream.handle)
 
         run()
         self._stream.synchronize()
         width.launches[point.cache] = run
-        return run
+        if calls and not self.in_place:
+            return [_Piece(call, functools.partial(calls.__setitem__, at)) for at, call in enumerate(calls)]
+        return [_Piece(run, functools.partial(width.launches.__setitem__, point.cache))]
 
-    def _capture(self, runs: Mapping[ShapePoint, Enqueue]) -> None:
-        """Captures every point, or none where one cannot be."""
+    def _repeat(self, point: ShapePoint, width: Width) -> tuple[Enqueue, list[Enqueue]]:
+        """What does a run of several calls, and the calls."""
+        made = self._call.tensors(self._memory["call"].address)
+        repeated = Repeated(self._cuda, self._stream, width.inputs.device, width.outputs.device, made)
+        repeated.prepare(self._prepare(call_of(point), repeated.arrays))
+
+        def enqueue() -> None:
+            for index, call in enumerate(repeated.calls):
+                call()
+                if not self.in_place:
+                    past = int(width.inputs.host[PASTS][index])
+                    self.cache.move(0, past, range(point.tokens), point.tokens, self._stream.handle)
+
+        return enqueue, repeated.calls
+
+    def _capture(self, pieces: Sequence[_Piece]) -> None:
+        """Captures every piece, or none where one cannot be."""
         try:
-            for run in runs.values():
-                self._captured.append(self._stream.capture(run))
+            for piece in pieces:
+                self._captured.append(self._stream.capture(piece.enqueue))
         except BackendError as error:
             self.fallback = str(error)
             for captured in self._captured:
                 captured.close()
             self._captured.clear()
             return
-        for point, captured in zip(runs, self._captured, strict=True):
-            self._widths[_width(point)].launches[point.cache] = captured.launch
+        for piece, captured in zip(pieces, self._captured, strict=True):
+            piece.replace(captured.launch)
         self.execution = "graph per engine"
 
-    def prepare(self, point: ShapePoint, arrays: dict[str, Tensor]) -> Enqueue:
-        """Makes a shape point ready to run over other inputs and outputs than the graph's own, and over its cache.
-
-        Args:
-            point: the shape.
-            arrays: every input and output but the caches.
-        """
+    def _prepare(self, point: ShapePoint, arrays: dict[str, Tensor]) -> Enqueue:
+        """Makes a shape point ready to run over inputs and outputs, which are all but the caches, and its cache."""
         caches = self.cache.tensors(point.cache)
-        if self._in_place:
+        if self.in_place:
             returned = {name.replace("past_", "present_", 1): cache for name, cache in caches.items()}
         else:
             returned = {name.replace("past_", "new_", 1): rows for name, rows in self.cache.new_rows(point.fed).items()}
         return self._executor.prepare(point, arrays | caches | returned, self._memory["workspace"])
 
 
-def _width(point: ShapePoint) -> Width:
+def _key(point: ShapePoint) -> _Key:
     return point.tokens, point.rows, point.drafts
 
 
-def _wider_drafts(widths: Collection[Width]) -> dict[Width, Width]:
+def _wider_drafts(widths: Collection[_Key]) -> dict[_Key, _Key]:
     """For each T that is drafted behind, but by no graph with K = 1: the graph with the least K."""
-    found: dict[Width, Width] = {}
+    found: dict[_Key, _Key] = {}
     for tokens, rows, drafts in sorted(widths):
         if drafts > 1 and tokens > CATCH_UP_TOKENS:
             found.setdefault((tokens, rows, 1), (tokens, rows, drafts))

@@ -178,6 +178,12 @@ class Layout:
             self.offsets[name] = self.nbytes
             self.nbytes += aligned(array.nbytes)
 
+    def tensors(self, address: int) -> dict[str, Tensor]:
+        """The arrays on the device, by name, if the piece of memory begins at this address."""
+        return {
+            name: Tensor(address + self.offsets[name], array.dtype, array.shape) for name, array in self.arrays.items()
+        }
+
 
 class Staged:
     """Arrays that are on the host, pinned, and at the same places on the device: one copy moves all of them.
@@ -199,23 +205,25 @@ class Staged:
         self._nbytes = layout.nbytes
         self._pinned = Pinned(cuda, layout.nbytes)
         self.host: dict[str, Array] = {}
-        self.device: dict[str, Tensor] = {}
+        self.device = layout.tensors(region.address)
         for name, array in layout.arrays.items():
             offset = layout.offsets[name]
             view = self._pinned.bytes[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
             view[...] = array
             self.host[name] = view
-            self.device[name] = Tensor(region.address + offset, array.dtype, array.shape)
 
     def upload(self, stream: int) -> None:
         """Gives the stream the copy from host to device."""
         if self._nbytes:
             self._cuda.copy(self._region.address, self._pinned.address, self._nbytes, stream)
 
-    def download(self, stream: int) -> None:
-        """Gives the stream the copy from device to host; wait for the stream before reading."""
-        if self._nbytes:
-            self._cuda.copy(self._pinned.address, self._region.address, self._nbytes, stream)
+    def download(self, stream: int, name: str = "") -> None:
+        """Gives the stream the copy from device to host, of all or of one array; wait for it before reading."""
+        source, nbytes = self._region.address, self._nbytes
+        if name:
+            source, nbytes = self.device[name].address, self.device[name].nbytes
+        if nbytes:
+            self._cuda.copy(self._pinned.address + source - self._region.address, source, nbytes, stream)
 
     def close(self) -> None:
         """Gives the host's memory back."""

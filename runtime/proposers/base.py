@@ -89,7 +89,12 @@ class Proposer(ABC):
     """Proposes draft tokens for several slots at once. Its state is per slot.
 
     A way to propose says how in :meth:`propose`, and of the rest what it needs: by default nothing is done.
+
+    Attributes:
+        observes: which of the target's outputs :meth:`observe` looks at.
     """
+
+    observes: frozenset[str] = frozenset()
 
     @abstractmethod
     def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:

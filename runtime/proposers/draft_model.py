@@ -10,7 +10,7 @@ from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import CATCH_UP_TOKENS, window
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Array, Graph
+from specexport.runtime.backend import Array, Graph, write_sampling
 from specexport.runtime.proposers.base import Ints, Proposal, Proposer, SlotView, fill
 from specexport.runtime.proposers.reader import Reader
 from specexport.runtime.sampling import Distributions, Floats
@@ -22,13 +22,16 @@ class DraftModelProposer(Proposer):
     The draft's cache holds rows for the tokens it was given and for the drafts it made, all committed at once; those of
     the drafts that are accepted are right, the rest are overwritten. Which are right is read off the slot's tokens.
 
-    Args:
+    Attributes:
         graph: the propose graph.
+
+    Args:
+        graph: see above.
         manifest: the bundle's.
     """
 
     def __init__(self, graph: Graph, manifest: Manifest) -> None:
-        self._graph = graph
+        self.graph = graph
         self._chunk = manifest.prefill_chunk
         self._reader = Reader(graph, manifest.prefill_chunk, self._read)
 
@@ -44,34 +47,49 @@ class DraftModelProposer(Proposer):
         return self._draft(ready) if ready else {}
 
     def _draft(self, ready: Sequence[SlotView]) -> dict[int, Proposal]:
+        K, slots = self.ask(ready)
+        made = self.graph.run(CATCH_UP_TOKENS, drafts=K, slots=slots)
+        return {sequence.slot: self._take(sequence, made, sequence.slot - slots.start) for sequence in ready}
+
+    def is_ready(self, sequence: SlotView) -> bool:
+        """Whether the draft has read all of a text that it needs to go on with it."""
+        text = sequence.tokens[:-CATCH_UP_TOKENS]
+        return len(sequence.tokens) >= CATCH_UP_TOKENS and self._reader.known(sequence.slot, text) == len(text)
+
+    def ask(self, ready: Sequence[SlotView]) -> tuple[int, range]:
+        """Writes the graph's inputs for slots that are ready: how many tokens it is to draft, and the window."""
         K = max(sequence.tree.depth for sequence in ready)
         longest = max(len(sequence.tokens) for sequence in ready)
-        self._graph.reserve(longest + K - 1)
-        slots = window([sequence.slot for sequence in ready], self._graph.sizes)
-        given = self._graph.inputs(CATCH_UP_TOKENS, drafts=K, slots=slots)
+        self.graph.reserve(longest + K - 1)
+        slots = window([sequence.slot for sequence in ready], self.graph.sizes)
+        given = self.graph.inputs(CATCH_UP_TOKENS, drafts=K, slots=slots)
         for sequence in ready:
             at, params = sequence.slot - slots.start, sequence.params
             given[tensors.INPUT_IDS][at] = sequence.tokens[-CATCH_UP_TOKENS:]
             given[tensors.PAST_LENGTH][at] = len(sequence.tokens) - CATCH_UP_TOKENS
-            given[tensors.TEMPERATURE][at] = params.temperature or 1.0
-            given[tensors.TOP_K][at] = 1 if params.greedy else min(max(params.top_k, 0), 2**31)
-            given[tensors.TOP_P][at] = params.top_p
-            given[tensors.MIN_P][at] = params.min_p
+            write_sampling(given, at, params)
             if not params.greedy:
                 # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
                 depth = sequence.tree.depth
                 given[tensors.UNIFORM][at, :depth] = sequence.random.random(depth, np.float32)
-        made = self._graph.run(CATCH_UP_TOKENS, drafts=K, slots=slots)
-        for sequence in ready:
-            fed = range(CATCH_UP_TOKENS + sequence.tree.depth - 1)
-            self._graph.commit(sequence.slot, len(sequence.tokens) - CATCH_UP_TOKENS, fed)
-        return {sequence.slot: self._take(sequence, made, sequence.slot - slots.start) for sequence in ready}
+        return K, slots
+
+    def keep(self, sequence: SlotView, drafted: Sequence[int]) -> None:
+        """Keeps the rows of a run: those of the text, and of the first of the tokens it drafted.
+
+        Args:
+            sequence: the slot, as the run was asked for.
+            drafted: tokens it drafted and was then given; the last one never is.
+        """
+        fed = range(CATCH_UP_TOKENS + len(drafted))
+        self.graph.commit(sequence.slot, len(sequence.tokens) - CATCH_UP_TOKENS, fed)
+        self._reader.note(sequence.slot, [*sequence.tokens, *drafted])
 
     def _take(self, sequence: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
         tree = sequence.tree
         drafted = made[tensors.DRAFT_TOKENS][: tree.depth, at].astype(np.int64)
         ids = made[tensors.DRAFT_IDS][: tree.depth, at].astype(np.int64)
-        self._reader.note(sequence.slot, [*sequence.tokens, *drafted[:-1].tolist()])
+        self.keep(sequence, drafted[:-1].tolist())
         if sequence.params.greedy:
             return Proposal(fill(tree, ids), tree, None, ids)
         probs = made[tensors.DRAFT_PROBS][: tree.depth, at].astype(np.float32)
@@ -83,13 +101,13 @@ class DraftModelProposer(Proposer):
 
     def _read(self, slot: int, tokens: list[int], past: int) -> None:
         slots = range(slot, slot + 1)
-        self._graph.reserve(past + self._chunk)
-        given = self._graph.inputs(self._chunk, drafts=1, slots=slots)
+        self.graph.reserve(past + self._chunk)
+        given = self.graph.inputs(self._chunk, drafts=1, slots=slots)
         given[tensors.INPUT_IDS][0, : len(tokens)] = tokens
         given[tensors.PAST_LENGTH][0] = past
         given[tensors.LAST_ROW][0] = len(tokens) - 1
-        self._graph.run(self._chunk, drafts=1, slots=slots)
-        self._graph.commit(slot, past, range(len(tokens)))
+        self.graph.run(self._chunk, drafts=1, slots=slots)
+        self.graph.commit(slot, past, range(len(tokens)))
 
     def move(self, source: int, to: int) -> None:
         """See :class:`Proposer`."""

@@ -133,6 +133,8 @@ class LookaheadProposer(Proposer):
         pool: makes a request's pool, of G n-grams a token.
     """
 
+    observes = frozenset({tensors.LOGITS})
+
     def __init__(self, method: Lookahead, pool: Callable[[int], NgramPool] = NgramPool) -> None:
         self._method = method
         self._widths = sorted(method.widths())

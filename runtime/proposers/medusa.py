@@ -16,6 +16,8 @@ class MedusaProposer(Proposer):
     belong to depth 1+i. They cost no call of their own.
     """
 
+    observes = frozenset({tensors.CANDIDATES})
+
     def __init__(self) -> None:
         self._candidates: dict[int, Ints] = {}
 

@@ -1,19 +1,21 @@
-"""Measure a bundle on this device and set what suits it: ``tune tree`` chooses the token tree."""
+"""Measure a bundle on this device and set what suits it: ``tune tree`` chooses the token tree, ``tune lookahead`` W, N
+and G.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from specexport.commands import tune_lookahead
 from specexport.commands.build import Bars, build_progress, exporter
 from specexport.commands.draw import terminal_tree
+from specexport.commands.measuring import add_measuring_arguments, read_prompts, require_counts
 from specexport.contract.errors import RequestError
 from specexport.contract.methods import Lookahead, Lookup, method_name
 from specexport.help import HelpFormatter
@@ -35,34 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         allow_abbrev=False,
         formatter_class=HelpFormatter,
     )
-    tree.add_argument("bundle", type=Path, metavar="BUNDLE")
-    tree.add_argument(
-        "--data",
-        type=Path,
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="text like that to come, but not what was trained on: text files, or .jsonl with a text a line",
-    )
     tree.add_argument("--method", metavar="NAME", help="which of the bundle's (default: its first)")
-    tree.add_argument("--max-nodes", type=int, default=32, metavar="N", help="most tokens a step verifies")
-    tree.add_argument("--prompts", type=int, default=32, metavar="N", help="how many prompts to decode")
-    tree.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of a prompt")
-    tree.add_argument("-n", "--max-tokens", type=int, default=96, help="tokens to generate for each")
-    tree.add_argument("--temperature", type=float, default=0.0, help="tune for sampling at this temperature")
-    tree.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
-    tree.add_argument("--dry-run", action="store_true", help="print what was found and change nothing")
-    tree.add_argument("--json", action="store_true", help="print what was found as JSON")
+    add_measuring_arguments(tree)
     tree.set_defaults(main=main)
+    lookahead = what.add_parser(
+        "lookahead",
+        help="W, N and G of lookahead decoding",
+        description="Decode text by lookahead decoding with every N, see which guesses come true, time steps of every "
+        "width, run the best W and G of each N beside plain decoding, and write the fastest into the bundle.",
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
+    )
+    tune_lookahead.add_arguments(lookahead)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport tune tree``."""
     from specexport.runtime import tune
 
-    for flag, least in (("max_nodes", 2), ("prompts", 1), ("prompt_tokens", 2), ("max_tokens", 2)):
-        if getattr(arguments, flag) < least:
-            raise RequestError(f"--{flag.replace('_', '-')} is {getattr(arguments, flag)}; expected {least} or more")
+    require_counts(arguments)
     if not arguments.dry_run:
         exporter()
     bundle = Bundle.open(arguments.bundle)
@@ -80,7 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
             "no tree to tune. To verify others, build with --num-speculative-tokens"
         )
     if isinstance(method, Lookahead):
-        raise RequestError("--method is 'lookahead', whose steps follow from W, N and G; build with others to try them")
+        raise RequestError("--method is 'lookahead', whose steps follow from W, N and G; tune it with tune lookahead")
     room = max(graph.point.cache for graph in manifest.target.graph.points) - manifest.max_seq_len + 1
     params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens, seed=0, ignore_eos=True)
     with build_progress(Console(stderr=True)) as progress:
@@ -109,48 +102,6 @@ def main(arguments: argparse.Namespace) -> int:
         warning = "" if best.speed_up > 1 else "; plain decoding is faster on this device"
         Console().print(f"{arguments.bundle}: {name} verifies {len(best.tree)} nodes a step by default now{warning}")
     return 0
-
-
-def read_prompts(engine: Engine, files: Sequence[Path], count: int, tokens: int) -> list[list[int]]:
-    """Prompts of at most so many tokens: each line of a ``.jsonl``, and windows of the text of other files.
-
-    Raises:
-        RequestError: a file is missing, is no text, or has a line without a text; names it.
-    """
-    limit = min(tokens, engine.manifest.max_seq_len // 2)
-    prompts: list[list[int]] = []
-    for path in files:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"{path}: {error}; expected a text file or .jsonl") from error
-        if path.suffix == ".jsonl":
-            prompts += [engine.encode(line)[:limit] for line in _lines(path, text)]
-        else:
-            ids = engine.encode(text) if text else []
-            prompts += [ids[start : start + limit] for start in range(0, max(1, len(ids) - limit), 2 * limit)]
-    prompts = [prompt for prompt in prompts if len(prompt) > 1]
-    if not prompts:
-        raise RequestError(f"{', '.join(map(str, files))}: no text of two tokens or more")
-    # Spread over all that was given.
-    step = max(1, len(prompts) // count)
-    return prompts[::step][:count]
-
-
-def _lines(path: Path, text: str) -> list[str]:
-    found = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            found.append(msgspec.json.decode(line.encode(), type=_Line).text)
-        except msgspec.MsgspecError as error:
-            raise RequestError(f"{path}: line {number}: {error}; expected an object with a text") from error
-    return found
-
-
-class _Line(msgspec.Struct):
-    text: str
 
 
 def _as_dict(name: str, found: list[Candidate], costs: Sequence[float]) -> dict[str, object]:

@@ -1,0 +1,104 @@
+"""A draft's engine drafts one token a call: K calls, one after another on the stream, are one run that drafts K."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+
+import msgspec
+import numpy as np
+
+from specexport.contract import tensors
+from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
+from specexport.runtime.backend import Array
+from specexport.runtime.cuda.api import Cuda
+from specexport.runtime.cuda.executor import Enqueue
+from specexport.runtime.cuda.memory import Tensor
+from specexport.runtime.cuda.stream import Stream
+
+PASTS = "pasts"
+"""int64 ``[K]`` beside a propose graph's inputs: the cache rows before each call."""
+_ID, _UNIFORM = np.dtype(np.int64).itemsize, np.dtype(np.float32).itemsize
+
+
+def repeated_points(built_for: Collection[ShapePoint], engine: Collection[ShapePoint]) -> set[ShapePoint]:
+    """Points at which a draft is wanted, and its engine is there for one token a call only.
+
+    Args:
+        built_for: the points of the bundle's graph.
+        engine: those of its engine.
+    """
+    wanted = {point.drafts for point in built_for if point.drafts and point.tokens == CATCH_UP_TOKENS}
+    one = [point for point in engine if point.drafts == 1 and point.tokens == CATCH_UP_TOKENS]
+    return {msgspec.structs.replace(point, drafts=drafts) for point in one for drafts in wanted} - set(engine)
+
+
+def call_of(point: ShapePoint) -> ShapePoint:
+    """The shape of one of the calls that make up a run."""
+    return msgspec.structs.replace(point, drafts=1)
+
+
+def note_pasts(inputs: Mapping[str, Array]) -> None:
+    """Works out what each call's ``past_length`` is, from the run's; on the host."""
+    np.add(inputs[tensors.PAST_LENGTH], np.arange(len(inputs[PASTS])), out=inputs[PASTS])
+
+
+class Repeated:
+    """The calls of one run, for one slot.
+
+    A call sees the last two tokens of the text and what was drafted so far, so between two calls the tokens move up by
+    one. Tokens, noise and q are copied on the device; nothing is waited for.
+
+    Attributes:
+        calls: each call with its copies, to be given to the stream in this order.
+
+    Args:
+        cuda: the device.
+        stream: does the work.
+        inputs: the run's on the device, with :data:`PASTS`; a call's are the same memory.
+        outputs: the run's on the device, a row for each call.
+        made: a call's outputs on the device.
+    """
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        stream: Stream,
+        inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
+        made: Mapping[str, Tensor],
+    ) -> None:
+        self._cuda = cuda
+        self._stream = stream
+        self._inputs = inputs
+        self._outputs = outputs
+        self._made = made
+        self._enqueue: Enqueue = lambda: None
+        drafts = inputs[PASTS].shape[0]
+        self.calls: list[Enqueue] = [functools.partial(self._call, index) for index in range(drafts)]
+
+    @property
+    def arrays(self) -> dict[str, Tensor]:
+        """The inputs and outputs of a call."""
+        noise = self._inputs[tensors.UNIFORM]
+        first = Tensor(noise.address, noise.dtype, (1, 1))
+        return {**self._inputs, tensors.UNIFORM: first, **self._made}
+
+    def prepare(self, enqueue: Enqueue) -> None:
+        """Takes what runs the engine once over :attr:`arrays`."""
+        self._enqueue = enqueue
+
+    def _call(self, index: int) -> None:
+        if index:
+            tokens, noise = self._inputs[tensors.INPUT_IDS].address, self._inputs[tensors.UNIFORM].address
+            self._copy(tokens, tokens + _ID, _ID)
+            self._copy(tokens + _ID, self._made[tensors.DRAFT_TOKENS].address, _ID)
+            self._copy(noise, noise + index * _UNIFORM, _UNIFORM)
+            pasts = self._inputs[PASTS].address
+            self._copy(self._inputs[tensors.PAST_LENGTH].address, pasts + index * _ID, _ID)
+        self._enqueue()
+        for name, made in self._made.items():
+            self._copy(self._outputs[name].address + index * made.nbytes, made.address, made.nbytes)
+
+    def _copy(self, to: int, source: int, nbytes: int) -> None:
+        self._cuda.copy(to, source, nbytes, self._stream.handle)

@@ -1,0 +1,86 @@
+"""What the commands that decode text to learn from it have in common: their flags, and the text."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from specexport.contract.errors import RequestError
+from specexport.runtime import Engine
+
+
+def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the bundle, the text, and how much of it is decoded."""
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="text like that to come, but not what was trained on: text files, or .jsonl with a text a line",
+    )
+    parser.add_argument("--max-nodes", type=int, default=32, metavar="N", help="most tokens a step verifies")
+    parser.add_argument("--prompts", type=int, default=32, metavar="N", help="how many prompts to decode")
+    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of a prompt")
+    parser.add_argument("-n", "--max-tokens", type=int, default=96, help="tokens to generate for each")
+    parser.add_argument("--temperature", type=float, default=0.0, help="tune for sampling at this temperature")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    parser.add_argument("--dry-run", action="store_true", help="print what was found and change nothing")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+
+
+def require_counts(arguments: argparse.Namespace) -> None:
+    """Checks the numbers that say how much is measured.
+
+    Raises:
+        RequestError: one is too small; names the flag.
+    """
+    for flag, least in (("max_nodes", 2), ("prompts", 1), ("prompt_tokens", 2), ("max_tokens", 2)):
+        if getattr(arguments, flag) < least:
+            raise RequestError(f"--{flag.replace('_', '-')} is {getattr(arguments, flag)}; expected {least} or more")
+
+
+def read_prompts(engine: Engine, files: Sequence[Path], count: int, tokens: int) -> list[list[int]]:
+    """Prompts of at most so many tokens: each line of a ``.jsonl``, and windows of the text of other files.
+
+    Raises:
+        RequestError: a file is missing, is no text, or has a line without a text; names it.
+    """
+    limit = min(tokens, engine.manifest.max_seq_len // 2)
+    prompts: list[list[int]] = []
+    for path in files:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"{path}: {error}; expected a text file or .jsonl") from error
+        if path.suffix == ".jsonl":
+            prompts += [engine.encode(line)[:limit] for line in _lines(path, text)]
+        else:
+            ids = engine.encode(text) if text else []
+            prompts += [ids[start : start + limit] for start in range(0, max(1, len(ids) - limit), 2 * limit)]
+    prompts = [prompt for prompt in prompts if len(prompt) > 1]
+    if not prompts:
+        raise RequestError(f"{', '.join(map(str, files))}: no text of two tokens or more")
+    # Spread over all that was given.
+    step = max(1, len(prompts) // count)
+    return prompts[::step][:count]
+
+
+def _lines(path: Path, text: str) -> list[str]:
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append(msgspec.json.decode(line.encode(), type=_Line).text)
+        except msgspec.MsgspecError as error:
+            raise RequestError(f"{path}: line {number}: {error}; expected an object with a text") from error
+    return found
+
+
+class _Line(msgspec.Struct):
+    text: str
