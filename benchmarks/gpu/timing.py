@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specexport.contract import tensors
 from specexport.contract.engines import ComputedIn
 from specexport.runtime import Completion, Engine
@@ -82,16 +84,18 @@ class Watch:
 
 
 def step_milliseconds(graph: Graph, past: int, rounds: int = 50) -> float:
-    """The median time of a plain step, its inputs' and results' way included."""
-    graph.reserve(past + 1)
-    given = graph.inputs(1, 1)
+    """The median time of a plain step, padded where there is no narrower one, its inputs' and results' way included."""
+    width = graph.widths(1)[0]
+    graph.reserve(past + width)
+    given = graph.inputs(width, width)
+    given[tensors.TREE_MASK][0] = np.tri(width, dtype=np.bool_)
     given[tensors.INPUT_IDS][:] = 50
     given[tensors.POSITION_IDS][:] = past
     given[tensors.PAST_LENGTH][:] = past
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
-        graph.run(1, 1)
+        graph.run(width, width)
         times.append(time.perf_counter() - start)
     return 1e3 * statistics.median(times)
 
