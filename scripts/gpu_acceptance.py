@@ -40,6 +40,7 @@ from specexport.contract.errors import SpecExportError  # noqa: E402
 from specexport.runtime.cuda.api import Cuda, Device  # noqa: E402
 
 K = 4
+SAMPLES, QUICK_SAMPLES = 3000, 400
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def plan(args: argparse.Namespace, found: Found, device: Device, texts: list[str
 def _on_demo_models(
     args: argparse.Namespace, found: Found, device: Device, texts: list[str], lowering: str, compute: ComputedIn
 ) -> list[Work]:
-    samples = 400 if args.quick else 3000
+    samples = QUICK_SAMPLES if args.quick else SAMPLES
 
     def demo(name: str, **speculation: Any) -> Folder:
         def make() -> Path:

@@ -205,6 +205,8 @@ def test_one_table_of_every_library(
         return engines_run.folder if engines_run.folder.exists() else compiled(made(), engines_run.folder)
 
     monkeypatch.setattr(script, "compiled", engines)
+    monkeypatch.setattr(script, "copy_bandwidth", lambda _: 1e12)
+    monkeypatch.setattr(script, "QUICK_SAMPLES", 30)
     line = [
         "--quick",
         "--lowerings",
