@@ -21,7 +21,9 @@ from rich.table import Table
 
 from benchmarks.decode import machine
 from benchmarks.pair import bundle, inflated_pair
+from specexport.commands.build import Bars, build_progress
 from specexport.runtime import Engine, SamplingParams, Stream
+from specexport.runtime.measure import is_measured, measure_into
 
 MAX_SEQ_LEN = 512
 
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--k", type=int, default=4, help="draft tokens a request alone speculates")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--measure", action="store_true", help="measure the cost curve anew")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
 
 
@@ -72,6 +75,9 @@ def main(args: argparse.Namespace) -> int:
     measured: list[Point] = []
     for precision in args.precisions.split(","):
         folder = bundle(target, draft, args.work, precision, (args.k,), MAX_SEQ_LEN, 32)
+        if args.measure or not is_measured(folder, args.threads):
+            with build_progress(Console(stderr=True)) as progress:
+                measure_into(folder, threads=args.threads, progress=Bars(progress))
         # Every prompt is read each time: what a prefix cache saves is not what is asked here.
         with Engine.load(folder, threads=args.threads, check_hashes=False, prefix_cache=False) as engine:
             prompts = [engine.encode(json.loads(line)["text"])[: args.prompt_tokens] for line in lines]

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from specexport.contract.costs import CostCurve
 from specexport.contract.engines import Backend, Engine, ProgramGraph
 from specexport.contract.methods import DraftModel, MedusaDraft, Method, SelfDraft, method_name
 from specexport.contract.model import Count, LoweredAs, Model, Probability, Size, Strict
@@ -79,6 +80,7 @@ class Manifest(Strict, frozen=True):
         generation: sampling defaults.
         files: every file but this one.
         program: the step program's own graphs, for backends that keep a step on the device.
+        costs: what steps cost on the devices where that was measured; one a device.
     """
 
     format_version: int
@@ -96,6 +98,7 @@ class Manifest(Strict, frozen=True):
     generation: GenerationDefaults
     files: tuple[FileEntry, ...]
     program: tuple[ProgramGraph, ...] = ()
+    costs: tuple[CostCurve, ...] = ()
 
     @property
     def models(self) -> dict[str, Model]:
@@ -115,3 +118,7 @@ class Manifest(Strict, frozen=True):
     def method(self, name: str) -> Method | None:
         """The method of a name, if the bundle has it."""
         return next((method for method in self.methods if method_name(method) == name), None)
+
+    def curve(self, device: str) -> CostCurve | None:
+        """What was measured on a device, if it was."""
+        return next((curve for curve in self.costs if curve.device == device), None)

@@ -34,9 +34,13 @@ class _Method(Strict, frozen=True):
         """Why a tree is none that this method can fill; None for one that it can, as any is unless a method says so."""
         return None
 
+    def width(self, tree: TokenTree) -> int:
+        """T of a step that verifies a tree of this method's."""
+        return len(tree)
+
     def widths(self) -> tuple[int, ...]:
         """T of every step it may ask for, that of the default tree first."""
-        return tuple(len(tree) for tree in self.token_trees())
+        return tuple(self.width(tree) for tree in self.token_trees())
 
 
 class _Ranked(_Method, frozen=True):
@@ -232,9 +236,13 @@ class Lookahead(_Method, frozen=True, tag_field="name", tag="lookahead"):
             return f"{self.window_nodes + len(tree) - 1} nodes a step, at most {MAX_NODES} are verified"
         return None
 
+    def width(self, tree: TokenTree) -> int:
+        """See :class:`_Method`."""
+        return self.window_nodes + len(tree) - 1
+
     def widths(self) -> tuple[int, ...]:
         """See :class:`_Method`."""
-        return (*(self.window_nodes + len(tree) - 1 for tree in self.token_trees()), self.window_nodes)
+        return (*super().widths(), self.window_nodes)
 
 
 def guess_tree(guesses: int, ngram: int) -> TokenTree:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import itertools
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from specexport.contract.costs import Cost, CostCurve
 from specexport.contract.errors import BundleError, SpecExportError
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
 from specexport.contract.methods import DraftModel, Method, Ngram, UniversalDraft, method_name
@@ -23,6 +26,14 @@ _MAX_CACHE_BYTES = 1 << 40
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes ``specexport.json`` into a folder."""
     (folder / MANIFEST_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+
+
+def exchange_manifest(folder: Path, manifest: Manifest) -> None:
+    """Checks a manifest as a reader would, then puts it in the place of the old one."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.manifest-") as beside:
+        write_manifest(Path(beside), manifest)
+        read_manifest(Path(beside))
+        (Path(beside) / MANIFEST_NAME).replace(folder / MANIFEST_NAME)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -57,6 +68,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"{path}: not a valid manifest: {error}; build the bundle again") from error
     _check_references(path, manifest)
     _check_shapes(path, manifest)
+    for curve in manifest.costs:
+        _check_costs(path, manifest, curve)
     return manifest
 
 
@@ -137,6 +150,29 @@ def _check_batches(path: Path, role: str, points: Sequence[ShapePoint], manifest
         if absent:
             wanted = ShapePoint(min(absent)[0], tokens, min(absent)[1], rows, drafts)
             raise BundleError(f"{path}: the {role} has no shape point {wanted}; build the bundle again")
+
+
+def _check_costs(path: Path, manifest: Manifest, curve: CostCurve) -> None:
+    """A curve says what steps and every method cost, at every batch size from 1 to its largest."""
+    where = f"{path}: costs of {curve.device!r}"
+    batches = sorted({cost.batch for cost in curve.steps})
+    if tuple(batches) != manifest.batch_sizes[: len(batches)]:
+        raise BundleError(f"{where}: measured for batches of {batches}; expected {list(manifest.batch_sizes)}")
+    methods = sorted(one.method for one in curve.methods)
+    if methods != sorted(map(method_name, manifest.methods)):
+        raise BundleError(f"{where}: measured with the methods {methods}, which are not the bundle's; measure again")
+    if not any(cost.tokens == 1 for cost in curve.steps) or not all(cost.seconds for cost in curve.steps):
+        raise BundleError(f"{where}: no plain step was measured, or one that took no time; measure again")
+    caches = {cost.cache for cost in curve.steps}
+    for what, costs in (("steps", curve.steps), *((one.method, one.propose) for one in curve.methods)):
+        widths = {cost.tokens for cost in costs}
+        _require_grid(f"{where}: {what}", costs, itertools.product(batches, widths, caches))
+
+
+def _require_grid(where: str, costs: Sequence[Cost], expected: Iterable[tuple[int, int, int]]) -> None:
+    found = [(cost.batch, cost.tokens, cost.cache) for cost in costs]
+    if sorted(found) != sorted(expected):
+        raise BundleError(f"{where}: expected each batch size once at every width and cache size; measure again")
 
 
 def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:

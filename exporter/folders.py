@@ -9,9 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from specexport.contract.manifest import MANIFEST_NAME, Manifest
-from specexport.contract.reading import read_manifest, write_manifest
-
 
 @contextlib.contextmanager
 def written_beside(output: Path) -> Iterator[Path]:
@@ -33,14 +30,6 @@ def written_beside(output: Path) -> Iterator[Path]:
             folder.rename(output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def exchange_manifest(folder: Path, manifest: Manifest) -> None:
-    """Checks a manifest as a reader would, then puts it in the place of the old one."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.manifest-") as beside:
-        write_manifest(Path(beside), manifest)
-        read_manifest(Path(beside))
-        (Path(beside) / MANIFEST_NAME).replace(folder / MANIFEST_NAME)
 
 
 def _alive(pid: str) -> bool:

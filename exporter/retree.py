@@ -12,11 +12,10 @@ from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import DraftModel, Lookahead, MedusaDraft, Method, method_name
 from specexport.contract.model import Model, PointGraph
-from specexport.contract.reading import check_files, file_entry, read_manifest
+from specexport.contract.reading import check_files, exchange_manifest, file_entry, read_manifest
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter import static
-from specexport.exporter.folders import exchange_manifest
 
 
 def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:

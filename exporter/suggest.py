@@ -101,13 +101,13 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
         )
     )
     method = methods.lookahead("gpu" if device == "gpu" else "cpu", True, size)
-    window, ngram, guesses = method.window, method.ngram, (len(method.trees[0])) // (method.ngram - 1)
+    window, ngram, guesses = method.window, method.ngram, method.guesses
     made.append(
         Suggestion(
             "lookahead",
             f"W,N,G = {window},{ngram},{guesses}: {method.widths()[0]} nodes a step",
             "needs nothing but arithmetic to spare"
-            + ("; a CPU has little, so measure it" if device == "cpu" else ", which a GPU has at batch 1"),
+            + (", which a GPU has at batch 1" if device == "gpu" else "; a CPU has little, so run tune lookahead"),
             ("--lookahead", f"{window},{ngram},{guesses}") if device == "gpu" else (),
         )
     )

@@ -325,7 +325,7 @@ def _heads(
     heads = medusa or Path(method.source)
     if not heads.is_dir():
         raise _NotRunError(f"the Medusa heads it was built from are not there ({heads}); pass --medusa DIR")
-    with Engine.load(bundle.folder, check_hashes=False, backend="onnxruntime") as engine:
+    with Engine.load(bundle.folder, check_hashes=False, backend="onnxruntime", cost_curve=False) as engine:
         made = logits.head_proposals(engine, method_name(method), texts, _HEAD_STEPS)
     found = logits.compare_heads(checkpoint, heads, bundle.manifest, method, made)
     limits = logits.head_limits(bundle.manifest, method)
@@ -359,7 +359,7 @@ def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progre
     tokens = 0
     differences: list[_Difference] = []
     lengths: list[float] = []
-    with Engine.load(bundle.folder, check_hashes=False, backend="onnxruntime") as engine:
+    with Engine.load(bundle.folder, check_hashes=False, backend="onnxruntime", cost_curve=False) as engine:
         for index, (text, (method, size)) in enumerate(work):
             compared, found, length = _compare_decoding(engine, text, method, size, max_tokens)
             tokens += compared

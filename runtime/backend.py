@@ -103,6 +103,10 @@ class Backend(Protocol):
     def batches(self) -> bool:
         """Whether it runs several slots at once."""
 
+    @property
+    def device(self) -> str:
+        """What it runs on, by library and name, on the CPU with the number of threads: where a measurement holds."""
+
     def open(self, model: Model, slots: int, buffers: Buffers) -> Graph:
         """Loads a model's graph.
 

@@ -1,18 +1,30 @@
-"""How much each request of a batch may speculate: K shrinks as the batch fills."""
+"""How much each request of a batch may speculate: K shrinks as the batch fills, to 0 if need be."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import DraftModel, Lookup, method_name
+from specexport.contract.methods import DraftModel, Lookup, Method, method_name
+from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
+from specexport.runtime.costs import Costs
 from specexport.runtime.request import Request
-from specexport.runtime.step import ROOT, Speculation
+from specexport.runtime.step import ROOT, Outcome, Speculation
+
+MARGIN = 1.03
+"""By how much speculation must promise to be faster than plain decoding: a measured curve is not exact."""
+TRYING = 0.01
+"""The share of time that trying to speculate again may cost where it did not pay."""
+READING = 0.01
+"""The share beside it where a draft has to read what it missed first."""
 
 
 class Budget:
-    """Chooses the tree each request verifies in a step.
+    """Chooses the tree each request verifies in a step, by a rule.
 
     A request alone gets what it asked for. In a batch its share of a step is what its method's default tree, made for
     one, would be for each of them: so a step verifies hardly more tokens than the bundle was built to verify at once.
@@ -34,12 +46,294 @@ class Budget:
             # The last token of an output needs no draft.
             request.view.tree = ROOT if request.room <= 1 else self._share(request, len(requests))
 
+    def learn(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
+        """Takes in what the step did that the last :meth:`assign` was for; a rule learns nothing."""
+
     def _share(self, request: Request, others: int) -> TokenTree:
         method = request.view.method
         if method is None or others == 1:
             return request.tree
         nodes = min(self._tokens[method] // others, len(request.tree))
         return next((tree for tree in self._smaller[method] if len(tree) <= nodes), ROOT)
+
+
+class MeasuredBudget(Budget):
+    """Chooses the trees that are expected to commit most tokens a second on this device.
+
+    What is expected to be accepted comes from the request's own steps so far, and what a step costs from the bundle's
+    curve; no clock is read, so a request alone runs the same way every time. All slots of a step pay for the widest
+    tree among them, and those of one method for its largest: see :func:`best`.
+
+    Where a method is left out, its requests save up ``TRYING`` of the time, with a draft ``READING`` too, and spend it
+    on trying its smallest tree. What is accepted pays back, so that a try that succeeds is followed by the next.
+
+    Args:
+        manifest: the bundle's.
+        speculations: its ways to propose.
+        costs: of the device.
+        sizes: batch sizes of the engine, ascending.
+    """
+
+    def __init__(
+        self, manifest: Manifest, speculations: Mapping[str, Speculation], costs: Costs, sizes: Sequence[int]
+    ) -> None:
+        super().__init__(manifest, speculations)
+        self._costs = costs
+        self._sizes = sizes
+        self._chunk = manifest.prefill_chunk
+        points = [graph.point for graph in manifest.target.graph.points]
+        self._caches = sorted({point.cache for point in points})
+        self._widths = sorted({point.tokens for point in points if point.rows == point.tokens})
+        self._fits: dict[tuple[str, int], tuple[Fit, ...]] = {}
+        for method in manifest.methods:
+            name = method_name(method)
+            known = tuple(Fit.of(method, tree) for tree in self._smaller[name])
+            for fit in known:
+                within = tuple(other for other in known if len(other.tree) <= len(fit.tree))
+                self._fits[name, len(fit.tree)] = within
+        self._chosen: dict[Request, Fit] = {}
+        self._idle: list[_Idle] = []
+
+    def assign(self, requests: Sequence[Request]) -> None:
+        """See :class:`Budget`."""
+        self._chosen, self._idle = {}, []
+        groups: dict[str, list[Request]] = {}
+        for request in requests:
+            # The last token of an output needs no draft.
+            if request.view.method is not None and len(request.tree) > 1 and request.room > 1:
+                groups.setdefault(request.view.method, []).append(request)
+        if groups:
+            self._choose(groups, requests)
+        for request in requests:
+            fit = self._chosen.get(request)
+            request.view.tree = ROOT if fit is None else fit.tree
+
+    def _choose(self, groups: Mapping[str, list[Request]], requests: Sequence[Request]) -> None:
+        rows = max(len(request.view.tokens) for request in requests)
+        cache = self._caches[min(bisect_left(self._caches, rows), len(self._caches) - 1)]
+        batch = self._batch(requests)
+
+        def verify(width: int) -> float:
+            at = min(bisect_left(self._widths, width), len(self._widths) - 1)
+            return self._costs.step(batch, self._widths[at], cache)
+
+        names = list(groups)
+        picks = best([self._options(name, groups[name], cache) for name in names], len(requests), verify)
+        width = max((pick.width for pick in picks if pick is not None), default=1)
+        for name, pick in zip(names, picks, strict=True):
+            if pick is not None:
+                self._chosen |= pick.fits
+            else:
+                self._idle.append(self._idling(name, groups[name], width, cache, len(requests), verify))
+        tried = next((idle for idle in self._idle if idle.affordable), None)
+        if tried is not None:
+            tried.trying = True
+            self._chosen |= tried.fits
+
+    def _options(self, name: str, members: Sequence[Request], cache: int) -> list[Option]:
+        """What a method may do in a step: one option for each limit on the width of its trees."""
+        promised = [(request, [(_gain(request, fit), fit) for fit in self._within(request)]) for request in members]
+        found = []
+        for width in sorted({fit.width for _, known in promised for _, fit in known}):
+            fits: dict[Request, Fit] = {}
+            total = 0.0
+            for request, known in promised:
+                # Of trees that promise the same the largest, which comes first.
+                gain, fit = max(
+                    (pair for pair in known if pair[1].width <= width), key=lambda pair: pair[0], default=(0.0, None)
+                )
+                if fit is not None:
+                    fits[request] = fit
+                    total += gain
+            found.append(Option(width, total, self._propose(name, fits, cache), fits))
+        return found
+
+    def _idling(
+        self,
+        name: str,
+        members: list[Request],
+        width: int,
+        cache: int,
+        running: int,
+        verify: Callable[[int], float],
+    ) -> _Idle:
+        """What it takes to try a method that was left out of a step of some width."""
+        read = self._costs.read(name)
+        # A draft reads what it has missed, so one request tries it at a time.
+        trying = [max(members, key=lambda request: request.history.unread)] if read else members
+        fits = {request: self._within(request)[-1] for request in trying}
+        chunks = math.ceil(trying[0].history.unread / self._chunk)
+        wider = max(width, *(fit.width for fit in fits.values()))
+        cost = verify(wider) - verify(width) + self._propose(name, fits, cache) + read * chunks
+        share = TRYING + (READING if read else 0.0)
+        return _Idle(members, fits, cost, read, verify(1) / running, share * verify(width) / running)
+
+    def _within(self, request: Request) -> tuple[Fit, ...]:
+        """The trees a request may verify, those of at most the size it asked for, the largest first."""
+        assert request.view.method is not None
+        return self._fits[request.view.method, len(request.tree)]
+
+    def _batch(self, requests: Sequence[Request]) -> int:
+        return len(window([request.view.slot for request in requests], self._sizes))
+
+    def _propose(self, name: str, fits: Mapping[Request, Fit], cache: int) -> float:
+        nodes = max(len(fit.tree) for fit in fits.values())
+        return self._costs.propose(name, self._batch(list(fits)), nodes, cache)
+
+    def learn(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
+        """See :class:`Budget`."""
+        made = dict(zip(requests, outcomes, strict=True))
+        for request, outcome in made.items():
+            fit, history = self._chosen.get(request), request.history
+            if fit is None:
+                history.unread += len(outcome.tokens)
+            elif outcome.drafted or fit.windowed:
+                history.acceptance(fit.alike).learn(outcome.depth or fit.depth, outcome.accepted)
+                history.unread = 0
+            else:
+                history.unread = max(0, history.unread - self._chunk) + len(outcome.tokens)
+        for idle in self._idle:
+            idle.settle(made)
+
+
+def open_budget(
+    manifest: Manifest, speculations: Mapping[str, Speculation], device: str | None, sizes: Sequence[int]
+) -> Budget:
+    """What chooses for an engine: the curve of its device, or the rule where there is none.
+
+    Args:
+        manifest: the bundle's.
+        speculations: its ways to propose.
+        device: what the engine runs on, as backends name it; None for the rule in any case.
+        sizes: batch sizes of the engine, ascending.
+    """
+    curve = manifest.curve(device) if device is not None else None
+    if curve is None or max(cost.batch for cost in curve.steps) < sizes[-1]:
+        return Budget(manifest, speculations)
+    return MeasuredBudget(manifest, speculations, Costs(curve), sizes)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A tree that a request may verify.
+
+    Attributes:
+        tree: the tree.
+        width: T of a step that verifies it.
+        depth: its longest path.
+        alike: the same for trees whose draft tokens are accepted alike: chains, whatever their length.
+        windowed: whether such a step is wide even where nothing was proposed.
+    """
+
+    tree: TokenTree
+    width: int
+    depth: int
+    alike: int
+    windowed: bool
+
+    @classmethod
+    def of(cls, method: Method, tree: TokenTree) -> Fit:
+        """A tree of a method."""
+        width = method.width(tree)
+        return cls(tree, width, tree.depth, 0 if tree.is_chain else len(tree), width > len(tree))
+
+
+@dataclass(frozen=True)
+class Option:
+    """What one method may do in a step.
+
+    Attributes:
+        width: T of the widest of its trees at most.
+        gain: draft tokens that are expected to be accepted.
+        seconds: of proposing.
+        fits: the trees of its requests.
+    """
+
+    width: int
+    gain: float
+    seconds: float
+    fits: Mapping[Request, Fit]
+
+
+def best(
+    options: Sequence[Sequence[Option]], requests: int, verify: Callable[[int], float]
+) -> tuple[Option | None, ...]:
+    """The choice of at most one option of each method that is expected to commit most tokens a second.
+
+    At a width of the step the rate is (requests + sum of gains) / (verify + sum of seconds), and the best choice is
+    found as ratios are maximised (Dinkelbach 1967): a method's best option at a rate is the one of largest gain less
+    rate times seconds, whatever the other methods do, and the rate of that choice is the next to try.
+
+    Args:
+        options: of each method.
+        requests: each of which commits one token in any case.
+        verify: seconds of a step of some width, without proposing.
+
+    Returns:
+        An option or None for each method; None for all unless the best is faster than plain decoding by ``MARGIN``.
+    """
+    rate = MARGIN * requests / verify(1)
+    chosen: tuple[Option | None, ...] = (None,) * len(options)
+    for width in sorted({option.width for known in options for option in known}):
+        seconds = verify(width)
+        while True:
+            picks = tuple(_pick([one for one in known if one.width <= width], rate) for known in options)
+            taken = [pick for pick in picks if pick is not None]
+            tokens = requests + sum(pick.gain for pick in taken)
+            found = tokens / (seconds + sum(pick.seconds for pick in taken))
+            if found <= rate * (1 + 1e-12):
+                break
+            rate, chosen = found, picks
+    return chosen
+
+
+def _pick(options: Sequence[Option], rate: float) -> Option | None:
+    most = max(options, key=lambda one: one.gain - rate * one.seconds, default=None)
+    return most if most is not None and most.gain > rate * most.seconds else None
+
+
+def _gain(request: Request, fit: Fit) -> float:
+    """Draft tokens of a tree that are expected to be accepted; what is beyond the output's end is none."""
+    return min(request.history.acceptance(fit.alike).expected(fit.depth), request.room - 1.0)
+
+
+@dataclass
+class _Idle:
+    """A method that a step leaves out.
+
+    Attributes:
+        requests: its own.
+        fits: what they would try.
+        cost: seconds that this would add to the step, reading included.
+        read: seconds of a chunk that its draft is behind in.
+        token: seconds that a token takes in plain decoding.
+        income: seconds that each of its requests saves up in the step.
+        trying: whether the step tries it nevertheless.
+    """
+
+    requests: Sequence[Request]
+    fits: Mapping[Request, Fit]
+    cost: float
+    read: float
+    token: float
+    income: float
+    trying: bool = field(default=False)
+
+    @property
+    def affordable(self) -> bool:
+        """Whether its requests have saved up what a try costs."""
+        return sum(request.history.credit for request in self.requests) >= self.cost
+
+    def settle(self, made: Mapping[Request, Outcome]) -> None:
+        """Takes what a try cost from what was saved up, gives back what it was worth, and saves up for the next."""
+        spent = 0.0
+        if self.trying:
+            verified = any(made[request].drafted or fit.windowed for request, fit in self.fits.items())
+            accepted = sum(made[request].accepted for request in self.fits)
+            spent = (self.cost if verified else self.read) - accepted * self.token
+        for request in self.requests:
+            saved = request.history.credit + self.income - spent / len(self.requests)
+            request.history.credit = min(saved, self.cost / len(self.requests))
 
 
 def smaller_trees(manifest: Manifest, name: str) -> tuple[TokenTree, ...]:
@@ -58,6 +352,7 @@ def smaller_trees(manifest: Manifest, name: str) -> tuple[TokenTree, ...]:
         for graph in manifest.target.graph.points:
             nodes = graph.point.tokens
             known = drafted is None or nodes - 1 in drafted
-            if graph.point.rows == nodes and 1 < nodes <= deepest + 1 and known:
+            fits = graph.point.rows == nodes and 1 < nodes <= deepest + 1 and known
+            if fits and method.misfit(TokenTree.chain(nodes)) is None:
                 trees.setdefault(nodes, TokenTree.chain(nodes))
     return tuple(tree for _, tree in sorted(trees.items(), reverse=True))

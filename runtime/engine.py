@@ -14,7 +14,7 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import HYPOTHESIS, Drafted, method_name
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, Graph, open_backend, step_buffers
-from specexport.runtime.budget import Budget
+from specexport.runtime.budget import Budget, open_budget
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt, encoded
@@ -55,6 +55,7 @@ class Engine:
         target: Graph,
         speculations: Mapping[str, Speculation],
         prefix_cache: bool = True,
+        cost_curve: bool = True,
     ) -> None:
         self.manifest: Manifest = bundle.manifest
         self.tokenizer = bundle.tokenizer()
@@ -67,9 +68,10 @@ class Engine:
         self.slots = target.sizes[-1]
         self.speculations = dict(speculations)
         program = backend.program(target, self.speculations)
-        self._scheduler = Scheduler(program, Budget(self.manifest, self.speculations), prefix_cache)
+        self._warm_up(Scheduler(program, Budget(self.manifest, self.speculations), prefix_cache=False))
+        budget = open_budget(self.manifest, self.speculations, backend.device if cost_curve else None, target.sizes)
+        self._scheduler = Scheduler(program, budget, prefix_cache)
         self._closed = False
-        self._warm_up()
 
     @classmethod
     def load(
@@ -81,6 +83,7 @@ class Engine:
         suffix_store_tokens: int = 0,
         max_batch_size: int | None = None,
         prefix_cache: bool = True,
+        cost_curve: bool = True,
         backend: str | None = None,
         gpu_memory_utilization: float = DEFAULT_UTILIZATION,
     ) -> Engine:
@@ -95,6 +98,9 @@ class Engine:
             max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest,
                 on a GPU for 1, as nothing there runs more yet.
             prefix_cache: a prompt that begins like a text the cache still holds is read from where they part.
+            cost_curve: choose how much each step speculates by what steps cost on this device, if the bundle knows it
+                (``specexport tune batch``). A request's ``num_speculative_tokens`` is then the most it gets; otherwise,
+                alone, it is what it gets.
             backend: what runs it, one of ``runtime.backend.BACKENDS``; None for what it was built for.
             gpu_memory_utilization: for GPU backends, the part of the device's memory that may be in use once the bundle
                 is loaded, other programs' included.
@@ -128,7 +134,7 @@ class Engine:
                 )
                 for method in manifest.methods
             }
-            return cls(opened, running, target, speculations, prefix_cache)
+            return cls(opened, running, target, speculations, prefix_cache, cost_curve)
         except BaseException:
             running.close()
             raise
@@ -346,11 +352,11 @@ class Engine:
             )
         )
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, scheduler: Scheduler) -> None:
         """Runs a plain step and one of each method, so that the first request does not pay for buffers and pages."""
         # Repeats, so that there is something to look up; long enough for the longest chain.
         start = self.encode([0] * max(2, min(_WARM_UP_TOKENS, self.manifest.max_seq_len - 2)))
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         for method, tree in ((None, ROOT), *(self._choose(name, None) for name in self.speculations)):
-            for _ in Stream(self._scheduler, self._request(list(start), params, method, tree, start)):
+            for _ in Stream(scheduler, self._request(list(start), params, method, tree, start)):
                 pass

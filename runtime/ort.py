@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,16 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cpu_name() -> str:
+    """The processor, as Linux names it, elsewhere at least its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
 def open_session(path: Path, threads: int, lowering: LoweredAs, weights: StoredAs) -> Any:
     """An ``onnxruntime.InferenceSession`` over a master graph on the CPU, with the options the engine runs it with.
 
@@ -100,6 +111,11 @@ class OnnxRuntimeBackend:
     def __init__(self, bundle: Bundle, threads: int | None) -> None:
         self._bundle = bundle
         self._threads = threads or available_cores()
+
+    @property
+    def device(self) -> str:
+        """See :class:`~specexport.runtime.backend.Backend`."""
+        return f"onnxruntime, {cpu_name()}, {self._threads} thread" + ("s" if self._threads != 1 else "")
 
     def open(self, model: Model, slots: int, buffers: Buffers) -> OnnxRuntimeGraph:
         """See :class:`~specexport.runtime.backend.Backend`."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from specexport.runtime.acceptance import History
 from specexport.runtime.logprobs import TokenLogprobs
 from specexport.runtime.proposers import SlotView
 from specexport.runtime.stats import Stats
@@ -45,8 +46,9 @@ class Request:
 
     Attributes:
         view: see above.
-        tree: the tree it asks to be verified; in a batch a step may verify a smaller one.
+        tree: the tree it asks to be verified; a step may verify a smaller one.
         stats: its counters.
+        history: what speculating brought it so far.
         room: tokens it may still generate.
         read: whether its prompt is read, so that steps may begin.
         began: the scheduler's clock when it joined.
@@ -68,6 +70,7 @@ class Request:
         self.view = view
         self.tree = view.tree
         self.stats = Stats(prompt_tokens=view.prompt)
+        self.history = History(unread=view.prompt)
         self.room = room
         self.read = False
         self.began = 0.0

@@ -217,7 +217,11 @@ class Scheduler:
         start = time.perf_counter()
         if request.stats.prefill == 0.0:
             request.stats.cached_tokens = self._slots.begin(request.view.slot)
+        # A draft need not read what it will not be asked to go on with.
+        self._budget.assign(self._running)
         request.read = not self._program.prefill(request.view)
+        if request.read and len(request.view.tree) > 1:
+            request.history.unread = 0
         seconds = time.perf_counter() - start
         request.stats.prefill += seconds
         for other in stalled:
@@ -228,6 +232,7 @@ class Scheduler:
         start = time.perf_counter()
         self._budget.assign(requests)
         step = self._program.step([request.view for request in requests])
+        self._budget.learn(requests, step.outcomes)
         made = [(request, _take(request, outcome)) for request, outcome in zip(requests, step.outcomes, strict=True)]
         now, total = self._clock(), time.perf_counter() - start
         for request, chunk in made:

@@ -93,7 +93,10 @@ class StepProgram(Protocol):
         """How many tokens of the text last in a slot its cache holds."""
 
     def prefill(self, sequence: SlotView) -> bool:
-        """Reads up to one chunk of a prompt beyond what the slot's cache holds; whether there is more to read."""
+        """Reads up to one chunk of a prompt beyond what the slot's cache holds; whether there is more to read.
+
+        A proposer reads it after the target, if the sequence has a tree to fill.
+        """
 
     def step(self, sequences: Sequence[SlotView]) -> Step:
         """Proposes, verifies, accepts and commits for slots whose prompts are read; adds nothing to their texts."""
@@ -168,6 +171,9 @@ class HostProgram:
                 asked.setdefault(one.method, []).append(one)
         made: dict[int, Proposal] = {}
         for name, members in asked.items():
+            # Alone it stalls nobody, and what it proposes must not depend on how much a cache held already.
+            while len(sequences) == 1 and self._proposer(name).prefill(members[0]):
+                pass
             made |= self._proposer(name).propose(members)
         return made
 
@@ -220,6 +226,7 @@ class HostProgram:
     def prefill(self, sequence: SlotView) -> bool:
         """See :class:`StepProgram`; the target reads first, all but the last token, which is the first step's root."""
         slot, tokens, chunk = sequence.slot, sequence.tokens, self._chunk
+        proposing = sequence.method if len(sequence.tree) > 1 else None
         done = self._target.filled(slot)
         part = tokens[done : min(done + chunk, len(tokens) - 1)]
         if part:
@@ -234,8 +241,8 @@ class HostProgram:
             self._target.commit(slot, done, range(len(part)))
             if sequence.method is not None:
                 self._proposer(sequence.method).observe(slot, {name: array[0] for name, array in made.items()}, 0)
-            return done + len(part) < len(tokens) - 1 or sequence.method is not None
-        return sequence.method is not None and self._proposer(sequence.method).prefill(sequence)
+            return done + len(part) < len(tokens) - 1 or proposing is not None
+        return proposing is not None and self._proposer(proposing).prefill(sequence)
 
     def move(self, source: int, to: int, method: str | None) -> None:
         """See :class:`StepProgram`."""

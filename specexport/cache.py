@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,19 @@ def cached_bundle(options: Mapping[str, Any], build: Callable[[dict[str, Any], P
     key = _digest({"specexport": __version__, "format": FORMAT_VERSION, "options": content})
     bundle = root / "bundles" / f"{Path(str(options['target'])).name}-{key[:16]}"
     if not (bundle / MANIFEST_NAME).is_file():
-        # Imported here: what runs a bundle that is built already does without.
-        from filelock import FileLock
-
         bundle.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(bundle.parent / f".{bundle.name}.lock"):
+        with locked(bundle):
             if not (bundle / MANIFEST_NAME).is_file():
                 build(dict(options), bundle)
     return bundle
+
+
+def locked(bundle: Path) -> AbstractContextManager[object]:
+    """Held by the one process that writes a bundle of the cache."""
+    # Imported here: what runs a bundle that is built already does without.
+    from filelock import FileLock
+
+    return FileLock(bundle.parent / f".{bundle.name}.lock")
 
 
 def _content(folder: Path, known: Path) -> dict[str, str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from specexport.cache import cached_bundle
+from specexport.cache import cached_bundle, locked
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.runtime import Engine, SamplingParams, Stream
@@ -67,29 +68,15 @@ class Frontend:
         seed: int | None = None,
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float | None = None,
+        backend: str | None = None,
         threads: int | None = None,
+        measure: bool | None = None,
         check_hashes: bool = True,
         **build: Any,
     ) -> Frontend:
         """Opens a bundle, or builds one of a model into the cache if it is not there yet.
 
-        Args:
-            model: a Hugging Face folder or hub id; or a bundle.
-            bundle: a folder made by ``specexport build``.
-            speculative_config: see :class:`~specexport.speculative.SpeculativeConfig`. None decodes a model plainly and
-                a bundle by its default method.
-            max_model_len: most tokens of prompt and output; None for what the model or the bundle can.
-            seed: see :class:`Frontend`.
-            tensor_parallel_size: 1; a model is not split over devices.
-            gpu_memory_utilization: share of a GPU's memory that may be taken, in (0, 1]. Bundles for the CPU take none.
-            threads: CPU threads; None for every core.
-            check_hashes: compare the bundle's files with its manifest.
-            build: further fields of ``BuildOptions`` (``precision``, ``draft_precision``, ...), with a model only.
-
-        Raises:
-            BuildError: an option is wrong, or the build fails.
-            BundleError: the bundle is incomplete, altered or too new.
-            BackendError: its backend is not installed or refuses a graph.
+        Arguments and errors are those of :class:`~specexport.llm.LLM`.
         """
         if (model is None) == (bundle is None):
             raise BuildError(f"model is {model!r} and bundle is {bundle!r}; give one of them")
@@ -109,11 +96,14 @@ class Frontend:
             folder = Path(bundle)
             chosen = Choice(**choice(config)) if config is not None else chosen
         else:
-            folder = _built(str(model), config, max_model_len, build)
+            folder = _built(str(model), config, max_model_len, backend, build)
+        if measure or (measure is None and model is not None and config is not None):
+            _measure(folder, threads, backend, shared=model is not None)
         engine = Engine.load(
             folder,
             threads=threads,
             check_hashes=check_hashes,
+            backend=backend,
             gpu_memory_utilization=gpu_memory_utilization or DEFAULT_UTILIZATION,
         )
         most = engine.manifest.max_seq_len
@@ -193,10 +183,18 @@ class Frontend:
         return int(np.random.SeedSequence([self.seed, next(self._count)]).generate_state(1)[0])
 
 
-def _built(model: str, config: SpeculativeConfig | None, max_model_len: int | None, build: dict[str, Any]) -> Path:
-    options = {"target": model, **(build_options(config) if config is not None else {})}
+def _built(
+    model: str,
+    config: SpeculativeConfig | None,
+    max_model_len: int | None,
+    backend: str | None,
+    build: dict[str, Any],
+) -> Path:
+    options: dict[str, Any] = {"target": model, **(build_options(config) if config is not None else {})}
     if max_model_len is not None:
         options["max_seq_len"] = max_model_len
+    if backend in ("tensorrt", "tensorrt-rtx"):  # the others run any bundle
+        options["backend"] = backend
     doubled = next((name for name in build if name in options), None)
     if doubled is not None:
         raise BuildError(f"{doubled} was given beside what says it already; leave it out")
@@ -210,10 +208,35 @@ def _build(options: dict[str, Any], output: Path) -> None:
 
     module = exporter()
     try:
-        wanted = module.BuildOptions(output=output, **options)
+        wanted = module.BuildOptions(output=output, engines=_engines(options.get("backend")), **options)
     except TypeError as error:
         raise BuildError(f"{str(error).rpartition(') ')[2] or error}") from error
     console = Console(stderr=True)
     console.print(f"building {output}")
     with build_progress(console) as progress:
         module.build(wanted, Bars(progress))
+
+
+def _engines(backend: str | None) -> Any:
+    """How to compile a bundle's graphs, for a backend that runs engines."""
+    if backend is None:
+        return None
+    from specexport.exporter.engines.options import EngineOptions
+
+    return EngineOptions(runtime=cast(Any, backend))
+
+
+def _measure(folder: Path, threads: int | None, backend: str | None, *, shared: bool) -> None:
+    """Measures a bundle on this device, if nobody has; of the processes that share a cache one does."""
+    from specexport.runtime.measure import is_measured, measure_into
+
+    if is_measured(folder, threads, backend):
+        return
+    from rich.console import Console
+
+    from specexport.commands.build import Bars, build_progress
+
+    with locked(folder) if shared else nullcontext():
+        if not is_measured(folder, threads, backend):
+            with build_progress(Console(stderr=True)) as progress:
+                measure_into(folder, threads=threads, backend=backend, progress=Bars(progress))

@@ -42,8 +42,12 @@ class LLM:
         max_model_len: most tokens of prompt and output together.
         seed: makes requests without a seed of their own reproducible, by their order; None draws fresh ones.
         tensor_parallel_size: 1; a model is not split over devices.
-        gpu_memory_utilization: share of a GPU's memory that may be taken. Bundles for the CPU take none.
+        gpu_memory_utilization: share of a GPU's memory that may be taken, in (0, 1]. Bundles for the CPU take none.
+        backend: what runs it, one of ``runtime.backend.BACKENDS``; None for what the bundle was built for.
         threads: CPU threads; None for every core.
+        measure: time steps and proposals on this device if the bundle does not know them yet, a minute at most as a
+            rule, so that batches speculate as much as pays (``specexport tune batch``). None does it for models that
+            speculate, in the cache, and leaves bundles as they are.
         check_hashes: compare a bundle's files with its manifest.
         build: with a model, further options of the build: ``precision``, ``draft_precision``, ``lowering``, ...
 
@@ -63,7 +67,9 @@ class LLM:
         seed: int | None = None,
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float | None = None,
+        backend: str | None = None,
         threads: int | None = None,
+        measure: bool | None = None,
         check_hashes: bool = True,
         **build: Any,
     ) -> None:
@@ -75,7 +81,9 @@ class LLM:
             seed=seed,
             tensor_parallel_size=tensor_parallel_size,
             gpu_memory_utilization=gpu_memory_utilization,
+            backend=backend,
             threads=threads,
+            measure=measure,
             check_hashes=check_hashes,
             **build,
         )

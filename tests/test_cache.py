@@ -146,13 +146,17 @@ def test_llm_builds_speculates_and_finds_it_again(
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     texts = []
     for _ in range(2):
-        with LLM(str(target), speculative_config=config, max_model_len=48, threads=1) as llm:
+        with LLM(str(target), speculative_config=config, max_model_len=48, threads=1, measure=False) as llm:
             (output,) = llm.generate([5, 6, 5, 6, 5], params, use_tqdm=False)
             assert output.outputs[0].metrics.drafted > 0
             texts.append(output.outputs[0].token_ids)
+    with LLM(str(target), speculative_config=config, max_model_len=48, threads=1) as measured:
+        (curve,) = measured._frontend.engine.manifest.costs
+        assert curve.device.endswith("1 thread")
+        texts.append(measured.generate([5, 6, 5, 6, 5], params, use_tqdm=False)[0].outputs[0].token_ids)
     with LLM(str(target), max_model_len=48, threads=1) as plain:
         texts.append(plain.generate([5, 6, 5, 6, 5], params, use_tqdm=False)[0].outputs[0].token_ids)
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
     assert len([folder for folder in (cache / "bundles").iterdir() if folder.is_dir()]) == 2
     assert capsys.readouterr().err.count("building ") == 2
 

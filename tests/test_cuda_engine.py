@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specexport.contract.errors import BackendError, RequestError
-from specexport.runtime import Engine, SamplingParams
+from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
 from specexport.runtime.cuda import api, ort
 from tests.cuda_stand_in import StandIn
 from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu
@@ -53,6 +54,16 @@ def test_says_what_the_cpu_says(
                     assert ours.token_ids == theirs.token_ids
                     assert (ours.stats.steps, ours.stats.accepted) == (theirs.stats.steps, theirs.stats.accepted)
                     assert ours.stats.execution == "graph per engine"
+
+
+def test_reads_embeddings(bundle: Callable[[str], Path], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+    """They go to the device like every other input, at every shape; tokens that come after them are read again."""
+    rows = np.random.default_rng(0).standard_normal((70, 64))
+    prompts: list[Any] = [EmbedsPrompt(rows[:1]), EmbedsPrompt([[5, 6], rows, [7]]), [5, 6, 7]]
+    with _load(bundle("granite-embeds")) as there:
+        for prompt in prompts:
+            ours, theirs = there.generate(prompt, GREEDY), engine("granite-embeds").generate(prompt, GREEDY)
+            assert (ours.token_ids, ours.stats.accepted) == (theirs.token_ids, theirs.stats.accepted)
 
 
 def test_loop_neither_allocates_nor_waits_but_for_its_results(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specexport import LLM
+from specexport import LLM, AsyncEngine
 from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
 from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
@@ -174,6 +176,32 @@ def test_llm(bundle: Callable[[str], Path], engine: Engines) -> None:
         assert (made.outputs[0].token_ids, made.prompt_token_ids) == (expected, (-1, -1, -1, -1, -1, 5))
         with pytest.raises(RequestError, match="prompt 0: prompt_embeds: part 0 is float64"):
             llm.generate({"prompt_embeds": given[0]}, GREEDY, use_tqdm=False)
+
+
+def test_run(
+    bundle: Callable[[str], Path], engine: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, folder, file = rows(5), str(bundle(NAME)), tmp_path / "sound.npy"
+    np.save(file, given)
+    words = ["run", folder, "--prompt-embeds", str(file), "-n", "24", "--temperature", "0", "--json"]
+    for more, parts in (([], [given]), (["-p", " one two"], [given, " one two"])):
+        assert main([*words, *more]) == 0
+        assert tuple(json.loads(capsys.readouterr().out)["token_ids"]) == (
+            engine(NAME).generate(EmbedsPrompt(parts), GREEDY).token_ids
+        )
+    np.save(file, np.array([object()]), allow_pickle=True)
+    for at, reason in ((file, "sound.npy: cannot be read as an array"), (tmp_path / "none.npy", "none.npy: cannot be")):
+        assert main(["run", folder, "--prompt-embeds", str(at)]) == 1
+        assert reason in capsys.readouterr().err
+
+
+def test_async_engine(bundle: Callable[[str], Path], engine: Engines) -> None:
+    async def said() -> list[int]:
+        async with AsyncEngine.open(bundle=bundle(NAME), threads=1) as serving:
+            return [token async for chunk in serving.generate(text, GREEDY) for token in chunk.token_ids]
+
+    text = EmbedsPrompt([[5], rows(3)])
+    assert tuple(asyncio.run(said())) == engine(NAME).generate(text, GREEDY).token_ids
 
 
 @pytest.mark.exporter

@@ -34,7 +34,7 @@ def quiet(*_: object) -> None:
 @pytest.fixture(scope="module")
 def wide(bundle: Bundles) -> Any:
     """An engine that runs steps of any width up to 60."""
-    with Engine.load(any_widths(Bundle.open(bundle(NAME)), 60), threads=1) as engine:
+    with Engine.load(any_widths(Bundle.open(bundle(NAME)), 60), threads=1, cost_curve=False) as engine:
         yield engine
 
 

@@ -13,7 +13,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import DraftModel, Medusa, MedusaDraft, Method, SelfDraft
 from specexport.contract.model import Model, StoredAs
-from specexport.contract.reading import check_files, file_entry, read_manifest
+from specexport.contract.reading import check_files, exchange_manifest, file_entry, read_manifest
 from specexport.exporter.engines.compiler import EngineReport, compile_graph
 from specexport.exporter.engines.library import Library, load_library
 from specexport.exporter.engines.options import (
@@ -25,7 +25,6 @@ from specexport.exporter.engines.options import (
 )
 from specexport.exporter.engines.profiles import Job, model_jobs, program_jobs
 from specexport.exporter.engines.source import write_source
-from specexport.exporter.folders import exchange_manifest
 
 Progress = Callable[[str, int, int], None]
 """Called with a step's name, how much of it is done, and how much there is in all."""

@@ -81,6 +81,11 @@ class CudaBackend:
         return min((graph.execution for graph in self.graphs), key=_WORST_FIRST.index, default="plain")
 
     @property
+    def device(self) -> str:
+        """See :class:`~specexport.runtime.backend.Backend`."""
+        return f"{self._library.name}, {self.cuda.device}"
+
+    @property
     def fallback(self) -> str:
         """See :class:`~specexport.runtime.backend.Backend`."""
         reasons = [graph.fallback for graph in self.graphs]

@@ -22,6 +22,10 @@ from specexport.runtime.cuda.trt import EngineExecutor, choose, import_tensorrt
 class Library(Protocol):
     """A library on a device, with a bundle to run."""
 
+    @property
+    def name(self) -> str:
+        """Its name as a backend."""
+
     def model(self, model: Model) -> Executor:
         """What runs a model's graph.
 
@@ -49,6 +53,7 @@ class OnnxRuntimeLibrary:
         budget: what may be used of the device.
     """
 
+    name = "onnxruntime-cuda"
     without_program = "onnxruntime captures its own runs, and what it captured cannot be part of a larger graph"
 
     def __init__(self, bundle: Bundle, cuda: Cuda, stream: Stream, budget: Budget) -> None:
@@ -82,6 +87,7 @@ class EngineLibrary:
         self._stream = stream
         self._budget = budget
         self._runtime = runtime
+        self.name: str = runtime
         self.without_program = ""
 
     def model(self, model: Model) -> EngineExecutor:

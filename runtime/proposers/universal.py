@@ -83,6 +83,11 @@ class UniversalDraftProposer(Proposer):
                 made[slot] = Proposal(taken, tree, None, taken[:, None])
         return made
 
+    def prefill(self, sequence: SlotView) -> bool:
+        """See :class:`Proposer`."""
+        view = self._translated(sequence)
+        return view is not None and self._drafter.prefill(view)
+
     def _translated(self, sequence: SlotView) -> SlotView | None:
         """What the draft sees of a slot; None where there is nothing it could go on with."""
         text = self._texts.setdefault(sequence.slot, _Text(TextStream(self._target)))

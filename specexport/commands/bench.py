@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, flag)
         if value is not None and value < least:
             raise RequestError(f"--{flag.replace('_', '-')} is {value}; expected {least} or more")
-    with Engine.load(arguments.bundle, threads=arguments.threads) as engine:
+    with Engine.load(arguments.bundle, threads=arguments.threads, cost_curve=False) as engine:
         built = list(map(method_name, engine.manifest.methods))
         if not built:
             raise RequestError(f"{arguments.bundle}: built without a way to speculate; there is nothing to compare")

@@ -126,6 +126,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_engine_arguments(parser)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="then time its steps on this machine, so that batches speculate as much as pays here (tune batch)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
 
 
@@ -215,6 +220,10 @@ def main(arguments: argparse.Namespace) -> int:
     reports: list[CompileReport] = []
     with build_progress(console) as progress:
         module.build(options, Bars(progress), reports.append)
+        if arguments.measure:
+            from specexport.runtime.measure import measure_into
+
+            measure_into(arguments.output, progress=Bars(progress))
     for report in reports:
         Console().print(render(report))
     Console().print(summary(arguments.output, read_manifest(arguments.output)))

@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from specexport.contract.errors import RequestError
-from specexport.runtime import Engine, Stats, Stream
+from specexport.runtime import EmbedsPrompt, Engine, Stats, Stream
 from specexport.runtime.backend import BACKENDS, DEFAULT_UTILIZATION
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "acceptance")
@@ -27,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport run``."""
     parser.add_argument("bundle", type=Path, metavar="BUNDLE")
     parser.add_argument("-p", "--prompt", help="text to continue; '-' or none reads standard input")
+    parser.add_argument(
+        "--prompt-embeds",
+        type=Path,
+        metavar="FILE",
+        help="embeddings to read before the prompt, [N,H] numbers in a .npy file; for bundles with --inputs-embeds",
+    )
     parser.add_argument("-n", "--max-tokens", type=int, default=128, help="most tokens to generate")
     unset = argparse.SUPPRESS
     parser.add_argument("--temperature", type=float, default=unset, help="0 is greedy (default: the model's own)")
@@ -88,7 +97,8 @@ def main(arguments: argparse.Namespace) -> int:
                 f"--{name.replace('_', '-')} was given without --acceptance {acceptance}, which it is for"
             )
     hypothesis = _hypothesis(arguments.hypothesis) if arguments.hypothesis is not None else None
-    prompt = _prompt(arguments.prompt)
+    embeds = _embeds(arguments.prompt_embeds) if arguments.prompt_embeds is not None else None
+    prompt = _prompt(arguments.prompt) if embeds is None or arguments.prompt is not None else ""
     with Engine.load(
         arguments.bundle,
         threads=arguments.threads,
@@ -100,7 +110,7 @@ def main(arguments: argparse.Namespace) -> int:
             max_tokens=arguments.max_tokens, stop=tuple(arguments.stop), ignore_eos=arguments.ignore_eos, **given
         )
         with engine.stream(
-            prompt,
+            prompt if embeds is None else EmbedsPrompt([embeds, prompt]),
             params,
             speculation=not arguments.no_speculation,
             method=arguments.method,
@@ -123,6 +133,15 @@ def _prompt(given: str | None) -> str:
     if given is None and sys.stdin.isatty():
         print("reading the prompt from standard input; end it with Ctrl-D", file=sys.stderr)
     return sys.stdin.read()
+
+
+def _embeds(path: Path) -> npt.NDArray[Any]:
+    """The array of a file, which is not read before it is known to fit."""
+    try:
+        embeds: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path}: cannot be read as an array: {error}; expected a .npy file") from error
+    return embeds
 
 
 def _hypothesis(path: Path) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specexport.contract.errors import BuildError
+from specexport.runtime.backend import BACKENDS
 
 _OLD = {
     "--speculative-model": "model",
@@ -51,6 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="of requests without one of their own")
     parser.add_argument("--precision", choices=("fp32", "fp16", "int8", "int4"), help="of a model that is built")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    parser.add_argument(
+        "--backend", choices=BACKENDS, metavar="NAME", help=f"{', '.join(BACKENDS)} (default: what it was built for)"
+    )
+    parser.add_argument(
+        "--measure",
+        action=argparse.BooleanOptionalAction,
+        help="time steps on this device if the bundle does not know them yet, so that batches speculate as much as "
+        "pays (default: of a model that is built, and speculates)",
+    )
     parser.add_argument("-tp", "--tensor-parallel-size", type=int, default=1, metavar="1", help="1: nothing is split")
     parser.add_argument(
         "--gpu-memory-utilization", type=float, metavar="SHARE", help="of a GPU's memory; on a CPU none is taken"
@@ -88,7 +98,9 @@ def main(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         tensor_parallel_size=arguments.tensor_parallel_size,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
+        backend=arguments.backend,
         threads=arguments.threads,
+        measure=arguments.measure,
         **build,
     )
     service = Service(engine, tuple(arguments.served_model_name or [source]), arguments.timeout or None)

@@ -69,7 +69,7 @@ def _measured(arguments: argparse.Namespace) -> Table:
     found: list[tuple[str, float, float, str, str]] = []
     with build_progress(Console(stderr=True)) as progress:
         for bundle in arguments.bundle:
-            with Engine.load(bundle, threads=arguments.threads) as engine:
+            with Engine.load(bundle, threads=arguments.threads, cost_curve=False) as engine:
                 if arguments.data is None:
                     tasks = workloads.built_in(engine.encode, _PROMPTS, _PROMPT_TOKENS)
                 else:

@@ -1,5 +1,5 @@
 """Measure a bundle on this device and set what suits it: ``tune tree`` chooses the token tree, ``tune lookahead`` W, N
-and G.
+and G, ``tune batch`` how much a batch speculates.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from specexport.commands import tune_lookahead
+from specexport.commands import tune_batch, tune_lookahead
 from specexport.commands.build import Bars, build_progress, exporter
 from specexport.commands.draw import terminal_tree
 from specexport.commands.measuring import add_measuring_arguments, read_prompts, require_counts
@@ -49,6 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         formatter_class=HelpFormatter,
     )
     tune_lookahead.add_arguments(lookahead)
+    batch = what.add_parser(
+        "batch",
+        help="how much requests speculate that run together",
+        description="Time steps of every width and proposals at every batch size, and keep the figures in the bundle. "
+        "Engines on this device with as many threads then speculate as much as pays: less as the batch fills, and not "
+        "at all where it does not.",
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
+    )
+    tune_batch.add_arguments(batch)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -78,7 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
     params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens, seed=0, ignore_eos=True)
     with build_progress(Console(stderr=True)) as progress:
         bars = Bars(progress)
-        with Engine.load(arguments.bundle, threads=arguments.threads, check_hashes=False) as engine:
+        with Engine.load(arguments.bundle, threads=arguments.threads, check_hashes=False, cost_curve=False) as engine:
             prompts = read_prompts(engine, arguments.data, arguments.prompts, arguments.prompt_tokens)
             observed = tune.observe(engine, name, prompts, params, bars)
         rows = min(arguments.prompt_tokens + arguments.max_tokens // 2, manifest.max_seq_len - 1)

@@ -56,7 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
         bars = Bars(progress)
         costs = tune.step_costs(bundle, rows, most, arguments.threads, bars)
         wide = search.any_widths(bundle, widest)
-        with Engine.load(wide, threads=arguments.threads, backend="onnxruntime") as engine:
+        with Engine.load(wide, threads=arguments.threads, backend="onnxruntime", cost_curve=False) as engine:
             prompts = read_prompts(engine, arguments.data, arguments.prompts, arguments.prompt_tokens)
             ranked = [
                 search.candidates(one, *search.observe(engine, one, prompts, params, bars), costs) for one in observed

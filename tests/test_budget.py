@@ -1,0 +1,408 @@
+"""How much a batch speculates: the best choice by a measured curve, tries that stay cheap, and the same text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specexport.cli import main
+from specexport.contract.costs import Cost, CostCurve, MethodCosts
+from specexport.contract.errors import BundleError
+from specexport.contract.manifest import Manifest
+from specexport.contract.methods import method_name
+from specexport.contract.reading import check_files, exchange_manifest, read_manifest
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
+from specexport.runtime.budget import MARGIN, READING, TRYING, Budget, MeasuredBudget, Option, best, smaller_trees
+from specexport.runtime.costs import Costs
+from specexport.runtime.ort import cpu_name
+from specexport.runtime.proposers import SlotView
+from specexport.runtime.request import Request
+from specexport.runtime.step import Outcome
+from specexport.runtime.text import TextStream
+from tests.reference import chi_square_p, text_distribution, warped
+
+Bundles = Callable[[str], Path]
+Price = Callable[[int, int], float]
+"""Seconds by slots and tokens."""
+
+DEVICE = f"onnxruntime, {cpu_name()}, 1 thread"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+SIZES = (1, 2, 4, 8)
+
+
+def curve(manifest: Manifest, step: Price, propose: Price = lambda *_: 0.0, read: float = 0.0) -> CostCurve:
+    """A made-up curve for a bundle."""
+    points = [graph.point for graph in manifest.target.graph.points]
+    widths = sorted({point.tokens for point in points if point.rows == point.tokens})
+    cache = min(point.cache for point in points)
+
+    def costs(price: Price, tokens: Sequence[int]) -> tuple[Cost, ...]:
+        return tuple(
+            Cost(batch=batch, tokens=count, cache=cache, seconds=price(batch, count))
+            for batch, count in itertools.product(manifest.batch_sizes, tokens)
+        )
+
+    methods = [
+        MethodCosts(
+            method=name, propose=costs(propose, [len(tree) for tree in smaller_trees(manifest, name)]), read=read
+        )
+        for name in map(method_name, manifest.methods)
+    ]
+    return CostCurve(device=DEVICE, versions={}, steps=costs(step, widths), methods=tuple(methods))
+
+
+class Batch:
+    """Requests that only a budget sees, and steps that accept what a test says."""
+
+    def __init__(self, manifest: Manifest, costs: CostCurve, count: int, asked: int) -> None:
+        self.budget = MeasuredBudget(manifest, {}, Costs(costs), SIZES)
+        method = method_name(manifest.methods[0])
+        tree = next(tree for tree in smaller_trees(manifest, method) if len(tree) == asked)
+        self.requests = [
+            Request(
+                SlotView(slot, [1, 2, 3], GREEDY, np.random.default_rng(0), tree, (), method),
+                TextStream.__new__(TextStream),
+                10**6,
+                (),
+            )
+            for slot in range(count)
+        ]
+        for request in self.requests:
+            request.history.unread = 0
+
+    def step(self, accepted: Callable[[int], int]) -> list[int]:
+        """Takes a step in which of a path of each depth so many tokens are accepted; nodes verified by each request."""
+        self.budget.assign(self.requests)
+        trees = [request.view.tree for request in self.requests]
+        outcomes = []
+        for tree in trees:
+            kept = accepted(tree.depth) if len(tree) > 1 else 0
+            outcomes.append(Outcome([0] * (kept + 1), len(tree) - 1, tree.depth))
+        self.budget.learn(self.requests, outcomes)
+        return [len(tree) for tree in trees]
+
+
+@pytest.fixture
+def manifest(bundle: Bundles) -> Manifest:
+    return read_manifest(bundle("llama-near-batch"))
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+def test_flat_costs_lead_to_full_k_and_steep_ones_to_none(manifest: Manifest) -> None:
+    for count in (1, 3, 8):
+        assert Batch(manifest, curve(manifest, lambda *_: 1.0), count, 8).step(lambda k: k) == [8] * count
+    steep = curve(manifest, lambda slots, tokens: 1.0 if slots < 8 else float(tokens))
+    full = Batch(manifest, steep, 8, 8)
+    for _ in range(50):
+        assert full.step(lambda k: k) == [1] * 8
+    assert Batch(manifest, steep, 4, 8).step(lambda k: k) == [8] * 4
+
+
+def test_what_a_request_asked_for_is_the_most_it_gets(manifest: Manifest) -> None:
+    free = curve(manifest, lambda *_: 1.0)
+    assert Batch(manifest, free, 2, 3).step(lambda k: k) == [3, 3]
+    # Each token costs as much as one accepted is worth; where all are accepted, none of what was asked pays.
+    dear = curve(manifest, lambda _, tokens: float(tokens))
+    assert Batch(manifest, dear, 1, 5).step(lambda k: k) == [1]
+
+
+def test_k_shrinks_as_the_batch_fills_and_as_drafts_are_rejected(manifest: Manifest) -> None:
+    bound = curve(manifest, lambda slots, tokens: max(8.0, slots * tokens), lambda slots, nodes: 0.2 * nodes)
+    seen = [Batch(manifest, bound, count, 8).step(lambda k: k)[0] for count in SIZES]
+    assert seen == sorted(seen, reverse=True)
+    assert seen[0] == 8
+    assert seen[-1] == 1
+    rejected = Batch(manifest, curve(manifest, lambda _, tokens: 4.0 + tokens), 1, 8)
+    widths = [rejected.step(lambda _: 0)[0] for _ in range(40)]
+    assert widths[0] > 2
+    assert widths[-1] == 1
+    assert sorted(widths[:20], reverse=True) == widths[:20]
+
+
+def test_one_request_s_rejections_are_its_own(manifest: Manifest) -> None:
+    """All slots pay for the widest tree, so that one that is always rejected costs nothing beside the others."""
+    batch = Batch(manifest, curve(manifest, lambda _, tokens: 4.0 + tokens), 4, 5)
+    for _ in range(40):
+        batch.budget.assign(batch.requests)
+        trees = [request.view.tree for request in batch.requests]
+        kept = [tree.depth if at < 3 else 0 for at, tree in enumerate(trees)]
+        made = [Outcome([0] * (k + 1), len(tree) - 1, tree.depth) for k, tree in zip(kept, trees, strict=True)]
+        batch.budget.learn(batch.requests, made)
+    assert {len(tree) for tree in trees[:3]} == {5}
+    chances = [request.history.acceptance(0).expected(1) for request in batch.requests]
+    assert min(chances[:3]) > 0.9
+    assert chances[3] < 0.2
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(2, 9), st.floats(0.01, 20), st.floats(0, 5)), max_size=4), min_size=1, max_size=3
+    ),
+    st.integers(1, 8),
+    st.lists(st.floats(0, 3), min_size=9, max_size=9),
+)
+def test_the_best_choice_is_the_best_of_all(
+    ways: list[list[tuple[int, float, float]]], requests: int, more: list[float]
+) -> None:
+    seconds = list(itertools.accumulate([1.0, *more]))
+    options = [[Option(width, gain, spent, {}) for width, gain, spent in known] for known in ways]
+
+    def rate(picks: Sequence[Option | None]) -> float:
+        taken = [pick for pick in picks if pick is not None]
+        width = max((pick.width for pick in taken), default=1)
+        return (requests + sum(pick.gain for pick in taken)) / (seconds[width - 1] + sum(p.seconds for p in taken))
+
+    chosen = best(options, requests, lambda width: seconds[width - 1])
+    most = max(rate(picks) for picks in itertools.product(*([None, *known] for known in options)))
+    plain = requests / seconds[0]
+    if all(pick is None for pick in chosen):
+        assert most <= MARGIN * plain * (1 + 1e-9)
+    else:
+        assert rate(chosen) == pytest.approx(most)
+
+
+# --- what is learned --------------------------------------------------------------------------------------------------
+
+
+def test_acceptance_is_what_was_seen_and_the_prior_where_nothing_was() -> None:
+    seen = Acceptance()
+    assert seen.expected(3) == pytest.approx(PRIOR + PRIOR**2 + PRIOR**3)
+    noise = np.random.default_rng(0)
+    chances = (0.9, 0.6, 0.3)
+    for _ in range(4000):
+        accepted = next((at for at, chance in enumerate(chances) if noise.random() > chance), 3)
+        seen.learn(3, accepted)
+    assert seen.expected(3) == pytest.approx(0.9 + 0.54 + 0.162, abs=0.35)
+    # Depths nobody tried are taken to be like the last one known.
+    first = Acceptance()
+    for _ in range(100):
+        first.learn(1, 1)
+    assert first.expected(4) > 3.2
+
+
+def test_acceptance_follows_the_text() -> None:
+    seen = Acceptance()
+    for _ in range(200):
+        seen.learn(4, 4)
+    for _ in range(60):
+        seen.learn(4, 0)
+    assert seen.expected(4) < 0.3
+
+
+def test_counts_fade_to_the_prior_s_weight() -> None:
+    seen = Acceptance()
+    for _ in range(1000):
+        seen.learn(1, 1)
+    tried = 1 / (1 - KEEP)
+    assert seen.expected(1) == pytest.approx((WEIGHT * PRIOR + tried) / (WEIGHT + tried))
+
+
+# --- trying again -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("read", [0.0, 0.8])
+def test_trying_again_costs_a_hundredth_and_finds_what_changed(manifest: Manifest, count: int, read: float) -> None:
+    costs = curve(manifest, lambda _, tokens: 1.0 + 0.5 * (tokens > 1), lambda *_: 0.1, read)
+    batch = Batch(manifest, costs, count, 8)
+    while max(batch.step(lambda _: 0)) > 1:
+        pass
+    steps, spent = 4000, 0.0
+    tries = 0
+    for _ in range(steps):
+        unread = max(request.history.unread for request in batch.requests)
+        if max(batch.step(lambda _: 0)) > 1:
+            tries += 1
+            spent += 0.6 + read * -(-unread // 64)
+    assert tries >= 3
+    assert spent <= 1.1 * (TRYING + READING * (read > 0)) * steps
+    if read and count > 1:
+        return  # a draft that has to read one text after the other takes longer than this to find out
+    # From here on everything is accepted: that is found, and soon everyone speculates again.
+    for _ in range(steps):
+        if set(batch.step(lambda k: k)) == {8}:
+            break
+    else:
+        pytest.fail("nobody speculates again")
+
+
+# --- the curve --------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_not_measured_lies_between(manifest: Manifest) -> None:
+    steps = tuple(
+        Cost(batch=1, tokens=tokens, cache=cache, seconds=float(tokens) + cache / 256)
+        for tokens, cache in itertools.product((1, 2, 8), (256, 512))
+    )
+    costs = Costs(CostCurve(device=DEVICE, versions={}, steps=steps, methods=()))
+    assert costs.step(1, 2, 256) == 3.0
+    assert costs.step(1, 5, 256) == 6.0
+    assert costs.step(1, 5, 384) == pytest.approx(6.5)
+    assert costs.step(1, 5, 1024) == pytest.approx(9.0)
+    assert costs.step(1, 14, 256) == pytest.approx(15.0)
+
+
+@pytest.fixture
+def copy(bundle: Bundles, tmp_path: Path) -> Path:
+    return copytree(bundle("dice-near-batch"), tmp_path / "bundle")
+
+
+def test_tuning_keeps_the_curve_in_the_bundle(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = read_manifest(copy)
+    words = ["tune", "batch", str(copy), "--threads", "1", "--seconds", "0.1"]
+    assert main([*words, "--dry-run"]) == 0
+    assert "draft_model: ms to propose" in capsys.readouterr().out
+    assert read_manifest(copy) == before
+    for _ in range(2):
+        assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.partition("}\n{")[0] + "}")
+    after = read_manifest(copy)
+    (kept,) = after.costs
+    assert kept.device == found["device"] == DEVICE
+    assert {cost.batch for cost in kept.steps} == set(SIZES)
+    assert {cost.tokens for cost in kept.steps} == {1, 2, 3, 4, 6}
+    (method,) = kept.methods
+    assert method.read > 0
+    assert msgspec.structs.replace(after, costs=()) == before
+    check_files(copy, after, hashes=True)
+    assert main([*words[:3], "--threads", "2", "--seconds", "0.1"]) == 0
+    assert len(read_manifest(copy).costs) == 2
+    with Engine.load(copy, threads=1) as measured, Engine.load(copy, threads=1, cost_curve=False) as ruled:
+        assert isinstance(measured._scheduler._budget, MeasuredBudget)
+        assert type(ruled._scheduler._budget) is Budget
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda one: {"steps": one.steps[:-1]}, "expected each batch size once at every width"),
+        (lambda one: {"steps": (*one.steps, one.steps[0])}, "expected each batch size once at every width"),
+        (lambda one: {"steps": tuple(cost for cost in one.steps if cost.tokens > 1)}, "no plain step was measured"),
+        (lambda one: {"steps": tuple(cost for cost in one.steps if cost.batch > 1)}, "measured for batches of"),
+        (lambda one: {"methods": ()}, "which are not the bundle's"),
+    ],
+)
+def test_a_curve_with_holes_is_refused(copy: Path, change: Callable[[CostCurve], Any], reason: str) -> None:
+    manifest = read_manifest(copy)
+    whole = curve(manifest, lambda *_: 1.0)
+    broken = msgspec.structs.replace(manifest, costs=(msgspec.structs.replace(whole, **change(whole)),))
+    with pytest.raises(BundleError, match=reason):
+        exchange_manifest(copy, broken)
+    assert read_manifest(copy) == manifest
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(bundle: Bundles, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Loads a bundle with a made-up curve."""
+    loaded: list[Engine] = []
+
+    def load(name: str, *prices: Any) -> Engine:
+        folder = tmp_path / f"{name}-{len(loaded)}"
+        copytree(bundle(name), folder)
+        manifest = read_manifest(folder)
+        exchange_manifest(folder, msgspec.structs.replace(manifest, costs=(curve(manifest, *prices),)))
+        loaded.append(Engine.load(folder, threads=1, check_hashes=False))
+        return loaded[-1]
+
+    yield load
+    for one in loaded:
+        one.close()
+
+
+def _steps_dear(slots: int, tokens: int) -> float:
+    """Full batches pay for every token; the draft is right often enough for K to go up and down."""
+    return 1.0 + 0.12 * slots * (tokens - 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-near-batch", "qwen3-medusa-batch", "qwen3-medusa-draft-batch", "qwen3-lookup-batch"]
+)
+def test_requests_say_what_the_model_says(
+    name: str, measured: Callable[..., Engine], oracle: Callable[[str], Any]
+) -> None:
+    one = measured(name, _steps_dear, lambda *_: 0.05, 0.3)
+    cases = [case for case in oracle(name)["greedy"] if len(case["prompt"]) < 100]
+    drafted = []
+    for count in (1, 4, 8):
+        for start in range(0, len(cases), count):
+            some = cases[start : start + count]
+            streams = [
+                one.stream(case["prompt"], GREEDY.replace(max_tokens=len(case["tokens"]), ignore_eos=False))
+                for case in some
+            ]
+            for stream in streams:
+                stream.start()
+            for case, stream in zip(some, streams, strict=True):
+                got = [token for chunk in stream for token in chunk.token_ids]
+                if got != case["tokens"]:
+                    at = next(i for i, pair in enumerate(zip(got, case["tokens"], strict=True)) if len(set(pair)) > 1)
+                    assert case["gaps"][at] < 1e-4
+                drafted.append(stream.stats.drafted)
+    assert sum(drafted) > 0
+
+
+def test_where_nothing_pays_a_batch_decodes_plainly_and_drafts_read_nothing(
+    measured: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specexport.runtime.proposers.draft_model import DraftModelProposer
+
+    one = measured("llama-near-batch", lambda slots, tokens: 1.0 if slots < 8 else float(tokens))
+    read: list[int] = []
+    real = DraftModelProposer._read
+    monkeypatch.setattr(DraftModelProposer, "_read", lambda *given: read.append(1) or real(*given))
+    streams = [one.stream([5 + at, 9, 30], GREEDY) for at in range(8)]
+    for stream in streams:
+        stream.start()
+    for stream in streams:
+        for _ in stream:
+            pass
+    counts = [stream.stats for stream in streams]
+    assert sum(stats.steps_with_draft for stats in counts) < 0.2 * sum(stats.steps for stats in counts)
+    assert len(read) < 8
+    alone = one.generate([5, 9, 30], GREEDY).stats
+    assert alone.steps_with_draft == alone.steps - 1 or alone.steps_with_draft == alone.steps
+
+
+def test_a_request_alone_is_reproducible(measured: Callable[..., Engine]) -> None:
+    """K goes to 0 and back; what a slot's caches happen to hold changes neither the choice nor the noise."""
+    one = measured("dice-near-batch", lambda _, tokens: 1.0 + 0.55 * (tokens - 1), lambda *_: 0.05, 0.001)
+    params = SamplingParams(temperature=2.0, max_tokens=55, ignore_eos=True)
+    back = 0
+    for seed in range(4):
+        first = one.generate([5, 8, 5, 8], params.replace(seed=seed))
+        back += 2 < first.stats.steps_with_draft < first.stats.steps - 2
+        assert one.generate([5, 8, 5, 8], params.replace(seed=seed)).token_ids == first.token_ids
+        one.generate([7, 7], params)
+    assert back
+
+
+def test_a_batch_samples_the_target_distribution(measured: Callable[..., Engine], oracle: Callable[[str], Any]) -> None:
+    name, params = "dice-near-batch", SamplingParams(temperature=0.9, max_tokens=3, ignore_eos=True)
+    logits = oracle(name)["next_logits"]
+    exact = text_distribution(lambda text: warped(logits[" ".join(map(str, text))], params), 3)
+    one = measured(name, lambda slots, tokens: 1.0 + 0.05 * slots * (tokens - 1), lambda *_: 0.02, 0.1)
+    queue = [one.stream((5, 8, 5, 8), params.replace(seed=seed)) for seed in range(2000)]
+    texts, drafted = [], 0
+    for at, stream in enumerate(queue):
+        for ahead in queue[at : at + 8]:
+            ahead.start()
+        texts.append(tuple(token for chunk in stream for token in chunk.token_ids))
+        drafted += stream.stats.drafted
+    assert drafted > 500
+    assert chi_square_p(texts, exact) > 1e-3
