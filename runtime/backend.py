@@ -101,7 +101,7 @@ class Backend(Protocol):
 
     @property
     def batches(self) -> bool:
-        """Whether it runs several slots at once."""
+        """Whether it runs as many slots as the bundle was built for where nobody says how many; else one."""
 
     @property
     def device(self) -> str:

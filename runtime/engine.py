@@ -95,8 +95,8 @@ class Engine:
             check_hashes: compare every file's SHA-256 with the manifest; sizes are always compared.
             suffix_store_tokens: tokens of earlier outputs that the method ``suffix`` looks in too, at about half a
                 kilobyte each; the oldest go first. 0 for none. It changes how much is accepted, never what is said.
-            max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest,
-                on a GPU for 1, as nothing there runs more yet.
+            max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest, on a GPU
+                for its smallest. Engines run one.
             prefix_cache: a prompt that begins like a text the cache still holds is read from where they part.
             cost_curve: choose how much each step speculates by what steps cost on this device, if the bundle knows it
                 (``specexport tune batch``). A request's ``num_speculative_tokens`` is then the most it gets; otherwise,

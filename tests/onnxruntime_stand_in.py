@@ -57,6 +57,7 @@ class Session:
     def __init__(self, module: OnnxRuntimeGpu, session: Any, stream: int) -> None:
         self._module, self._session, self._stream = module, session, stream
         self.get_inputs, self.get_outputs = session.get_inputs, session.get_outputs
+        self._graphs: dict[str, Binding] = {}
 
     def get_providers(self) -> list[str]:
         return ["CPUExecutionProvider"] if self._module.without_libraries else [CUDA, "CPUExecutionProvider"]
@@ -77,6 +78,9 @@ class Session:
 
     def run_with_iobinding(self, binding: Binding, options: Any) -> None:
         assert options.get_run_config_entry("disable_synchronize_execution_providers") == "1"
+        # What was captured under an id is replayed, whatever is bound: an id belongs to one binding.
+        known = self._graphs.setdefault(options.get_run_config_entry("gpu_graph_id"), binding)
+        assert known is binding, "a captured run would be replayed over other memory"
         assert not self._module.cuda.capturing, "onnxruntime's runs cannot be captured from outside"
         self._module.cuda.give(self._stream, lambda: self._session.run_with_iobinding(binding.real), *binding.spans)
 

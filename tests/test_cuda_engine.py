@@ -66,6 +66,34 @@ def test_reads_embeddings(bundle: Callable[[str], Path], engine: Callable[[str],
             assert (ours.token_ids, ours.stats.accepted) == (theirs.token_ids, theirs.stats.accepted)
 
 
+@pytest.mark.parametrize(
+    "name", ["llama-near-batch", "llama-near-batch-portable", "gpt2-tree-batch", "qwen3-medusa-draft-batch"]
+)
+def test_several_requests_at_once_say_what_each_says_alone(
+    name: str, bundle: Callable[[str], Path], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
+) -> None:
+    """Joining and leaving, prompts that begin alike, more requests than slots; plain ones among them."""
+    alone = engine(name.replace("-batch", ""))
+    prompts = [[7, 9, 11], list(range(3, 90)), [5] * 40, [*range(3, 80), 5], [21], [7, 9, 11, 13, 15]]
+    with _load(bundle(name), max_batch_size=4) as there:
+        assert there.slots == 4
+        gpu.cuda.calls.clear()
+        streams = [
+            there.stream(prompt, GREEDY.replace(max_tokens=8 + 4 * at), speculation=at != 2)
+            for at, prompt in enumerate(prompts)
+        ]
+        for at, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
+            said = [token for chunk in stream for token in chunk.token_ids]
+            expected = alone.generate(prompt, GREEDY.replace(max_tokens=8 + 4 * at), speculation=False).token_ids
+            assert said == list(expected), at
+        assert not {"cudaMalloc", "cudaHostAlloc", "cudaFree", "cudaFreeHost"} & set(gpu.cuda.calls)
+
+
+def test_by_default_one_request_runs(bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu) -> None:
+    with _load(bundle("llama-near-batch")) as there:
+        assert there.slots == 1
+
+
 def test_loop_neither_allocates_nor_waits_but_for_its_results(
     bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from specexport.contract.errors import BackendError
 from specexport.contract.model import CacheLayer
 from specexport.runtime.cuda.api import Cuda, OutOfDeviceMemoryError
-from specexport.runtime.cuda.caches import DeviceCache
+from specexport.runtime.cuda.caches import DeviceCache, Made
 from specexport.runtime.cuda.memory import Budget, Layout, Plan, Staged
 from specexport.runtime.cuda.stream import Stream
 from tests.cuda_stand_in import FRESH, StandIn, real
@@ -251,7 +251,8 @@ class Caches:
 
     def arrays(self, *, new: int = 0) -> dict[str, np.ndarray]:
         self.stream.synchronize()
-        found = self.cache.new_rows(new) if new else self.cache.tensors(self.cache.rows)
+        slots = range(self.cache._batch)
+        found = self.cache.new_rows(new, slots) if new else self.cache.tensors(self.cache.rows, slots)
         return {name: self.fake.array(t.address, t.dtype, t.shape) for name, t in found.items()}
 
     def write(self, arrays: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
@@ -301,10 +302,32 @@ def test_new_rows_are_copied_behind_the_old(caches: Caches, nodes: list[int]) ->
     slot, past = caches.cache._batch - 1, 2
     before = caches.write(caches.arrays(), 2)
     new = caches.write(caches.arrays(new=FED), 3)
-    caches.cache.move(slot, past, nodes, FED, caches.stream.handle)
+    made = Made(FED, range(caches.cache._batch))
+    caches.cache.move(slot, past, nodes, made, caches.stream.handle)
     for name, array in caches.arrays().items():
         expected = before[name].copy()
         expected[slot, :, past : past + len(nodes)] = new[name][slot][:, nodes]
+        np.testing.assert_array_equal(array, expected)
+
+
+def test_rows_of_some_slots_alone(cuda: Cuda, fake: StandIn) -> None:
+    """Windows of a cache, a run for one slot of three, and rows that one slot takes over from another."""
+    caches = Caches(cuda, fake, 3, FED)
+    before = caches.write(caches.arrays(), 4)
+    for name, window in caches.cache.tensors(caches.cache.rows, range(1, 3)).items():
+        np.testing.assert_array_equal(fake.array(window.address, window.dtype, window.shape), before[name][1:])
+    alone = range(2, 3)
+    new = {
+        name: fake.array(tensor.address, tensor.dtype, tensor.shape)
+        for name, tensor in caches.cache.new_rows(FED, alone).items()
+    }
+    new = caches.write(new, 5)
+    caches.cache.move(2, 1, [0, 2], Made(FED, alone), caches.stream.handle)
+    caches.cache.copy(2, 0, 3, caches.stream.handle)
+    for name, array in caches.arrays().items():
+        expected = before[name].copy()
+        expected[2, :, 1:3] = new[name][0][:, [0, 2]]
+        expected[0, :, :3] = expected[2, :, :3]
         np.testing.assert_array_equal(array, expected)
 
 

@@ -159,3 +159,11 @@ def test_stand_in_has_the_names_of_the_real_package() -> None:
     assert real.ExecutionContextAllocationStrategy.USER_MANAGED
     assert real.TensorIOMode.INPUT
     assert real.DataType.INT64.itemsize == 8
+
+
+def test_engines_run_one_request(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+    folder = compiled(bundle("llama-near-batch"), gpu.folder)
+    with Engine.load(folder) as there:
+        assert there.slots == 1
+    with pytest.raises(BackendError, match=r"4 requests at once were asked for, and engines are compiled for one"):
+        Engine.load(folder, max_batch_size=4)

@@ -29,7 +29,8 @@ class CudaBackend:
     """Runs a bundle on a GPU; see :class:`~specexport.runtime.backend.Backend`.
 
     Attributes:
-        batches: whether it runs several slots at once; it does not.
+        batches: whether it runs several slots at once where nobody says how many: a GPU's cache takes its largest size
+            from the start, so it runs one.
         cuda: the device.
         stream: does its work.
         graphs: those opened, the target's first.
@@ -96,15 +97,20 @@ class CudaBackend:
         """See :class:`~specexport.runtime.backend.Backend`.
 
         Raises:
-            BackendError: more than one slot is asked for, the graph is refused, or it does not fit.
+            BackendError: there are more slots than the library runs, the graph is refused, or it does not fit.
         """
-        if slots != 1:
-            raise BackendError(f"{slots} requests at once were asked for; GPU backends run one, pass max_batch_size=1")
+        if slots != 1 and not self._library.batches:
+            raise BackendError(
+                f"{slots} requests at once were asked for, and engines are compiled for one; pass max_batch_size=1, or "
+                "run the bundle with --backend onnxruntime-cuda"
+            )
         manifest = self._bundle.manifest
         role = next(role for role, known in manifest.models.items() if known is model)
         executor = self._library.model(model)
         try:
-            graph = DeviceGraph(self.cuda, self.stream, self._budget, model, manifest.lowering, buffers, executor, role)
+            graph = DeviceGraph(
+                self.cuda, self.stream, self._budget, model, manifest.lowering, buffers, executor, slots, role
+            )
         except BaseException:
             executor.close()
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,19 @@ from specexport.contract import tensors
 from specexport.contract.model import CacheLayer
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.memory import Memory, Plan, Tensor, aligned
+
+
+@dataclass(frozen=True)
+class Made:
+    """A run whose new rows lie apart from the cache.
+
+    Attributes:
+        fed: rows it made a slot.
+        slots: of which slots.
+    """
+
+    fed: int
+    slots: range
 
 
 class DeviceCache:
@@ -79,20 +93,21 @@ class DeviceCache:
             for (heads, width), members in self._members.items()
         )
 
-    def tensors(self, rows: int) -> dict[str, Tensor]:
-        """The layers' caches by input name, ``[B,Hkv,rows,D]``."""
-        return self._parts("", rows)
+    def tensors(self, rows: int, slots: range) -> dict[str, Tensor]:
+        """The layers' caches of some neighbouring slots by input name, ``[B,Hkv,rows,D]``."""
+        return self._parts("", rows, slots)
 
-    def new_rows(self, fed: int) -> dict[str, Tensor]:
-        """Where a run's new rows go, by the name of the cache they belong to, ``[B,Hkv,fed,D]``."""
-        return self._parts("new.", fed)
+    def new_rows(self, fed: int, slots: range) -> dict[str, Tensor]:
+        """Where a run's new rows go, by the name of the cache they belong to, ``[B,Hkv,fed,D]``, for any slots."""
+        return self._parts("new.", fed, range(len(slots)))
 
-    def _parts(self, kind: str, rows: int) -> dict[str, Tensor]:
+    def _parts(self, kind: str, rows: int, slots: range) -> dict[str, Tensor]:
         parts = {}
         for (heads, width), members in self._members.items():
             base, stride = self._base(f"{kind}{heads}x{width}"), self._stride(heads, width, rows)
+            first = slots.start * heads * rows * width * self._dtype.itemsize
             for index, member in enumerate(members):
-                parts[member] = Tensor(base + index * stride, self._dtype, (self._batch, heads, rows, width))
+                parts[member] = Tensor(base + index * stride + first, self._dtype, (len(slots), heads, rows, width))
         return parts
 
     def _stride(self, heads: int, width: int, rows: int) -> int:
@@ -120,14 +135,24 @@ class DeviceCache:
                 self._cuda.copy(spare, base + layer * before + plane * old * row, kept, stream)
                 self._cuda.copy(base + layer * after + plane * rows * row, spare, kept, stream)
 
-    def move(self, slot: int, past: int, nodes: Sequence[int], fed: int | None, stream: int) -> None:
+    def copy(self, source: int, to: int, rows: int, stream: int) -> None:
+        """Makes the first rows of a slot those of another one."""
+        for (heads, width), members in self._members.items():
+            pitch = self.rows * width * self._dtype.itemsize
+            base, stride = self._base(f"{heads}x{width}"), self._stride(heads, width, self.rows)
+            for layer in range(len(members)):
+                at, nbytes = base + layer * stride, rows * width * self._dtype.itemsize
+                to_slot, from_slot = (at + slot * heads * pitch for slot in (to, source))
+                self._cuda.copy_rows(to_slot, pitch, from_slot, pitch, nbytes, heads, stream)
+
+    def move(self, slot: int, past: int, nodes: Sequence[int], made: Made | None, stream: int) -> None:
         """Puts kept rows behind a slot's first ``past`` ones, in order.
 
         Args:
             slot: index into the batch.
             past: rows it has.
             nodes: which of a run's tokens are kept, ascending.
-            fed: tokens of that run, whose rows lie apart; None where they lie in the cache, from ``past`` on.
+            made: that run, if its rows lie apart; None where they lie in the cache, from ``past`` on.
             stream: does it.
         """
         for (heads, width), members in self._members.items():
@@ -135,17 +160,19 @@ class DeviceCache:
             to, to_pitch = self._base(f"{heads}x{width}"), self.rows * row
             to_stride = self._stride(heads, width, self.rows)
             source, pitch, apart = to + past * row, to_pitch, to_stride
-            if fed is not None:
-                source, pitch, apart = self._base(f"new.{heads}x{width}"), fed * row, self._stride(heads, width, fed)
+            at = slot
+            if made is not None:
+                pitch, apart = made.fed * row, self._stride(heads, width, made.fed)
+                source, at = self._base(f"new.{heads}x{width}"), slot - made.slots.start
             # With one slot the planes of all layers may be the same distance apart; those of a layer always are.
             together = self._batch == 1 and to_stride == heads * to_pitch and apart == heads * pitch
             layers, planes = (1, len(members) * heads) if together else (len(members), heads)
-            for first, node, count in _runs(nodes, skip=fed is None):
+            for first, node, count in _runs(nodes, skip=made is None):
                 for layer in range(layers):
                     self._cuda.copy_rows(
                         to + layer * to_stride + slot * heads * to_pitch + (past + first) * row,
                         to_pitch,
-                        source + layer * apart + slot * heads * pitch + node * row,
+                        source + layer * apart + at * heads * pitch + node * row,
                         pitch,
                         count * row,
                         planes,

@@ -14,7 +14,7 @@ from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 from specexport.runtime.backend import FIRST, Array, Buffers
 from specexport.runtime.cuda.api import Cuda
-from specexport.runtime.cuda.caches import DeviceCache
+from specexport.runtime.cuda.caches import DeviceCache, Made
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
 from specexport.runtime.cuda.memory import Budget, Layout, Plan, Staged, Tensor
 from specexport.runtime.cuda.repeat import PASTS, Repeated, call_of, note_pasts, repeated_points
@@ -22,6 +22,8 @@ from specexport.runtime.cuda.stream import Captured, Stream
 
 _Key = tuple[int, int, int]
 """T, R and K: a shape point but for its batch and its cache."""
+_Place = tuple[int, int]
+"""Rows of the cache, and the first slot of the window: where a width runs."""
 
 
 @dataclass
@@ -31,14 +33,14 @@ class Width:
     Attributes:
         inputs: on the host and on the device.
         outputs: likewise.
-        enqueues: gives the graph to the stream, without the copies before and after it; by cache size.
-        launches: does a whole run, with them; by cache size.
+        enqueues: gives the graph to the stream, without the copies before and after it.
+        launches: does a whole run, with them.
     """
 
     inputs: Staged
     outputs: Staged
-    enqueues: dict[int, Enqueue] = field(default_factory=dict)
-    launches: dict[int, Enqueue] = field(default_factory=dict)
+    enqueues: dict[_Place, Enqueue] = field(default_factory=dict)
+    launches: dict[_Place, Enqueue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,9 @@ class DeviceGraph:
     engine drafts one token a call is called for each (``runtime.cuda.repeat``); lowered portably its rows are copied
     into the cache between the calls, so that there each call is captured.
 
+    With several slots every run takes all of them, which costs a GPU little beside reading the weights; prompts are
+    read a slot at a time.
+
     Attributes:
         execution: how runs reach the device.
         fallback: why not by a captured graph, where they do not; empty otherwise.
@@ -76,6 +81,7 @@ class DeviceGraph:
         lowering: the bundle's.
         buffers: makes the input and output arrays of a shape point.
         executor: runs it.
+        slots: of its cache.
         role: ``target`` or ``draft``, for messages.
 
     Raises:
@@ -91,26 +97,30 @@ class DeviceGraph:
         lowering: LoweredAs,
         buffers: Buffers,
         executor: Executor,
+        slots: int,
         role: str,
     ) -> None:
         self._cuda = cuda
         self._stream = stream
         self._executor = executor
         self.in_place = lowering == "native"
-        built = {point for point in executor.points if point.batch == 1}
+        self._slots = slots
+        built = {point for point in executor.points if point.batch == slots}
         if not built:
-            raise BackendError(f"the {role} was not built for one slot; build the bundle with that batch size")
+            raise BackendError(f"the {role} was not built for {slots} slots; build the bundle with that batch size")
+        together = {_key(point) for point in built}
+        built |= {point for point in executor.points if point.batch == 1 and _key(point) not in together}
         self._repeated = repeated_points([graph.point for graph in model.graph.points], built)
         self._points = built | self._repeated
         self.cache_sizes = tuple(sorted({point.cache for point in built}))
         fed = 0 if self.in_place else max(point.fed for point in built)
-        self.cache = DeviceCache(cuda, model.cache, 1, executor.cache_dtype, self.cache_sizes, fed)
-        self._made: int | None = None
-        self._filled = 0
+        self.cache = DeviceCache(cuda, model.cache, slots, executor.cache_dtype, self.cache_sizes, fed)
+        self._made: Made | None = None
+        self._filled = [0] * slots
         self._captured: list[Captured] = []
-        points = {_key(point): point for point in self._points}
+        points = {_batched(point): point for point in self._points}
         # A compiled propose graph drafts the same number of tokens behind a prefill chunk: nobody reads them.
-        self._instead = _wider_drafts(points)
+        self._instead = _wider_drafts({_key(point) for point in self._points})
         self._beyond = max((drafts - 1 for _, _, drafts in self._instead.values()), default=0)
         layouts = {key: self._layouts(point, buffers) for key, point in points.items()}
         self._call = next((Layout(buffers(call_of(point))[1]) for point in self._repeated), Layout({}))
@@ -137,11 +147,11 @@ class DeviceGraph:
     @property
     def sizes(self) -> tuple[int, ...]:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        return (1,)
+        return (self._slots,)
 
     def widths(self, slots: int) -> tuple[int, ...]:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        return tuple(sorted({tokens for tokens, rows, _ in self._widths if tokens == rows}))
+        return tuple(sorted({T for batch, T, R, _ in self._widths if batch == slots and T == R}))
 
     @property
     def cache_bytes(self) -> int:
@@ -166,48 +176,50 @@ class DeviceGraph:
         """See :class:`~specexport.runtime.backend.Graph`."""
         size = next((size for size in self.cache_sizes if size >= rows + self._beyond), self.cache_sizes[-1])
         if size < self.cache.rows:
-            self._filled = min(self._filled, size)
+            self._filled = [min(count, size) for count in self._filled]
             self.cache.resize(size, self._stream.handle)
 
     def filled(self, slot: int) -> int:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        return self._filled
+        return self._filled[slot]
 
     def copy(self, source: int, to: int, rows: int) -> None:
-        """See :class:`~specexport.runtime.backend.Graph`; with one slot there is nowhere to copy to."""
-        self._filled = rows
+        """See :class:`~specexport.runtime.backend.Graph`; done in the stream's order."""
+        if source != to:
+            self.cache.copy(source, to, rows, self._stream.handle)
+        self._filled[to] = rows
 
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         """See :class:`~specexport.runtime.backend.Graph`; done in the stream's order."""
-        self._filled = past + len(nodes)
+        self._filled[slot] = past + len(nodes)
         self.cache.move(slot, past, nodes, self._made, self._stream.handle)
 
-    def committed(self, rows: int) -> None:
-        """Says that the cache holds so many rows now, all of them where they belong: the device put them there."""
-        self._filled = rows
+    def committed(self, slot: int, rows: int) -> None:
+        """Says that a slot holds so many rows now, all of them where they belong: the device put them there."""
+        self._filled[slot] = rows
 
     def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        given = self.width(tokens, rows, drafts).inputs.host
-        given[tensors.PAST_LENGTH][:] = self._filled
-        return given
+        width, point = self.width(tokens, rows, drafts, len(slots)), self._point(tokens, rows, drafts, len(slots))
+        for at, slot in enumerate(slots):
+            self._filled[slot] = min(self._filled[slot], self.cache.rows - point.fed)
+            width.inputs.host[tensors.PAST_LENGTH][at] = self._filled[slot]
+        return width.inputs.host
 
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        width = self.begin(tokens, rows, drafts)
-        width.launches[self.cache.rows]()
+        width = self.begin(tokens, rows, drafts, slots)
+        width.launches[self.cache.rows, slots.start]()
         self._stream.synchronize()
         return width.outputs.host
 
-    def begin(self, tokens: int, rows: int = 0, drafts: int = 0) -> Width:
+    def begin(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> Width:
         """What runs at a width over the inputs that are set, which is about to be given to the stream.
 
         Raises:
             BackendError: the cache has no room for the rows it would make.
         """
-        width = self.width(tokens, rows, drafts)
-        drafts = self._instead.get((tokens, rows, drafts), (tokens, rows, drafts))[2]
-        point = ShapePoint(1, tokens, self.cache.rows, rows, drafts)
+        width, point = self.width(tokens, rows, drafts, len(slots)), self._point(tokens, rows, drafts, len(slots))
         past = int(width.inputs.host[tensors.PAST_LENGTH].max())
         if past + point.fed > self.cache.rows:
             raise BackendError(
@@ -217,14 +229,14 @@ class DeviceGraph:
         repeated = point in self._repeated
         if repeated:
             note_pasts(width.inputs.host)
-        self._made = None if self.in_place or repeated else point.fed
+        self._made = None if self.in_place or repeated else Made(point.fed, slots)
         return width
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
         """Gives every run to the stream through a function that is called with it, for measurements."""
         for width in self._widths.values():
-            for cache, launch in width.launches.items():
-                width.launches[cache] = functools.partial(around, launch)
+            for place, launch in width.launches.items():
+                width.launches[place] = functools.partial(around, launch)
 
     def close(self) -> None:
         """Gives everything back; what the library holds first, as it may still use the stream and our memory."""
@@ -240,17 +252,25 @@ class DeviceGraph:
             width.outputs.close()
         self._memory.close()
 
-    def width(self, tokens: int, rows: int = 0, drafts: int = 0) -> Width:
+    def width(self, tokens: int, rows: int = 0, drafts: int = 0, batch: int = 1) -> Width:
         """The arrays and launches of a width.
 
         Raises:
             BackendError: there is none.
         """
-        tokens, rows, drafts = self._instead.get((tokens, rows, drafts), (tokens, rows, drafts))
-        point = ShapePoint(1, tokens, self.cache.rows, rows, drafts)
+        point = self._point(tokens, rows, drafts, batch)
         if point not in self._points:
             raise BackendError(f"shape point {point} was not built; this is a defect of specexport, please report it")
-        return self._widths[tokens, rows, drafts]
+        return self._widths[_batched(point)]
+
+    def _point(self, tokens: int, rows: int, drafts: int, batch: int) -> ShapePoint:
+        """The shape that runs at a width, at the present cache size."""
+        tokens, rows, drafts = self._instead.get((tokens, rows, drafts), (tokens, rows, drafts))
+        return ShapePoint(batch, tokens, self.cache.rows, rows, drafts)
+
+    def _windows(self, point: ShapePoint) -> list[range]:
+        """The slots a point may run for."""
+        return [range(first, first + point.batch) for first in range(0, self._slots, point.batch)]
 
     def _layouts(self, point: ShapePoint, buffers: Buffers) -> tuple[Layout, Layout]:
         inputs, outputs = buffers(point)
@@ -259,37 +279,42 @@ class DeviceGraph:
 
     def _ready(self, point: ShapePoint) -> list[_Piece]:
         """Prepares a point and runs it once, so that libraries have set themselves up before anything is captured."""
-        width = self._widths[_key(point)]
-        if point in self._repeated:
-            width.enqueues[point.cache], calls = self._repeat(point, width)
-        else:
-            width.enqueues[point.cache] = self._prepare(point, width.inputs.device | width.outputs.device)
-            calls = []
+        width = self._widths[_batched(point)]
+        pieces = []
+        for slots in self._windows(point):
+            calls: list[Enqueue] = []
+            if point in self._repeated:
+                enqueue, calls = self._repeat(point, width)
+            else:
+                enqueue = self._prepare(point, slots, width.inputs.device | width.outputs.device)
+            run = functools.partial(self._whole, width, enqueue)
+            run()
+            self._stream.synchronize()
+            place = (point.cache, slots.start)
+            width.enqueues[place], width.launches[place] = enqueue, run
+            if calls and not self.in_place:
+                pieces += [_Piece(call, functools.partial(calls.__setitem__, at)) for at, call in enumerate(calls)]
+            else:
+                pieces.append(_Piece(run, functools.partial(width.launches.__setitem__, place)))
+        return pieces
 
-        def run() -> None:
-            width.inputs.upload(self._stream.handle)
-            width.enqueues[point.cache]()
-            width.outputs.download(self._stream.handle)
-
-        run()
-        self._stream.synchronize()
-        width.launches[point.cache] = run
-        if calls and not self.in_place:
-            return [_Piece(call, functools.partial(calls.__setitem__, at)) for at, call in enumerate(calls)]
-        return [_Piece(run, functools.partial(width.launches.__setitem__, point.cache))]
+    def _whole(self, width: Width, enqueue: Enqueue) -> None:
+        width.inputs.upload(self._stream.handle)
+        enqueue()
+        width.outputs.download(self._stream.handle)
 
     def _repeat(self, point: ShapePoint, width: Width) -> tuple[Enqueue, list[Enqueue]]:
         """What does a run of several calls, and the calls."""
         made = self._call.tensors(self._memory["call"].address)
         repeated = Repeated(self._cuda, self._stream, width.inputs.device, width.outputs.device, made)
-        repeated.prepare(self._prepare(call_of(point), repeated.arrays))
+        repeated.prepare(self._prepare(call_of(point), FIRST, repeated.arrays))
 
         def enqueue() -> None:
             for index, call in enumerate(repeated.calls):
                 call()
                 if not self.in_place:
                     past = int(width.inputs.host[PASTS][index])
-                    self.cache.move(0, past, range(point.tokens), point.tokens, self._stream.handle)
+                    self.cache.move(0, past, range(point.tokens), Made(point.tokens, FIRST), self._stream.handle)
 
         return enqueue, repeated.calls
 
@@ -308,18 +333,23 @@ class DeviceGraph:
             piece.replace(captured.launch)
         self.execution = "graph per engine"
 
-    def _prepare(self, point: ShapePoint, arrays: dict[str, Tensor]) -> Enqueue:
+    def _prepare(self, point: ShapePoint, slots: range, arrays: dict[str, Tensor]) -> Enqueue:
         """Makes a shape point ready to run over inputs and outputs, which are all but the caches, and its cache."""
-        caches = self.cache.tensors(point.cache)
+        caches = self.cache.tensors(point.cache, slots)
         if self.in_place:
             returned = {name.replace("past_", "present_", 1): cache for name, cache in caches.items()}
         else:
-            returned = {name.replace("past_", "new_", 1): rows for name, rows in self.cache.new_rows(point.fed).items()}
+            made = self.cache.new_rows(point.fed, slots)
+            returned = {name.replace("past_", "new_", 1): rows for name, rows in made.items()}
         return self._executor.prepare(point, arrays | caches | returned, self._memory["workspace"])
 
 
 def _key(point: ShapePoint) -> _Key:
     return point.tokens, point.rows, point.drafts
+
+
+def _batched(point: ShapePoint) -> tuple[int, int, int, int]:
+    return point.batch, point.tokens, point.rows, point.drafts
 
 
 def _wider_drafts(widths: Collection[_Key]) -> dict[_Key, _Key]:

@@ -26,6 +26,10 @@ class Library(Protocol):
     def name(self) -> str:
         """Its name as a backend."""
 
+    @property
+    def batches(self) -> bool:
+        """Whether it can run several slots at once."""
+
     def model(self, model: Model) -> Executor:
         """What runs a model's graph.
 
@@ -54,6 +58,7 @@ class OnnxRuntimeLibrary:
     """
 
     name = "onnxruntime-cuda"
+    batches = True
     without_program = "onnxruntime captures its own runs, and what it captured cannot be part of a larger graph"
 
     def __init__(self, bundle: Bundle, cuda: Cuda, stream: Stream, budget: Budget) -> None:
@@ -80,6 +85,8 @@ class EngineLibrary:
         budget: what may be used of the device.
         runtime: the library.
     """
+
+    batches = False
 
     def __init__(self, bundle: Bundle, cuda: Cuda, stream: Stream, budget: Budget, runtime: EngineRuntime) -> None:
         self._bundle = bundle

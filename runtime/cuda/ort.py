@@ -69,9 +69,6 @@ class Sessions:
         self._device = cuda.device.index
         self._stream = stream
         self._budget = budget
-        self._options = self._ort.RunOptions()
-        # The loop waits once a step, for what it reads back.
-        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
     def open(self, path: Path) -> tuple[Any, str]:
         """A session over a static graph, all of it on the device, and why it does not capture its runs, or nothing.
@@ -105,8 +102,18 @@ class Sessions:
         }
         return self._ort.InferenceSession(str(path), options, providers=[(PROVIDER, provider)])
 
-    def bind(self, session: Any, tensors: Mapping[str, Tensor]) -> Enqueue:
-        """A run of a session over fixed addresses."""
+    def bind(self, session: Any, tensors: Mapping[str, Tensor], graph: int) -> Enqueue:
+        """A run of a session over fixed addresses.
+
+        Args:
+            session: an open one.
+            tensors: every input and output.
+            graph: tells what is captured of this run from what is captured of the session's others.
+        """
+        options = self._ort.RunOptions()
+        # The loop waits once a step, for what it reads back.
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        options.add_run_config_entry("gpu_graph_id", str(graph))
         binding = session.io_binding()
         for value in session.get_inputs():
             tensor = tensors[value.name]
@@ -116,7 +123,7 @@ class Sessions:
             binding.bind_output(value.name, "cuda", self._device, tensor.dtype.type, tensor.shape, tensor.address)
 
         def enqueue() -> None:
-            session.run_with_iobinding(binding, self._options)
+            session.run_with_iobinding(binding, options)
 
         return enqueue
 
@@ -174,7 +181,8 @@ class SessionExecutor:
             largest[point.batch] = max(largest[point.batch], point.cache)
         self._sessions = sessions
         self._files = {point: path for point, path in files.items() if point.cache == largest[point.batch]}
-        self._opened: list[Any] = []
+        self._opened: dict[ShapePoint, Any] = {}
+        self._bound = 0
         self.fallback = ""
         self.points = frozenset(self._files)
         self.cache_dtype = cache_dtype
@@ -186,10 +194,11 @@ class SessionExecutor:
 
     def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
         """See :class:`~specexport.runtime.cuda.executor.Executor`."""
-        session, refusal = self._sessions.open(self._files[point])
-        self.fallback = self.fallback or refusal
-        self._opened.append(session)
-        return self._sessions.bind(session, tensors)
+        if point not in self._opened:
+            self._opened[point], refusal = self._sessions.open(self._files[point])
+            self.fallback = self.fallback or refusal
+        self._bound += 1
+        return self._sessions.bind(self._opened[point], tensors, self._bound)
 
     def close(self) -> None:
         """See :class:`~specexport.runtime.cuda.executor.Executor`."""

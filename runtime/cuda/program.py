@@ -129,7 +129,7 @@ class DeviceProgram(HostProgram):
         new = step.outputs.host[tensors.TOKENS][0, : accepted + 1].tolist()
         past = len(one.tokens) - 1
         if step.commits:
-            self._device.committed(past + 1 + accepted)
+            self._device.committed(one.slot, past + 1 + accepted)
         else:
             self._device.commit(one.slot, past, [0, *path])
         if drafter is not None:

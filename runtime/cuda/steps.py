@@ -14,7 +14,7 @@ from specexport.contract.engines import Accept, Commit, Fill, ProgramGraph
 from specexport.contract.errors import BackendError
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Array
+from specexport.runtime.backend import FIRST, Array
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
 from specexport.runtime.cuda.graph import DeviceGraph, Width
@@ -203,7 +203,7 @@ class Steps:
         accept = self._accept(kind, verify, step, drafted)
         for cache in self._target.cache_sizes:
             commit = self._commit(kind, verify, step, cache)
-            groups = [*propose, [verify.enqueues[cache]], [accept], *commit]
+            groups = [*propose, [verify.enqueues[cache, 0]], [accept], *commit]
             groups[0] = [*(functools.partial(staged.upload, self._stream.handle) for staged in uploads), *groups[0]]
             groups[-1] = [*groups[-1], functools.partial(self._read_back, step, verify)]
             step.commits = bool(commit)
@@ -218,7 +218,7 @@ class Steps:
     ) -> tuple[dict[str, Tensor], list[list[Enqueue]]]:
         """What the accept graph is given of the draft, and what proposes it and tells the target."""
         made, nodes = drafting.width.outputs.device, len(drafting.tree) - 1
-        run = drafting.width.enqueues[drafting.graph.cache.rows]
+        run = drafting.width.enqueues[drafting.graph.cache.rows, 0]
         if drafting.fill is None:  # one slot's K tokens lie as those of a chain's nodes do
             shaped = {name: Tensor(t.address, t.dtype, (1, nodes, *t.shape[2:])) for name, t in made.items()}
             return shaped, [[run, functools.partial(self._tell, verify, shaped[tensors.DRAFT_TOKENS])]]
@@ -250,7 +250,7 @@ class Steps:
         found = next((graph for graph, executor in self._graphs.of(Commit) if point in executor.points), None)
         if found is None:
             return []
-        caches = self._target.cache.tensors(cache)
+        caches = self._target.cache.tensors(cache, FIRST)
         returned = {name.replace("past_", "present_", 1): tensor for name, tensor in caches.items()}
         past, path = verify.inputs.device[tensors.PAST_LENGTH], step.outputs.device[tensors.PATH]
         given = {tensors.PAST_LENGTH: past, tensors.PATH: path}

@@ -65,7 +65,8 @@ class MedusaDraftProposer(Proposer):
     def _run(self, texts: Mapping[int, list[int]], pasts: Mapping[int, int], width: int) -> dict[int, Ints]:
         """Gives the draft tokens of some slots, at most ``width``; what it proposes after them, by slot."""
         self._graph.reserve(max(pasts.values()) + width)
-        slots = window(texts, self._graph.sizes)
+        sizes = self._graph.sizes if width == self._width else (1, self._graph.sizes[-1])  # chunks: a slot at a time
+        slots = window(texts, sizes)
         given = self._graph.inputs(width, 1, slots=slots)
         for slot, tokens in texts.items():
             at, past = slot - slots.start, pasts[slot]
