@@ -19,7 +19,7 @@ Encode = Callable[[str, bool], list[int]]
 
 _KEY = secrets.token_bytes(16)
 _FIRST_MARK = -2
-"""Marks are below it: -1 ends the outputs that suffix decoding stores."""
+"""The largest mark: -1 ends the outputs that suffix decoding stores."""
 
 
 class EmbedsPrompt:
