@@ -30,6 +30,7 @@ from specexport.contract.methods import (
     Medusa,
     MedusaDraft,
     Method,
+    MlpSpeculator,
     Ngram,
     SelfDraft,
     Suffix,
@@ -53,6 +54,13 @@ from specexport.exporter.engines.program import write_program
 from specexport.exporter.folders import written_beside
 from specexport.exporter.locate import locate
 from specexport.exporter.medusa import HeadsOutline, load_medusa, read_outline
+from specexport.exporter.mlp_speculator import (
+    SpeculatorOutline,
+    as_checkpoint,
+    load_speculator,
+    read_speculator,
+    require_fit,
+)
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.stages import RECORDS, Stages
 from specexport.exporter.weights import Precision, WeightsFile, WeightsReport
@@ -133,7 +141,8 @@ class _Layout:
 
     @classmethod
     def of(cls, options: BuildOptions, vocab: int, parameters: int, max_seq_len: int) -> _Layout:
-        plan = methods.plan(options, _outline(options.medusa), _outline(options.draft_medusa), vocab)
+        heads, draft_heads = _outline(options.medusa), _outline(options.draft_medusa)
+        plan = methods.plan(options, heads, draft_heads, _speculator(options), vocab)
         text_only = tuple(_text_only(options, plan, parameters))
         widths = frozenset(width for method in text_only for width in method.widths())
         batches = batch_points(options.max_batch_size)
@@ -151,6 +160,8 @@ def _target_stage(folder: Path, options: BuildOptions, tokenizer: TokenizerFiles
     target = load_checkpoint(options.target)
     progress("loading the target", 1, 1)
     heads = _heads(options.medusa, target)
+    if (outline := _speculator(options)) is not None:
+        require_fit(outline, hidden=_hidden_size(target), vocab=target.vocab_size)
     max_seq_len = _max_seq_len(options, target)
     layout = _Layout.of(options, target.vocab_size, target.parameters, max_seq_len)
     sample = tokenizer.tokenizer.encode(quality.SAMPLE).ids
@@ -211,6 +222,14 @@ def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progres
         made.append(target.self_draft)
     if target.medusa is not None:
         made.append(target.medusa)
+    if (outline := _speculator(options)) is not None:
+        made.append(
+            stages.run(
+                "speculator",
+                MlpSpeculator,
+                lambda: _speculator_stage(folder, outline, options, target, layout, progress),
+            )
+        )
     made += layout.text_only
 
     (folder / "tokenizer").mkdir()
@@ -280,8 +299,7 @@ def _heads(source: str | None, model: Checkpoint) -> MedusaHeads | None:
     """The Medusa heads of a model."""
     if source is None:
         return None
-    hidden = int(model.model.get_output_embeddings().weight.shape[1])
-    return load_medusa(Path(source).expanduser(), hidden=hidden, vocab=model.vocab_size)
+    return load_medusa(Path(source).expanduser(), hidden=_hidden_size(model), vocab=model.vocab_size)
 
 
 def _medusa(options: BuildOptions, heads: MedusaHeads, plan: methods.Plan, vocab: int) -> Medusa:
@@ -293,6 +311,49 @@ def _medusa(options: BuildOptions, heads: MedusaHeads, plan: methods.Plan, vocab
         weights=options.proposing_precision,
         parameters=sum(parameter.numel() for parameter in heads.parameters()),
     )
+
+
+def _speculator(options: BuildOptions) -> SpeculatorOutline | None:
+    return read_speculator(options.mlp_speculator) if options.mlp_speculator is not None else None
+
+
+def _speculator_stage(
+    folder: Path,
+    outline: SpeculatorOutline,
+    options: BuildOptions,
+    target: _Target,
+    layout: _Layout,
+    progress: Progress,
+) -> MlpSpeculator:
+    """Loads, traces and writes the target's MLP speculator."""
+    progress("loading the speculator", 0, 1)
+    stages = load_speculator(outline)
+    checkpoint = as_checkpoint(outline, str(options.mlp_speculator), stages, target.model.max_positions)
+    progress("loading the speculator", 1, 1)
+    progress("tracing the speculator", 0, 1)
+    model = _traced(checkpoint, lambda: trace.trace_speculator(stages, options.lowering))
+    progress("tracing the speculator", 1, 1)
+    (draft,) = _write_models(
+        folder / "speculator",
+        [_Part("propose", model, points.of_speculator(layout.plan, layout.batches), (), checkpoint.parameters)],
+        checkpoint,
+        options.proposing_precision,
+        None,
+        options.weights_a_scale,
+        progress,
+    )
+    return MlpSpeculator(
+        trees=tuple(tree.choices for tree in layout.plan["mlp_speculator"]),
+        candidates=min(MAX_CANDIDATES, outline.vocab),
+        stages=outline.stages,
+        hidden=outline.hidden,
+        draft=draft,
+    )
+
+
+def _hidden_size(checkpoint: Checkpoint) -> int:
+    """H, of what the language-model head reads."""
+    return int(checkpoint.model.get_output_embeddings().weight.shape[1])
 
 
 def _text_only(options: BuildOptions, plan: methods.Plan, parameters: int) -> list[Method]:
@@ -344,7 +405,13 @@ def _export_target(
     model = _traced(
         target,
         lambda: trace.trace_step(
-            target.model, target.cache, heads, methods.candidates(target.vocab_size), options.lowering, embedding_size
+            target.model,
+            target.cache,
+            heads,
+            methods.candidates(target.vocab_size),
+            options.mlp_speculator is not None,
+            options.lowering,
+            embedding_size,
         ),
     )
     graphs = [_Part("step", model, at, target.cache, target.parameters)]

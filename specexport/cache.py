@@ -16,7 +16,7 @@ from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME
 from specexport.contract.reading import sha256
 from specexport.exporter.locate import locate
 
-_MODELS = ("target", "draft", "universal_draft", "medusa", "draft_medusa")
+_MODELS = ("target", "draft", "universal_draft", "medusa", "draft_medusa", "mlp_speculator")
 """Build options that name checkpoints."""
 _HEADS = ("medusa", "draft_medusa")
 """Of these, folders that are no checkpoint of a model."""

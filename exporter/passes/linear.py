@@ -17,6 +17,7 @@ def canonical_weights(model: ir.Model) -> None:
     for node in list(model.graph):
         if node.op_type == "Gemm":
             _split_gemm(model.graph, node)
+    transposed: dict[ir.Value, ir.Value] = {}
     for node in list(model.graph):
         if node.op_type != "MatMul":
             continue
@@ -24,7 +25,10 @@ def canonical_weights(model: ir.Model) -> None:
         weight = transpose.inputs[0] if transpose is not None else None
         if weight is None or weight.const_value is None or len(weight.uses()) > 1:
             continue
-        node.replace_input_with(1, _transposed(model.graph, weight))
+        # Several products may read it: those of tied stages.
+        if weight not in transposed:
+            transposed[weight] = _transposed(model.graph, weight)
+        node.replace_input_with(1, transposed[weight])
 
 
 def _transposed(graph: ir.Graph, weight: ir.Value) -> ir.Value:
