@@ -253,6 +253,15 @@ class Engine:
                 f"the prompt has {len(read)} tokens, but this bundle's context holds {limit}, output included; "
                 "shorten the prompt or build with a larger --max-seq-len"
             )
+        if params.prompt_logprobs is not None:
+            if embedded:
+                raise RequestError(
+                    "prompt_logprobs were asked for, but the prompt has embeddings, which have none; leave them out"
+                )
+            if len(read) > limit:
+                raise RequestError(
+                    f"the prompt has {len(read)} tokens, but this bundle's context holds {limit}; shorten the prompt"
+                )
         own = self.manifest.generation
         params = params.replace(
             posterior_threshold=own.posterior_threshold

@@ -73,7 +73,8 @@ def taken_as_it_is(params: SamplingParams, entropy: float | None) -> bool:
     Never where log-probabilities are wanted, which only the model can tell, nor where the output is bound to a schema.
     """
     gate = params.entropy_threshold if params.acceptance == "relaxed" else None
-    model = params.logprobs is not None or params.json_schema is not None
+    scored = params.logprobs is not None or params.prompt_logprobs is not None
+    model = scored or params.json_schema is not None
     return gate is not None and entropy is not None and entropy < gate and not model
 
 

@@ -36,6 +36,8 @@ class SamplingParams:
         n: outputs for one prompt. A stream is one output; ``LLM`` and the server make several.
         logprobs: with each token give its log-probability and those of this many most probable tokens; 0 gives its own
             alone, None nothing. They are the target's own, before temperature and filters.
+        prompt_logprobs: the same of every token of the prompt but the first, which nothing comes before. The prompt is
+            then read in steps as wide as the widest that the bundle verifies, and none of it from the prefix cache.
         json_schema: binds the output to JSON that fits this schema, a mapping or its JSON; needs llguidance. What is
             sampled is the model's distribution over the tokens the schema allows.
         ignore_eos: go on past end-of-text tokens, as benchmarks do.
@@ -65,6 +67,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     json_schema: str | None = None
     ignore_eos: bool = False
     acceptance: Literal["lossless", "typical", "relaxed"] = "lossless"
@@ -102,8 +105,10 @@ class SamplingParams:
         _require("n", self.n, _whole(self.n) and self.n >= 1, "a whole number >= 1")
         bound = self.json_schema is None or not self.ignore_eos
         _require("ignore_eos", self.ignore_eos, bound, "False with a json_schema, which says where the text ends")
-        few = self.logprobs is None or (_whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS)
-        _require("logprobs", self.logprobs, few, f"a whole number from 0 to {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            few = value is None or (_whole(value) and 0 <= value <= MAX_LOGPROBS)
+            _require(name, value, few, f"a whole number from 0 to {MAX_LOGPROBS}")
 
     @property
     def greedy(self) -> bool:

@@ -82,6 +82,11 @@ class Request:
         self._ends = ends
 
     @property
+    def scored(self) -> bool:
+        """Whether the log-probabilities of its prompt are asked for."""
+        return self.view.params.prompt_logprobs is not None
+
+    @property
     def ready(self) -> bool:
         """Whether there is something to tell its reader."""
         return bool(self.chunks) or self.finished or self.abandoned or self.error is not None

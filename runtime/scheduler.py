@@ -57,7 +57,7 @@ class Scheduler:
                 raise RequestError("the engine is closed; load the bundle again")
             request.own_thread()
             request.began = self._clock()
-            if request.room <= 0:
+            if request.room <= 0 and not request.scored:
                 request.end("length")
             else:
                 self._queue.append(request)
@@ -163,7 +163,11 @@ class Scheduler:
             if arriving is not None:
                 self._read(arriving, decoding)
             if arriving is not None and arriving.read:
-                decoding.append(arriving)
+                if arriving.room > 0:
+                    decoding.append(arriving)
+                else:
+                    arriving.end("length")
+                    self._leave()
             if decoding:
                 self._step(decoding)
                 self._leave()
@@ -204,7 +208,7 @@ class Scheduler:
             if not request.abandoned:
                 request.end("cancelled")
         for request in joining:
-            request.view.slot = self._slots.take(request.view.tokens)
+            request.view.slot = self._slots.take(request.view.tokens, whole=request.scored)
             request.stats.queued = self._clock() - request.began
             self._running.append(request)
             self._fit()
@@ -215,7 +219,7 @@ class Scheduler:
     def _read(self, request: Request, stalled: list[Request]) -> None:
         """Reads a chunk of a request's prompt."""
         start = time.perf_counter()
-        if request.stats.prefill == 0.0:
+        if request.stats.prefill == 0.0 and not request.scored:
             request.stats.cached_tokens = self._slots.begin(request.view.slot)
         # A draft need not read what it will not be asked to go on with.
         self._budget.assign(self._running)

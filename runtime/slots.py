@@ -34,14 +34,19 @@ class Slots:
         """How many are."""
         return self._sizes[-1] - len(self._taken)
 
-    def take(self, tokens: list[int]) -> int:
-        """Gives a slot to a text, which is to grow in place: where it costs fewest others, then where its start is."""
+    def take(self, tokens: list[int], *, whole: bool = False) -> int:
+        """Gives a slot to a text, which is to grow in place: where it costs fewest others, then where its start is.
+
+        Args:
+            tokens: the text.
+            whole: all of it is to be read, whatever a cache holds of it.
+        """
 
         def cost(slot: int) -> tuple[int, int, int]:
             return len(window((*self._taken, slot), self._sizes)), -self._shared(slot, tokens), self._left[slot]
 
         slot = min((slot for slot in range(self._sizes[-1]) if slot not in self._taken), key=cost)
-        self._program.share(slot, slot, self._shared(slot, tokens))
+        self._program.share(slot, slot, 0 if whole else self._shared(slot, tokens))
         self._taken.add(slot)
         self._texts[slot] = tokens
         return slot

@@ -227,20 +227,29 @@ class HostProgram:
         """See :class:`StepProgram`; the target reads first, all but the last token, which is the first step's root."""
         slot, tokens, chunk = sequence.slot, sequence.tokens, self._chunk
         proposing = sequence.method if len(sequence.tree) > 1 else None
-        done = self._target.filled(slot)
+        done, top, rows = self._target.filled(slot), sequence.params.prompt_logprobs, 1
+        if top is not None:  # a prefill chunk has logits after its last token alone
+            chunk = rows = self._widths[1][-1]
         part = tokens[done : min(done + chunk, len(tokens) - 1)]
         if part:
             slots = range(slot, slot + 1)
             self._target.reserve(done + chunk)
-            given = self._target.inputs(chunk, 1, slots=slots)
+            given = self._target.inputs(chunk, rows, slots=slots)
             _read_in(given, 0, sequence, done, len(part))
             given[tensors.POSITION_IDS][0] = self._positions(done, TokenTree.chain(chunk))
             given[tensors.PAST_LENGTH][0] = done
-            given[tensors.LOGITS_ROWS][0] = len(part) - 1
-            made = self._target.run(chunk, 1, slots=slots)
+            if top is None:
+                given[tensors.LOGITS_ROWS][0] = len(part) - 1
+            else:
+                given[tensors.TREE_MASK][0] = TokenTree.chain(chunk).mask
+            made = self._target.run(chunk, rows, slots=slots)
             self._target.commit(slot, done, range(len(part)))
+            last = 0 if top is None else len(part) - 1
+            if top is not None:
+                after = tokens[done + 1 : done + len(part) + 1]
+                sequence.prompt_logprobs += token_logprobs(made[tensors.LOGITS][0], range(len(part)), after, top)
             if sequence.method is not None:
-                self._proposer(sequence.method).observe(slot, {name: array[0] for name, array in made.items()}, 0)
+                self._proposer(sequence.method).observe(slot, {name: array[0] for name, array in made.items()}, last)
             return done + len(part) < len(tokens) - 1 or proposing is not None
         return proposing is not None and self._proposer(proposing).prefill(sequence)
 

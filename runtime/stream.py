@@ -23,6 +23,7 @@ class Completion:
         finish_reason: see :class:`Chunk`.
         stats: what it cost.
         logprobs: of each token, if the request asks for them.
+        prompt_logprobs: of the prompt's tokens from the second on, if the request asks for them.
     """
 
     text: str
@@ -30,6 +31,7 @@ class Completion:
     finish_reason: FinishReason
     stats: Stats
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 def completed(stream: Stream) -> Completion:
@@ -44,6 +46,7 @@ def completed(stream: Stream) -> Completion:
         reason,
         stream.stats,
         tuple(entry for chunk in chunks for entry in chunk.logprobs),
+        stream.prompt_logprobs,
     )
 
 
@@ -70,6 +73,7 @@ class Stream:
         method: how it speculates; None decodes plainly.
         tree: the tree its steps verify, in a batch perhaps a smaller one; the root alone where it decodes plainly.
         hypothesis: tokens the output is expected to be.
+        prompt_logprobs: of the prompt's tokens from the second on, if they are asked for: whole with the first chunk.
     """
 
     def __init__(self, runner: _Runner, request: Request) -> None:
@@ -101,6 +105,11 @@ class Stream:
     def hypothesis(self) -> Sequence[int]:
         """Tokens the output is expected to be."""
         return self._request.view.hypothesis
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt's tokens from the second on."""
+        return tuple(self._request.view.prompt_logprobs)
 
     @property
     def stats(self) -> Stats:

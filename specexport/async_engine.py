@@ -13,7 +13,7 @@ from typing import Any
 
 from specexport.contract.errors import ClosedError, DeadlineError, QueueFullError, RequestError, SpecExportError
 from specexport.frontend import Choice, Frontend
-from specexport.runtime import Chunk, SamplingParams, Stats, Stream
+from specexport.runtime import Chunk, SamplingParams, Stats, Stream, TokenLogprobs
 from specexport.runtime.engine import Prompt
 
 DEFAULT_MAX_QUEUE = 128
@@ -65,6 +65,17 @@ class AsyncStream:
     def stats(self) -> Stats:
         """Counters of the request, up to date after every chunk."""
         return self._request.stream.stats
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """What the request continues."""
+        stream = self._request.stream
+        return stream.tokens[: stream.stats.prompt_tokens]
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt's tokens from the second on, if they are asked for: whole with the first chunk."""
+        return self._request.stream.prompt_logprobs
 
     @property
     def arrived(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any, cast
 from specexport.contract.errors import RequestError
 from specexport.frontend import Frontend
 from specexport.outputs import NO_TOKEN, CompletionOutput, Logprob, RequestOutput
-from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stream, engine
+from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stream, TokenLogprobs, engine
 from specexport.runtime.chat import Message
 from specexport.runtime.stream import completed
 
@@ -176,6 +176,7 @@ class LLM:
                 request.text,
                 tuple(max(token, NO_TOKEN) for token in request.streams[0].tokens[:length]),
                 tuple(self._output(at, stream.params, done[id(stream)]) for at, stream in enumerate(request.streams)),
+                self._prompt_logprobs(request.streams[0]),
             )
             for index, (request, length) in enumerate(zip(requests, lengths, strict=True))
         ]
@@ -204,20 +205,21 @@ class LLM:
         return done
 
     def _output(self, index: int, params: SamplingParams, made: Completion) -> CompletionOutput:
-        logprobs = None
-        if params.logprobs is not None:
-            logprobs = [
-                {
-                    token: Logprob(logprob, rank, self._frontend.token_text(token))
-                    for rank, token, logprob in (
-                        *((place, *pair) for place, pair in enumerate(entry.top, start=1)),
-                        (entry.rank, entry.token, entry.logprob),
-                    )
-                }
-                for entry in made.logprobs
-            ]
+        logprobs = None if params.logprobs is None else [self._by_token(entry) for entry in made.logprobs]
         total = sum(entry.logprob for entry in made.logprobs) if logprobs is not None else None
         return CompletionOutput(index, made.text, made.token_ids, logprobs, total, made.finish_reason, made.stats)
+
+    def _prompt_logprobs(self, stream: Stream) -> list[dict[int, Logprob] | None] | None:
+        if stream.params.prompt_logprobs is None:
+            return None
+        return [None, *map(self._by_token, stream.prompt_logprobs)]
+
+    def _by_token(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        ranked = [(place, *pair) for place, pair in enumerate(entry.top, start=1)]
+        return {
+            token: Logprob(logprob, rank, self._frontend.token_text(token))
+            for rank, token, logprob in (*ranked, (entry.rank, entry.token, entry.logprob))
+        }
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -58,6 +58,8 @@ class RequestOutput:
         prompt: the text; None where tokens were given.
         prompt_token_ids: what the model was given; -1 where that was an embedding.
         outputs: ``n`` of them.
+        prompt_logprobs: for each token of the prompt itself and the most probable ones, by token, None for the first;
+            None if the request did not ask.
         finished: always True; outputs come whole.
     """
 
@@ -65,4 +67,5 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True

@@ -12,7 +12,7 @@ import pytest
 
 import specexport
 from specexport import LLM, SamplingParams
-from specexport.contract.errors import BuildError, RequestError
+from specexport.contract.errors import BackendError, BuildError, RequestError
 from specexport.runtime import Engine
 from specexport.speculative import build_options, choice, read_config
 
@@ -124,6 +124,27 @@ def test_a_bundle_may_be_named_as_the_model(bundle: Callable[[str], Path]) -> No
     with LLM(str(bundle(NAME)), speculative_config={"method": "draft_model", "num_speculative_tokens": 2}) as llm:
         (output,) = llm.generate("one two", GREEDY, use_tqdm=False)
         assert output.outputs[0].metrics.drafted <= 2 * output.outputs[0].metrics.steps_with_draft
+
+
+def test_prompts_have_log_probabilities(bundle: Callable[[str], Path]) -> None:
+    with LLM(bundle=bundle(NAME), threads=1) as llm:
+        scored, plain = llm.generate(
+            [[5, 6, 7, 8], [5, 6]], [GREEDY.replace(prompt_logprobs=1, max_tokens=0), GREEDY], use_tqdm=False
+        )
+    assert plain.prompt_logprobs is None
+    assert scored.prompt_logprobs is not None
+    first, *others = scored.prompt_logprobs
+    assert first is None
+    assert [token in (entry or {}) for token, entry in zip([6, 7, 8], others, strict=True)] == [True] * 3
+    assert all(1 <= len(entry or {}) <= 2 for entry in others)
+    assert scored.outputs[0].token_ids == ()
+
+
+def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
+    with LLM(bundle=bundle(NAME), threads=1, backend="onnxruntime") as llm:
+        assert llm._frontend.engine.backend.device.startswith("onnxruntime, ")
+    with pytest.raises(BackendError, match="there is no backend 'abacus'"):
+        LLM(bundle=bundle(NAME), backend="abacus")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,10 +72,71 @@ def test_chunks_hold_those_of_their_own_tokens(engine: Engines) -> None:
             assert tuple(entry.token for entry in chunk.logprobs) == chunk.token_ids
 
 
+# --- of prompts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exporter
+@pytest.mark.parametrize("name", ["llama-near", "gemma2-equal", "qwen3-medusa", "llama-near-batch-portable"])
+def test_those_of_prompts_are_what_transformers_says(name: str, bundle: Callable[[str], Path], engine: Engines) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    one = engine(name)
+    source = bundle(name).parent / "checkpoints" / Path(one.manifest.target.source).name
+    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
+    for length, draft in ((1, 0), (2, 1), (9, 2), (150, 3)):
+        prompt = np.random.default_rng(draft).integers(3, 300, length).tolist()
+        with torch.no_grad():
+            exact = model(torch.tensor([prompt])).logits[0].numpy()
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=3)
+        # Again, when the cache holds all of it, and without any output.
+        for room in (6, 6, 0):
+            made = one.generate(prompt, params.replace(max_tokens=room))
+            assert made.stats.cached_tokens == 0
+            assert len(made.token_ids) == room
+            assert [entry.token for entry in made.prompt_logprobs] == prompt[1:]
+            for row, entry in zip(exact, made.prompt_logprobs, strict=False):
+                expected = log_softmax(row)
+                best = np.argsort(-expected)[:3]
+                assert entry.logprob == pytest.approx(expected[entry.token], abs=2e-4)
+                assert [value for _, value in entry.top] == pytest.approx(expected[best].tolist(), abs=2e-4)
+        plain = one.generate(prompt, params.replace(prompt_logprobs=None))
+        assert plain.prompt_logprobs == ()
+        assert plain.token_ids == one.generate(prompt, params).token_ids
+
+
+def test_scored_prompts_run_beside_others(engine: Engines) -> None:
+    one, params = engine("llama-near-batch"), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    texts = [[5 + at, *range(20, 120)] for at in range(6)]
+    alone = [one.generate(text, params.replace(prompt_logprobs=1 if at % 2 else None)) for at, text in enumerate(texts)]
+    streams = [
+        one.stream(text, params.replace(prompt_logprobs=1 if at % 2 else None, max_tokens=0 if at == 3 else 12))
+        for at, text in enumerate(texts)
+    ]
+    for stream in streams:
+        stream.start()
+    for at, (stream, expected) in enumerate(zip(streams, alone, strict=True)):
+        got = tuple(token for chunk in stream for token in chunk.token_ids)
+        assert got == (() if at == 3 else expected.token_ids)
+        assert [entry.token for entry in stream.prompt_logprobs] == (texts[at][1:] if at % 2 else [])
+        assert [entry.logprob for entry in stream.prompt_logprobs] == pytest.approx(
+            [entry.logprob for entry in expected.prompt_logprobs], abs=1e-4
+        )
+
+
+def test_a_prompt_that_cannot_be_scored_is_refused(engine: Engines) -> None:
+    one, params = engine("llama-near"), SamplingParams(max_tokens=0, prompt_logprobs=0)
+    with pytest.raises(RequestError, match="the prompt has 513 tokens, but this bundle's context holds 512"):
+        one.generate([5] * 513, params)
+    assert len(one.generate([5] * 512, params).prompt_logprobs) == 511
+
+
 @pytest.mark.parametrize("value", [-1, 21, 1.5, True])
 def test_too_many_are_refused(value: Any) -> None:
     with pytest.raises(RequestError, match="logprobs is"):
         SamplingParams(logprobs=value)
+    with pytest.raises(RequestError, match="prompt_logprobs is"):
+        SamplingParams(prompt_logprobs=value)
 
 
 def test_stop_tokens_end_the_output_as_the_end_of_text_does(engine: Engines) -> None:

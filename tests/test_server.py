@@ -135,6 +135,26 @@ def test_stop_texts_seeds_and_n(tiny: Served, client: openai.OpenAI) -> None:
     assert len(set(texts[0])) == 3
 
 
+@pytest.mark.parametrize("room", [0, 5])
+def test_echoed_logprobs_are_the_prompts_and_the_outputs(tiny: Served, client: openai.OpenAI, room: int) -> None:
+    expected = said(tiny, PROMPT, temperature=0.0, max_tokens=room, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+    entries = [*expected.prompt_logprobs, *expected.logprobs]
+    asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": room, "logprobs": 2, "echo": True, **GREEDY}
+    made = client.completions.create(**asked).choices[0]
+    assert made.text == PROMPT + expected.text
+    assert made.logprobs is not None
+    assert made.logprobs.token_logprobs == [None, *(pytest.approx(entry.logprob, abs=1e-3) for entry in entries)]
+    assert made.logprobs.top_logprobs is not None
+    assert made.logprobs.top_logprobs[0] is None
+    assert made.logprobs.text_offset is not None
+    assert made.logprobs.text_offset[:2] == [0, len((made.logprobs.tokens or [""])[0])]
+    parts = [choice for part in client.completions.create(**asked, stream=True) for choice in part.choices]
+    assert "".join(part.text for part in parts) == made.text
+    streamed = [part.logprobs for part in parts if part.logprobs is not None]
+    assert [value for entry in streamed for value in entry.token_logprobs or []] == made.logprobs.token_logprobs
+    assert [value for entry in streamed for value in entry.text_offset or []] == made.logprobs.text_offset
+
+
 def test_logprobs_are_the_engines(tiny: Served, client: openai.OpenAI) -> None:
     expected = said(tiny, PROMPT, temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
     own = [pytest.approx(entry.logprob, abs=1e-3) for entry in expected.logprobs]
@@ -344,7 +364,6 @@ def test_metrics_count_what_happened(http: httpx.Client, client: openai.OpenAI, 
         ("completions", {"prompt": "a", "stop": [""]}, "stop.0", "at least 1 character"),
         ("completions", {"prompt": [5, 999_999]}, "prompt", "the prompt holds token 999999"),
         ("completions", {"prompt": [5] * 512}, "prompt", "the context holds 512"),
-        ("completions", {"prompt": "a", "echo": True, "logprobs": 1}, "logprobs", "leave out echo"),
         ("completions", {"prompt": "a", "stream_options": {}}, "stream_options", "without stream"),
         ("completions", {"prompt": "a", "speculative_method": "magic"}, "speculative_method", "built for draft_model"),
         ("completions", {"prompt": "a", "num_speculative_tokens": 3}, "num_speculative_tokens", "built for 1, 2, 4, 7"),

@@ -14,6 +14,7 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array
 from specexport.runtime.constraint import Constraint
 from specexport.runtime.embeds import Embeddings
+from specexport.runtime.logprobs import TokenLogprobs
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.sampling import Distributions, Floats
 
@@ -36,6 +37,7 @@ class SlotView:
         constraint: what its output is bound to; None for nothing.
         embeddings: what the prompt has in the place of tokens, whose numbers are negative there; None for nothing.
         prompt: how many of the tokens are the prompt.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as it is read, if the request asks for them.
     """
 
     slot: int
@@ -48,6 +50,7 @@ class SlotView:
     constraint: Constraint | None = None
     embeddings: Embeddings | None = None
     prompt: int = field(init=False)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)

@@ -8,6 +8,7 @@ from typing import Any, cast
 from fastapi import Request, Response
 from pydantic import BaseModel
 
+from specexport.async_engine import AsyncStream
 from specexport.frontend import Frontend
 from specexport.runtime import Chunk, TokenLogprobs
 from specexport.server.errors import ApiError
@@ -29,10 +30,10 @@ async def complete(service: Service, request: Request, given: CompletionRequest)
     model = service.require_model(given.model)
     if given.stream_options is not None and not given.stream:
         raise ApiError(400, "stream_options: given without stream", param="stream_options")
-    if given.echo and given.logprobs is not None:
-        raise ApiError(400, "logprobs: those of the prompt are not supported; leave out echo", param="logprobs")
     prompts = [await service.encode(prompt) for prompt in _prompts(given.prompt)]
     params = service.params(given, given.max_tokens, given.logprobs)
+    if given.echo:
+        params = params.replace(prompt_logprobs=given.logprobs)
     streams = await service.start(prompts, params, given)
     frontend = service.engine.frontend
     echoed = [""] * len(streams)
@@ -42,7 +43,7 @@ async def complete(service: Service, request: Request, given: CompletionRequest)
             for prompt in _prompts(given.prompt)
         )
         echoed = [text for text in texts for _ in range(given.n)]
-    form = _Format(service, model, echoed)
+    form = _Format(service, model, echoed, streams if params.prompt_logprobs is not None else [])
     return await respond(service, request, given, streams, form, sum(map(len, prompts)))
 
 
@@ -54,27 +55,45 @@ def _prompts(given: Any) -> list[str | list[int]]:
 
 
 class _Format:
-    """Text completions."""
+    """Text completions.
 
-    def __init__(self, service: Service, model: str, echoed: list[str]) -> None:
+    Args:
+        service: serves them.
+        model: its name in the answers.
+        echoed: what each output begins with.
+        scored: their streams, where that comes with log-probabilities.
+    """
+
+    def __init__(self, service: Service, model: str, echoed: list[str], scored: Sequence[AsyncStream]) -> None:
         self._frontend = service.engine.frontend
+        self._scored = dict(enumerate(scored))
         self._echoed = echoed
         self._said = [0] * len(echoed)
         self._head: dict[str, Any] = {"object": "text_completion", "created": service.created, "model": model}
 
     def opening(self, index: int) -> BaseModel | None:
-        if not self._echoed[index]:
+        if not self._echoed[index] or index in self._scored:  # log-probabilities come when the prompt is read
             return None
         return CompletionChoice(index=index, text=self._echoed[index], logprobs=None, finish_reason=None)
 
     def piece(self, index: int, chunk: Chunk) -> BaseModel:
-        logprobs, self._said[index] = completion_logprobs(self._frontend, chunk.logprobs, self._said[index])
+        stream, text = self._scored.pop(index, None), chunk.text
+        first = None
+        if stream is not None:
+            first, text = stream.prompt_tokens[0], self._echoed[index] + text
+        entries = [*(stream.prompt_logprobs if stream is not None else ()), *chunk.logprobs]
+        logprobs, self._said[index] = completion_logprobs(self._frontend, entries, self._said[index], first)
         reason = cast(Any, chunk.finish_reason)
-        return CompletionChoice(index=index, text=chunk.text, logprobs=logprobs, finish_reason=reason)
+        return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason)
 
     def whole(self, index: int, chunks: Sequence[Chunk]) -> BaseModel:
         text = self._echoed[index] + "".join(chunk.text for chunk in chunks)
-        logprobs, _ = completion_logprobs(self._frontend, [entry for chunk in chunks for entry in chunk.logprobs], 0)
+        stream = self._scored.get(index)
+        entries = [entry for chunk in chunks for entry in chunk.logprobs]
+        first = None
+        if stream is not None:
+            first, entries = stream.prompt_tokens[0], [*stream.prompt_logprobs, *entries]
+        logprobs, _ = completion_logprobs(self._frontend, entries, 0, first)
         reason = cast(Any, chunks[-1].finish_reason)
         return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason)
 
@@ -89,7 +108,7 @@ class _Format:
 
 
 def completion_logprobs(
-    frontend: Frontend, entries: Sequence[TokenLogprobs], offset: int
+    frontend: Frontend, entries: Sequence[TokenLogprobs], offset: int, first: int | None = None
 ) -> tuple[CompletionLogprobs | None, int]:
     """Log-probabilities in the form of completions, and the characters said after them.
 
@@ -97,10 +116,17 @@ def completion_logprobs(
         frontend: knows the tokens' texts.
         entries: of the tokens.
         offset: characters said before them.
+        first: a token before them that has none, as the first of a prompt.
     """
-    if not entries:
+    if not entries and first is None:
         return None, offset
-    tokens, offsets, top = [], [], []
+    tokens: list[str] = []
+    offsets: list[int] = []
+    top: list[dict[str, float] | None] = []
+    own: list[float | None] = []
+    if first is not None:
+        tokens, offsets, top, own = [frontend.token_text(first)], [offset], [None], [None]
+        offset += len(tokens[0])
     for entry in entries:
         text = frontend.token_text(entry.token)
         tokens.append(text)
@@ -110,5 +136,5 @@ def completion_logprobs(
         known = {frontend.token_text(token): logprob for token, logprob in reversed(entry.top)}
         best = {name: max(logprob, LEAST_LOGPROB) for name, logprob in reversed(known.items())}
         top.append(best if text in best else best | {text: entry.logprob})
-    own = [max(entry.logprob, LEAST_LOGPROB) for entry in entries]
+    own += [max(entry.logprob, LEAST_LOGPROB) for entry in entries]
     return CompletionLogprobs(tokens=tokens, token_logprobs=own, top_logprobs=top, text_offset=offsets), offset

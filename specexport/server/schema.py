@@ -255,11 +255,11 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities of a completion's tokens."""
+    """Log-probabilities of a completion's tokens, and, echoed, of its prompt's; the first of all has none."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
