@@ -264,6 +264,8 @@ def _export_speculator(
 ) -> MlpSpeculator:
     progress("loading the speculator", 0, 1)
     stages = load_speculator(outline)
+    # Nobody would read what those behind the deepest tree say.
+    stages.keep_first(max(tree.depth for tree in plan["mlp_speculator"]))
     checkpoint = as_checkpoint(outline, str(options.mlp_speculator), stages, max_positions)
     progress("loading the speculator", 1, 1)
     progress("tracing the speculator", 0, 1)
@@ -281,7 +283,7 @@ def _export_speculator(
     return MlpSpeculator(
         trees=tuple(tree.choices for tree in plan["mlp_speculator"]),
         candidates=min(MAX_CANDIDATES, outline.vocab),
-        stages=outline.stages,
+        stages=len(stages),
         hidden=outline.hidden,
         draft=draft,
     )
