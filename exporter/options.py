@@ -62,6 +62,8 @@ class BuildOptions:
             graphs.
         engines: how to compile them; None to leave that to ``specexport compile`` on the device.
         overwrite: replace an existing bundle.
+        resume: go on from the stages that an earlier build finished before it was killed; for outputs whose name stands
+            for all that goes into them, and one process at a time.
     """
 
     target: str
@@ -94,6 +96,7 @@ class BuildOptions:
     backend: Backend = "onnxruntime"
     engines: EngineOptions | None = None
     overwrite: bool = False
+    resume: bool = False
 
     def __post_init__(self) -> None:
         for name in ("precision", "draft_precision"):

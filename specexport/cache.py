@@ -37,7 +37,7 @@ def cached_bundle(options: Mapping[str, Any], build: Callable[[dict[str, Any], P
 
     Its name is a hash of the options and of the content of every checkpoint they name, so a changed checkpoint is built
     anew and a moved one is not. Of several processes one builds, and the others wait for it. A build that is killed
-    leaves its lock free and nothing under the bundle's name.
+    leaves its lock free and nothing under the bundle's name; the next one goes on after the models it had written.
 
     Args:
         options: fields of ``BuildOptions``, without ``output``.
