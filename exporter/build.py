@@ -328,6 +328,8 @@ def _speculator_stage(
     """Loads, traces and writes the target's MLP speculator."""
     progress("loading the speculator", 0, 1)
     stages = load_speculator(outline)
+    # Nobody would read what those behind the deepest tree say.
+    stages.keep_first(max(tree.depth for tree in layout.plan["mlp_speculator"]))
     checkpoint = as_checkpoint(outline, str(options.mlp_speculator), stages, target.model.max_positions)
     progress("loading the speculator", 1, 1)
     progress("tracing the speculator", 0, 1)
@@ -345,7 +347,7 @@ def _speculator_stage(
     return MlpSpeculator(
         trees=tuple(tree.choices for tree in layout.plan["mlp_speculator"]),
         candidates=min(MAX_CANDIDATES, outline.vocab),
-        stages=outline.stages,
+        stages=len(stages),
         hidden=outline.hidden,
         draft=draft,
     )

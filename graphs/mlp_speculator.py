@@ -67,6 +67,11 @@ class MlpSpeculator(torch.nn.Module):
     def __len__(self) -> int:
         return len(self.head)
 
+    def keep_first(self, stages: int) -> None:
+        """Leaves out all stages but the first; what these compute does not change."""
+        for name in ("emb", "proj", "head", "ln"):
+            setattr(self, name, getattr(self, name)[:stages])
+
     def first_state(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the first stage is given, ``[..., H]``, of the target's hidden state."""
         return normalized(hidden) / 2**0.5 if self.scale_input else hidden

@@ -390,11 +390,12 @@ def test_build_inspect_and_refusals(
 ) -> None:
     out = tmp_path / "bundle"
     words = ["build", "--target", str(target), "--mlp-speculator", str(speculators(False, False)), "-o", str(out)]
-    sizes = ["--max-seq-len", "128", "--max-batch-size", "1", "--num-speculative-tokens", "3,5"]
+    sizes = ["--max-seq-len", "128", "--max-batch-size", "1", "--tree", str(tmp_path / "flat.json")]
+    (tmp_path / "flat.json").write_text("[[0], [1], [0, 0], [0, 1], [1, 0]]")
     assert main([*words, *sizes, "--precision", "int8", "--lowering", "portable"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "mlp_speculator, 3 stages: 3 draft tokens a step" in shown
-    assert "requests may choose 5" in shown
+    # Of three stages, those that the tree has levels for.
+    assert "mlp_speculator, 2 stages: 5 draft tokens a step in a tree of depth 2" in shown
     with Engine.load(out, threads=1) as engine:
         made = head_proposals(engine, "mlp_speculator", [[5, 9, 17], [44, 45]], 4)
         manifest = engine.manifest
