@@ -25,6 +25,7 @@ import torch
 from safetensors import safe_open
 
 from specexport.exporter.medusa import load_medusa, read_outline, save_medusa
+from specexport.exporter.mlp_speculator import load_speculator, read_speculator, require_fit, save_speculator
 from specexport.graphs.medusa import MedusaHeads
 
 TINY = 3e-9  # of the standard deviation of the embedding: next to nothing beside what float32 rounds off
@@ -310,6 +311,47 @@ def inflate_heads(source: Path, out: Path, small: Path, large: Path, seed: int =
                 parameter[: old.hidden] = weight
     accuracy = outline.accuracy
     save_medusa(out, made, torch.empty(0), base=large.name, accuracy=accuracy, dtype=torch.float32, compatible=False)
+
+
+def inflate_speculator(source: Path, out: Path, small: Path, large: Path, seed: int = 0) -> None:
+    """Enlarge an MLP speculator along with its target, without changing what it proposes.
+
+    Its inner states grow as much as the target's hidden state.
+
+    Args:
+        source: folder of the small target's speculator.
+        out: folder to write.
+        small: the small target.
+        large: the same, enlarged.
+        seed: of the new weights.
+    """
+    outline = read_speculator(str(source))
+    old, new = Shape.of(read_config(small)), Shape.of(read_config(large))
+    require_fit(outline, hidden=old.hidden, vocab=old.vocab)
+    grown = replace(outline, hidden=new.hidden, inner=outline.inner * new.hidden // old.hidden)
+    originals, made = load_speculator(outline).state_dict(), grown.make()
+    tiny = TINY * float(Source(small)("model.embed_tokens.weight").std())
+    # A norm divides by the root of a mean over more numbers, and embeddings are multiplied with the root of their size.
+    narrower = (outline.inner / grown.inner) ** 0.5
+    scales = {"ln": narrower, "emb": narrower}
+    if grown.scale_input:
+        scales["proj.0"] = (old.hidden / new.hidden) ** 0.5
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            weight = originals[name]
+            scale = scales.get(name.rpartition(".")[0], scales.get(name.partition(".")[0], 1.0))
+            if parameter.ndim == 1:
+                parameter.fill_(narrower if name.endswith("weight") else 0.0)
+                parameter[: len(weight)] = weight * (narrower if name.endswith("weight") else 1.0)
+                continue
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            parameter.normal_(0.0, float(weight.std()), generator=generator)
+            # What they write to the new half of a state stays next to nothing.
+            written = parameter[:, outline.inner :] if name.startswith("emb") else parameter[outline.inner :]
+            if not name.startswith("head"):
+                written *= tiny
+            parameter[: weight.shape[0], : weight.shape[1]] = weight * scale
+    save_speculator(out, made, widths=outline.widths, accuracy=outline.accuracy, dtype=torch.float32)
 
 
 def _check_holds(small: Shape, large: Shape) -> None:

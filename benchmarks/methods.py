@@ -20,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.decode import UNATTENDED_WIDTH, machine, speed
-from benchmarks.pair import built, inflated_heads, inflated_pair
+from benchmarks.pair import built, inflated_heads, inflated_pair, inflated_speculator
 from specexport.contract.methods import method_name
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks methods``."""
     parser.add_argument("--models", type=Path, default=Path("examples/models"), help="holds the demo models and heads")
     parser.add_argument("--draft-heads", default="demo-draft-medusa", help="heads of demo-draft; left out if not there")
+    parser.add_argument("--speculator", type=Path, help="an MLP speculator of demo-target, to be compared too")
     parser.add_argument("--prompts", type=Path, default=Path("examples/prompts/held_out.jsonl"))
     parser.add_argument("--work", type=Path, default=Path(".cache/bench"), help="keeps inflated models and bundles")
     parser.add_argument("--precision", default="fp32")
@@ -146,7 +147,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _bundles(args: argparse.Namespace) -> dict[str, Path]:
-    """One bundle with a draft, one with heads on the target, one with heads on the draft."""
+    """A bundle each: with a draft, with heads on the target, with heads on the draft, with an MLP speculator."""
     target, draft = inflated_pair(args.models, args.work)
     heads = inflated_heads(args.models, "demo-medusa", target, args.work)
     common: dict[str, Any] = {"precision": args.precision, "max_seq_len": 512}
@@ -161,6 +162,9 @@ def _bundles(args: argparse.Namespace) -> dict[str, Path]:
         on_draft = inflated_heads(args.models, args.draft_heads, draft, args.work)
         options = {"draft": str(draft), "draft_medusa": str(on_draft), **of_heads}
         found["medusa_draft"] = built(Path(f"{stem}.{on_draft.name}"), target, **options)
+    if args.speculator is not None:
+        stages = inflated_speculator(args.speculator, args.models, target, args.work)
+        found["mlp_speculator"] = built(Path(f"{stem}.{stages.name}"), target, mlp_speculator=str(stages), **of_heads)
     return found
 
 

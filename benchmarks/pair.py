@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, WIDTH_PER_LAYER, inflate, inflate_heads
+from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, WIDTH_PER_LAYER, inflate, inflate_heads, inflate_speculator
 from specexport.commands.build import Bars, build_progress
 from specexport.contract.errors import BundleError
 from specexport.contract.reading import read_manifest
@@ -79,6 +79,22 @@ def inflated_heads(models: Path, name: str, large: Path, work: Path) -> Path:
     out = work / f"{name}-{large.name.partition('-w')[0].rpartition('-')[2]}-{digest}"
     if not (out / "config.json").exists():
         inflate_heads(models / name, out, models / "-".join(large.name.split("-")[:2]), large)
+    return out
+
+
+def inflated_speculator(source: Path, models: Path, large: Path, work: Path) -> Path:
+    """An MLP speculator of the demo target, enlarged with it.
+
+    Args:
+        source: its folder.
+        models: holds ``demo-target``.
+        large: that, enlarged.
+        work: where it is kept.
+    """
+    digest = hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()[:12]
+    out = work / f"{source.name}-{large.name.partition('-w')[0].rpartition('-')[2]}-{digest}"
+    if not (out / "config.json").exists():
+        inflate_speculator(source, out, models / "demo-target", large)
     return out
 
 

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from specexport.contract.costs import CostCurve
 from specexport.contract.engines import Backend, Engine, ProgramGraph
-from specexport.contract.methods import DraftModel, MedusaDraft, Method, SelfDraft, method_name
+from specexport.contract.methods import Beside, Method, draft_role, method_name
 from specexport.contract.model import Count, LoweredAs, Model, Probability, Size, Strict
 
 FORMAT_VERSION = 3
@@ -102,12 +102,9 @@ class Manifest(Strict, frozen=True):
 
     @property
     def models(self) -> dict[str, Model]:
-        """Every model by its role: ``target``, and ``draft`` and ``self_draft`` where there is one."""
-        found = {"target": self.target}
-        for method in self.methods:
-            if isinstance(method, DraftModel | MedusaDraft):
-                found["self_draft" if isinstance(method, SelfDraft) else "draft"] = method.draft
-        return found
+        """Every model by its role: ``target``, and ``draft``, ``self_draft`` and ``speculator`` where there is one."""
+        drafts = (method for method in self.methods if isinstance(method, Beside))
+        return {"target": self.target} | {draft_role(method): method.draft for method in drafts}
 
     @property
     def engines(self) -> tuple[Engine, ...]:

@@ -10,6 +10,7 @@ from specexport.contract.model import Model, Positive, Probability, Size, Stored
 from specexport.contract.tree import MAX_NODES, TokenTree
 
 MAX_LOOKUP = 32
+MAX_STAGES = 16
 LookupSize = Annotated[int, Meta(ge=1, le=MAX_LOOKUP)]
 """Tokens of an n-gram; bounded, as every token of a text is entered once for each size."""
 Choices = Annotated[tuple[tuple[Annotated[int, Meta(ge=0, lt=MAX_NODES)], ...], ...], Meta(max_length=MAX_NODES)]
@@ -159,6 +160,27 @@ class MedusaDraft(_Ranked, frozen=True, tag_field="name", tag="medusa_draft"):
         return super().misfit(tree) or deep
 
 
+class MlpSpeculator(_Ranked, frozen=True, tag_field="name", tag="mlp_speculator"):
+    """Speculation by an MLP speculator (arXiv 2404.19124): stages over the target's hidden state and the last token.
+
+    Each stage sees the token before its own, so that a tree's branches differ below their first tokens too.
+
+    Attributes:
+        stages: how many; a tree is at most as deep.
+        hidden: H, the target's hidden size.
+        draft: the stages, as a propose graph without a cache.
+    """
+
+    stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
+    hidden: Size
+    draft: Model
+
+    def misfit(self, tree: TokenTree) -> str | None:
+        """See :class:`_Method`."""
+        deep = f"depth {tree.depth}, with {self.stages} stages" if tree.depth > self.stages else None
+        return super().misfit(tree) or deep
+
+
 class Ngram(_Chained, frozen=True, tag_field="name", tag="ngram"):
     """Speculation by n-gram prompt lookup: what followed the text's last tokens when they came before. Chains only.
 
@@ -252,15 +274,38 @@ def guess_tree(guesses: int, ngram: int) -> TokenTree:
 
 Drafted = DraftModel | MedusaDraft
 """Methods that have a model of their own, which reads a text's tokens and knows no embeddings."""
-Ranked = DraftModel | Medusa | MedusaDraft
+Ranked = DraftModel | Medusa | MedusaDraft | MlpSpeculator
 """Methods in which a model proposes; their trees may branch."""
+Drawn = DraftModel | MlpSpeculator
+"""Those of them that know q of each draft token, and draw it; each follows from the ones before it."""
+Continuing = Medusa | MlpSpeculator
+"""Those of them that go on from what the target's own graph makes at the last token it has seen."""
+Beside = DraftModel | MedusaDraft | MlpSpeculator
+"""Those of them that have a model beside the target."""
 Lookup = Ngram | Suffix | Hypothesis
 """Methods that look in text, and need neither a model nor files."""
-Method = DraftModel | SelfDraft | UniversalDraft | Medusa | MedusaDraft | Ngram | Suffix | Hypothesis | Lookahead
+Method = (
+    DraftModel
+    | SelfDraft
+    | UniversalDraft
+    | Medusa
+    | MedusaDraft
+    | MlpSpeculator
+    | Ngram
+    | Suffix
+    | Hypothesis
+    | Lookahead
+)
 HYPOTHESIS = "hypothesis"
 """The one method that proposes nothing unless a request brings something."""
+_ROLES: dict[type[Method], str] = {SelfDraft: "self_draft", MlpSpeculator: "speculator"}
 
 
 def method_name(method: Method) -> str:
     """The name a request chooses a method by."""
     return str(type(method).__struct_config__.tag)
+
+
+def draft_role(method: Beside) -> str:
+    """What the model beside the target is called among a bundle's models, and its folder."""
+    return _ROLES.get(type(method), "draft")

@@ -15,7 +15,7 @@ from msgspec import Meta
 from specexport.contract.costs import Cost, CostCurve
 from specexport.contract.errors import BundleError, SpecExportError
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
-from specexport.contract.methods import DraftModel, Method, Ngram, UniversalDraft, method_name
+from specexport.contract.methods import DraftModel, Method, MlpSpeculator, Ngram, UniversalDraft, method_name
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 
@@ -113,14 +113,14 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
         points = [graph.point for graph in model.graph.points]
         width = sum(layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
         size = 4 * width * max((point.batch * point.cache for point in points), default=0)
-        if not all(point.cache for point in points):
+        if model.cache and not all(point.cache for point in points):
             raise BundleError(f"{path}: a shape point of the {role} has no cache rows; build the bundle again")
         if size > _MAX_CACHE_BYTES:
             raise BundleError(f"{path}: the {role}'s cache would take {size} bytes; refusing to load it")
         steps = {(tokens, tokens) for tokens in verified} if role == "target" else set()
         propose = any(model is draft for draft in propose_graphs)
-        needed = steps | {(manifest.prefill_chunk, 0 if propose else 1)}
-        missing = needed - {(point.tokens, point.rows) for point in points if point.batch == 1}
+        chunk = {(manifest.prefill_chunk, 0 if propose else 1)} if model.cache else set()
+        missing = (steps | chunk) - {(point.tokens, point.rows) for point in points if point.batch == 1}
         if missing:
             raise BundleError(
                 f"{path}: no shape point of the {role} has {min(missing)[0]} tokens; build the bundle again"
@@ -193,6 +193,14 @@ def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:
         sizes.add(len(tree))
         if (misfit := method.misfit(tree)) is not None:
             raise BundleError(f"{path}: {name}: trees: {misfit}")
+    if isinstance(method, MlpSpeculator):
+        trees, points = method.token_trees(), [graph.point for graph in method.draft.graph.points]
+        deepest, widest = max(tree.depth for tree in trees), max(tree.level_width for tree in trees)
+        if not any(point.drafts >= deepest and point.tokens >= widest for point in points):
+            raise BundleError(
+                f"{path}: no shape point of the speculator fills trees {deepest} deep and {widest} nodes with children "
+                "wide; build the bundle again"
+            )
     return set(method.widths())
 
 

@@ -18,6 +18,7 @@ LOGITS = "logits"  # float32 [B,R,V]; not from a draft with Medusa heads
 INPUTS_EMBEDS = "inputs_embeds"  # float32 [B,T,H]  only where prompts may hold embeddings: read in the place of tokens
 EMBEDS_MASK = "embeds_mask"  # bool [B,T]     with inputs_embeds: at which of the T positions it is read
 CANDIDATES = "candidates"  # int64 [B,N,R,M]  with Medusa heads: each head's most probable tokens, best first
+HIDDEN = "hidden_states"  # float32 [B,R,H]  with an MLP speculator: what the language-model head reads
 
 # --- propose graph (the draft: first pass over T tokens, then single-token passes, in one call) -----------------------
 NUM_DRAFT_TOKENS = "num_draft_tokens"  # int64 []     K, how many tokens to draft (the loop's trip count)
@@ -30,6 +31,14 @@ MIN_P = "min_p"  # float32 [B]  0 keeps every token
 DRAFT_TOKENS = "draft_tokens"  # int64 [K,B] out of propose, [B,N-1] into accept
 DRAFT_IDS = "draft_ids"  # int64 [K,B,M] / [B,N-1,M]  the tokens q gives probability to, most probable first
 DRAFT_PROBS = "draft_probs"  # float32, as DRAFT_IDS       q of those tokens; sums to 1 over M
+
+# --- propose graph of an MLP speculator (takes INPUT_IDS [B,1] and the sampling inputs above, with UNIFORM [B,D,T]) ---
+# Of D stages the first looks at the tree's root, stage d at the T nodes at depth d that have children; of those after a
+# tree's depth nothing is read. DRAFT_TOKENS, DRAFT_IDS and DRAFT_PROBS of stage d are [B,T], [B,T,M], with one row
+# for the first stage.
+HIDDEN_STATE = "hidden_state"  # float32 [B,H]  what the target's head read at the last token in its cache
+LEVEL_PARENTS = "level_parents"  # int64 [B,D,T]  of each node, which one of the level before; not read for the root
+LEVEL_RANKS = "level_ranks"  # int64 [B,D,T]  which of that one's continuations it is: 0 the drawn one, then the best
 
 DRAFTED = (DRAFT_TOKENS, DRAFT_IDS, DRAFT_PROBS)
 """What a draft says of its tokens."""
@@ -84,3 +93,8 @@ def new_value(layer: int) -> str:
 
 CACHES = ("past_key.", "past_value.", "present_key.", "present_value.", "new_key.", "new_value.")
 """What the names of caches and of their rows begin with."""
+
+
+def of_stage(name: str, stage: int) -> str:
+    """An output of one stage of an MLP speculator, such as ``draft_tokens.0``."""
+    return f"{name}.{stage}"

@@ -174,6 +174,19 @@ class TokenTree:
         return tuple(map(tuple, found))
 
     @cached_property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes with children, by depth: the root, and so on to the parents of the deepest nodes."""
+        return tuple(
+            tuple(node for node, below in enumerate(self.children) if below and self.depths[node] == depth)
+            for depth in range(self.depth)
+        )
+
+    @property
+    def level_width(self) -> int:
+        """The most nodes below the root, at one depth, that have children; at least 1."""
+        return max((len(level) for level in self.levels[1:]), default=1)
+
+    @cached_property
     def choices(self) -> tuple[tuple[int, ...], ...]:
         """The path of ranks to each node but the root: what :meth:`from_choices` takes."""
         paths: list[tuple[int, ...]] = [()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,18 +30,20 @@ from specexport.contract.methods import (
     Medusa,
     MedusaDraft,
     Method,
+    MlpSpeculator,
     Ngram,
     SelfDraft,
     Suffix,
     UniversalDraft,
 )
-from specexport.contract.model import CacheLayer, Graph, LoweredAs, Model, PointGraph, PrecisionInfo
+from specexport.contract.model import CacheLayer, Graph, LoweredAs, Model, PointGraph, PrecisionInfo, Strict
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.contract.shapes import ShapePoint, batch_points, cache_buckets
 from specexport.exporter import check, compose, methods, points, quality, static, trace
 from specexport.exporter.checkpoint import (
     TRANSFORMERS_VERSION,
     Checkpoint,
+    TokenizerFiles,
     load_checkpoint,
     load_tokenizer,
     require_same_tokenizer,
@@ -50,8 +52,17 @@ from specexport.exporter.engines.bundle import CompileReport, compile_bundle
 from specexport.exporter.engines.library import load_library
 from specexport.exporter.engines.program import write_program
 from specexport.exporter.folders import written_beside
+from specexport.exporter.locate import locate
 from specexport.exporter.medusa import HeadsOutline, load_medusa, read_outline
+from specexport.exporter.mlp_speculator import (
+    SpeculatorOutline,
+    as_checkpoint,
+    load_speculator,
+    read_speculator,
+    require_fit,
+)
 from specexport.exporter.options import BuildOptions
+from specexport.exporter.stages import RECORDS, Stages
 from specexport.exporter.weights import QUANTIZED, Precision, WeightsFile, WeightsReport
 from specexport.graphs.layers import first_layers
 from specexport.graphs.medusa import MedusaHeads
@@ -90,65 +101,136 @@ def build(
         raise BuildError(f"{output}: exists and is not a bundle (no {MANIFEST_NAME}); not replacing it")
     if options.engines is not None:
         load_library(options.engines.runtime)  # whether it is there should not be found out at the end
-    with written_beside(output) as folder:
-        _fill(folder, options, report)
+    with written_beside(output, resume=options.resume) as folder:
+        stages = Stages(folder, _built_with())
+        _fill(folder, options, stages, report)
         if options.engines is not None:
             found = compile_bundle(folder, options.engines, report)
             if compiled is not None:
                 compiled(found)
+        stages.close()
     return output
 
 
-def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
+class _Target(Strict, frozen=True):
+    """What the stage that writes the target leaves to those after it."""
+
+    model: Model
+    self_draft: SelfDraft | None
+    medusa: Medusa | None
+    eos_token_ids: tuple[int, ...]
+    generation: dict[str, float]
+    max_seq_len: int
+
+
+class _Draft(Strict, frozen=True):
+    """What the stage that writes the draft leaves."""
+
+    method: Method
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The trees and shapes of a bundle, which follow from the options and a few numbers of the target."""
+
+    plan: methods.Plan
+    text_only: tuple[Method, ...]
+    widths: frozenset[int]
+    batches: tuple[int, ...]
+    caches: tuple[int, ...]
+
+    @classmethod
+    def of(cls, options: BuildOptions, vocab: int, parameters: int, max_seq_len: int) -> _Layout:
+        heads, draft_heads = _outline(options.medusa), _outline(options.draft_medusa)
+        plan = methods.plan(options, heads, draft_heads, _speculator(options), vocab)
+        text_only = tuple(_text_only(options, plan, parameters))
+        widths = frozenset(width for method in text_only for width in method.widths())
+        batches = batch_points(options.max_batch_size)
+        caches = cache_buckets(max_seq_len, max(*points.verify_widths(plan, batches, widths), points.PREFILL_CHUNK))
+        return cls(plan, text_only, widths, batches, caches)
+
+
+def _built_with() -> dict[str, str]:
+    return {"torch": str(torch.__version__), "transformers": TRANSFORMERS_VERSION, "onnx": onnx.__version__}
+
+
+def _target_stage(folder: Path, options: BuildOptions, tokenizer: TokenizerFiles, progress: Progress) -> _Target:
+    """Loads, checks, traces and writes the target."""
     progress("loading the target", 0, 1)
     target = load_checkpoint(options.target)
-    tokenizer = load_tokenizer(target.path)
     progress("loading the target", 1, 1)
-    draft_path = None
-    if options.draft is not None:
-        from specexport.exporter.locate import locate
-
-        draft_path = locate(options.draft)
-        require_same_tokenizer(tokenizer.tokenizer, load_tokenizer(draft_path).tokenizer, target.path, draft_path)
-
     heads = _heads(options.medusa, target)
+    if (outline := _speculator(options)) is not None:
+        require_fit(outline, hidden=_hidden_size(target), vocab=target.vocab_size)
     max_seq_len = _max_seq_len(options, target)
-    plan = methods.plan(options, _outline(options.medusa), _outline(options.draft_medusa), target.vocab_size)
-    text_only = _text_only(options, plan, target.parameters)
-    widths = {width for method in text_only for width in method.widths()}
-    batches = batch_points(options.max_batch_size)
-    caches = cache_buckets(max_seq_len, max(*points.verify_widths(plan, batches, widths), points.PREFILL_CHUNK))
-    target_vocab = target.vocab_size
-    quantized = options.precision in QUANTIZED
+    layout = _Layout.of(options, target.vocab_size, target.parameters, max_seq_len)
     sample = tokenizer.tokenizer.encode(quality.SAMPLE).ids
-    exact = quality.reference(target, sample) if quantized and sample else None
-    at = points.of_target(plan, batches, caches, widths)
-    target_info, self_draft = _export_target(folder, target, heads, options, plan, at, batches, caches, progress)
+    exact = quality.reference(target, sample) if options.precision in QUANTIZED and sample else None
+    at = points.of_target(layout.plan, layout.batches, layout.caches, layout.widths)
+    model, self_draft = _export_target(
+        folder, target, heads, options, layout.plan, at, layout.batches, layout.caches, progress
+    )
     eos, generation = target.eos_token_ids, target.generation
-    medusa = _medusa(options, heads, plan, target_vocab) if heads is not None else None
+    medusa = _medusa(options, heads, layout.plan, target.vocab_size) if heads is not None else None
     del target, heads
     gc.collect()
     if exact is not None:
-        target_info = _with_logits_error(folder, target_info, options.lowering, exact, progress)
+        model = _with_logits_error(folder, model, options.lowering, exact, progress)
+    return _Target(
+        model=model,
+        self_draft=self_draft,
+        medusa=medusa,
+        eos_token_ids=eos,
+        generation=generation,
+        max_seq_len=max_seq_len,
+    )
 
+
+def _draft_stage(
+    folder: Path, options: BuildOptions, source: str, target: _Target, layout: _Layout, progress: Progress
+) -> _Draft:
+    """Loads, checks, traces and writes the draft."""
+    progress("loading the draft", 0, 1)
+    draft = load_checkpoint(source)
+    progress("loading the draft", 1, 1)
+    if draft.max_positions < target.max_seq_len:
+        raise BuildError(
+            f"max_seq_len is {target.max_seq_len}, but the draft {draft.source} was made for {draft.max_positions} "
+            f"positions; pass --max-seq-len {draft.max_positions} or choose another draft"
+        )
+    # A draft with a tokenizer of its own proposes text, and so all of its tokens.
+    vocab = min(draft.vocab_size, target.model.vocab_size) if options.draft is not None else draft.vocab_size
+    return _Draft(
+        method=_export_draft(folder, draft, options, layout.plan, vocab, layout.batches, layout.caches, progress)
+    )
+
+
+def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progress) -> None:
+    path = locate(options.target)
+    tokenizer = load_tokenizer(path)
+    if options.draft is not None:
+        draft_path = locate(options.draft)
+        require_same_tokenizer(tokenizer.tokenizer, load_tokenizer(draft_path).tokenizer, path, draft_path)
+    target = stages.run("target", _Target, lambda: _target_stage(folder, options, tokenizer, progress))
+    layout = _Layout.of(options, target.model.vocab_size, target.model.parameters, target.max_seq_len)
     made: list[Method] = []
-    if (draft_source := options.draft or options.universal_draft) is not None:
-        progress("loading the draft", 0, 1)
-        draft = load_checkpoint(draft_source)
-        progress("loading the draft", 1, 1)
-        if draft.max_positions < max_seq_len:
-            raise BuildError(
-                f"max_seq_len is {max_seq_len}, but the draft {draft.source} was made for {draft.max_positions} "
-                f"positions; pass --max-seq-len {draft.max_positions} or choose another draft"
+    source = options.draft or options.universal_draft
+    if source is not None:
+        drafted = stages.run("draft", _Draft, lambda: _draft_stage(folder, options, source, target, layout, progress))
+        made.append(drafted.method)
+    if target.self_draft is not None:
+        made.append(target.self_draft)
+    if target.medusa is not None:
+        made.append(target.medusa)
+    if (outline := _speculator(options)) is not None:
+        made.append(
+            stages.run(
+                "speculator",
+                MlpSpeculator,
+                lambda: _speculator_stage(folder, outline, options, target, layout, progress),
             )
-        # A draft with a tokenizer of its own proposes text, and so all of its tokens.
-        vocab = min(draft.vocab_size, target_vocab) if options.draft is not None else draft.vocab_size
-        made.append(_export_draft(folder, draft, options, plan, vocab, batches, caches, progress))
-    if self_draft is not None:
-        made.append(self_draft)
-    if medusa is not None:
-        made.append(medusa)
-    made += text_only
+        )
+    made += layout.text_only
 
     (folder / "tokenizer").mkdir()
     tokenizer.tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
@@ -157,7 +239,7 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
     program: tuple[ProgramGraph, ...] = ()
     if options.backend != "onnxruntime":
         progress("tracing the step program", 0, 1)
-        program = write_program(folder, made, target_info.cache, options.lowering)
+        program = write_program(folder, made, target.model.cache, options.lowering)
         progress("tracing the step program", 1, 1)
     from specexport import __version__
 
@@ -165,22 +247,22 @@ def _fill(folder: Path, options: BuildOptions, progress: Progress) -> None:
         format_version=FORMAT_VERSION,
         specexport_version=__version__,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        built_with={"torch": str(torch.__version__), "transformers": TRANSFORMERS_VERSION, "onnx": onnx.__version__},
+        built_with=_built_with(),
         backend=options.backend,
         lowering=options.lowering,
-        max_seq_len=max_seq_len,
+        max_seq_len=target.max_seq_len,
         prefill_chunk=points.PREFILL_CHUNK,
-        batch_sizes=batches,
-        target=target_info,
+        batch_sizes=layout.batches,
+        target=target.model,
         methods=tuple(made),
         tokenizer=TokenizerInfo(
             file="tokenizer/tokenizer.json",
-            eos_token_ids=eos,
+            eos_token_ids=target.eos_token_ids,
             special_tokens=tokenizer.special_tokens,
             chat_template="tokenizer/chat_template.jinja" if tokenizer.chat_template is not None else None,
         ),
-        generation=_generation(generation, options),
-        files=_file_entries(folder, progress),
+        generation=_generation(target.generation, options),
+        files=_file_entries(folder, stages.files, progress),
         program=program,
     )
     write_manifest(folder, manifest)
@@ -217,8 +299,7 @@ def _heads(source: str | None, model: Checkpoint) -> MedusaHeads | None:
     """The Medusa heads of a model."""
     if source is None:
         return None
-    hidden = int(model.model.get_output_embeddings().weight.shape[1])
-    return load_medusa(Path(source).expanduser(), hidden=hidden, vocab=model.vocab_size)
+    return load_medusa(Path(source).expanduser(), hidden=_hidden_size(model), vocab=model.vocab_size)
 
 
 def _medusa(options: BuildOptions, heads: MedusaHeads, plan: methods.Plan, vocab: int) -> Medusa:
@@ -230,6 +311,49 @@ def _medusa(options: BuildOptions, heads: MedusaHeads, plan: methods.Plan, vocab
         weights=options.proposing_precision,
         parameters=sum(parameter.numel() for parameter in heads.parameters()),
     )
+
+
+def _speculator(options: BuildOptions) -> SpeculatorOutline | None:
+    return read_speculator(options.mlp_speculator) if options.mlp_speculator is not None else None
+
+
+def _speculator_stage(
+    folder: Path,
+    outline: SpeculatorOutline,
+    options: BuildOptions,
+    target: _Target,
+    layout: _Layout,
+    progress: Progress,
+) -> MlpSpeculator:
+    """Loads, traces and writes the target's MLP speculator."""
+    progress("loading the speculator", 0, 1)
+    stages = load_speculator(outline)
+    checkpoint = as_checkpoint(outline, str(options.mlp_speculator), stages, target.model.max_positions)
+    progress("loading the speculator", 1, 1)
+    progress("tracing the speculator", 0, 1)
+    model = _traced(checkpoint, lambda: trace.trace_speculator(stages, options.lowering))
+    progress("tracing the speculator", 1, 1)
+    (draft,) = _write_models(
+        folder / "speculator",
+        [_Part("propose", model, points.of_speculator(layout.plan, layout.batches), (), checkpoint.parameters)],
+        checkpoint,
+        options.proposing_precision,
+        None,
+        options.weights_a_scale,
+        progress,
+    )
+    return MlpSpeculator(
+        trees=tuple(tree.choices for tree in layout.plan["mlp_speculator"]),
+        candidates=min(MAX_CANDIDATES, outline.vocab),
+        stages=outline.stages,
+        hidden=outline.hidden,
+        draft=draft,
+    )
+
+
+def _hidden_size(checkpoint: Checkpoint) -> int:
+    """H, of what the language-model head reads."""
+    return int(checkpoint.model.get_output_embeddings().weight.shape[1])
 
 
 def _text_only(options: BuildOptions, plan: methods.Plan, parameters: int) -> list[Method]:
@@ -281,7 +405,13 @@ def _export_target(
     model = _traced(
         target,
         lambda: trace.trace_step(
-            target.model, target.cache, heads, methods.candidates(target.vocab_size), options.lowering, embedding_size
+            target.model,
+            target.cache,
+            heads,
+            methods.candidates(target.vocab_size),
+            options.mlp_speculator is not None,
+            options.lowering,
+            embedding_size,
         ),
     )
     graphs = [_Part("step", model, at, target.cache, target.parameters)]
@@ -519,11 +649,13 @@ def _precision_info(precision: Precision, block_size: int | None, report: Weight
     )
 
 
-def _file_entries(folder: Path, progress: Progress) -> tuple[FileEntry, ...]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    entries = []
+def _file_entries(folder: Path, known: Sequence[FileEntry], progress: Progress) -> tuple[FileEntry, ...]:
+    """Entries of every file; ``known`` are those of files that stages hashed already."""
+    entries = {entry.path: entry for entry in known}
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and RECORDS not in path.parts)
     for index, path in enumerate(files):
         name = path.relative_to(folder).as_posix()
-        entries.append(file_entry(folder, name))
+        if name not in entries:
+            entries[name] = file_entry(folder, name)
         progress("hashing files", index + 1, len(files))
-    return tuple(entries)
+    return tuple(entry for _, entry in sorted(entries.items()))

@@ -11,14 +11,24 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def written_beside(output: Path) -> Iterator[Path]:
-    """A temporary folder beside ``output`` that takes its name if the block succeeds."""
+def written_beside(output: Path, *, resume: bool = False) -> Iterator[Path]:
+    """A temporary folder beside ``output`` that takes its name if the block succeeds.
+
+    Args:
+        output: the folder to be.
+        resume: give out what a block that was killed or interrupted left, with its content; only one process at a time
+            may do that. A block that fails leaves nothing.
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
-    for stale in output.parent.glob(f".{output.name}.building-*"):
-        if not _alive(stale.name.rpartition("-")[2]):
-            shutil.rmtree(stale, ignore_errors=True)
-    folder = output.parent / f".{output.name}.building-{os.getpid()}"
-    folder.mkdir()
+    if resume:
+        folder = output.parent / f".{output.name}.unfinished"
+    else:
+        for stale in output.parent.glob(f".{output.name}.building-*"):
+            if not _alive(stale.name.rpartition("-")[2]):
+                shutil.rmtree(stale, ignore_errors=True)
+        folder = output.parent / f".{output.name}.building-{os.getpid()}"
+    folder.mkdir(exist_ok=resume)
+    interrupted = False
     try:
         yield folder
         if output.exists():
@@ -28,8 +38,12 @@ def written_beside(output: Path) -> Iterator[Path]:
             shutil.rmtree(retired, ignore_errors=True)
         else:
             folder.rename(output)
+    except KeyboardInterrupt:
+        interrupted = True
+        raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not (resume and interrupted):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _alive(pid: str) -> bool:

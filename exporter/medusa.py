@@ -17,11 +17,11 @@ from typing import Annotated, Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from specexport.contract.errors import BuildError
 from specexport.contract.tree import TokenTree
+from specexport.exporter.stored import StoredTensors, stored_names
 from specexport.graphs.medusa import MAX_TOP_K, MedusaHeads
 
 CONFIG = "config.json"
@@ -96,7 +96,7 @@ def read_outline(folder: Path) -> HeadsOutline:
     return _outline(folder, *_open(folder))
 
 
-def _outline(folder: Path, weights: _Tensors, path: Path) -> HeadsOutline:
+def _outline(folder: Path, weights: StoredTensors, path: Path) -> HeadsOutline:
     config = _read_config(folder)
     keys = {_stripped(name): _KEY.fullmatch(_stripped(name)) for name in weights.names()}
     wrong = sorted(name for name, match in keys.items() if match is None)
@@ -218,26 +218,7 @@ def _layers(keys: Mapping[str, re.Match[str] | None]) -> int:
     return len([name for name in keys if name.startswith("0.") and name.endswith(".linear.weight")])
 
 
-class _Tensors:
-    """Named tensors of a file, read one at a time."""
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = files
-
-    def names(self) -> list[str]:
-        return list(self._files)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        with safe_open(self._files[name], framework="pt") as file:
-            return tuple(file.get_slice(name).get_shape())
-
-    def read(self, name: str) -> torch.Tensor:
-        with safe_open(self._files[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-        return tensor
-
-
-class _Loaded(_Tensors):
+class _Loaded(StoredTensors):
     """Tensors of a ``.pt``; mapped, so that what is not asked for is not read."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -253,31 +234,26 @@ class _Loaded(_Tensors):
         return self._tensors[name]
 
 
-def _open(folder: Path) -> tuple[_Tensors, Path]:
+def _open(folder: Path) -> tuple[StoredTensors, Path]:
     """The heads' tensors and the file to name when something is wrong with them."""
     _require_folder(folder)
     single, pickled = folder / f"{WEIGHTS}.safetensors", folder / f"{WEIGHTS}.pt"
     if single.is_file():
-        return _Tensors(dict.fromkeys(_names(single), single)), single
+        return StoredTensors(dict.fromkeys(stored_names(single), single)), single
     if pickled.is_file():
         return _Loaded(_unpickled(pickled)), pickled
     files = {
-        name: path for path in sorted(folder.glob("*.safetensors")) for name in _names(path) if name.startswith(_PREFIX)
+        name: path
+        for path in sorted(folder.glob("*.safetensors"))
+        for name in stored_names(path)
+        if name.startswith(_PREFIX)
     }
     if not files:
         raise BuildError(
             f"{folder}: no Medusa heads; expected {WEIGHTS}.safetensors, {WEIGHTS}.pt, or a full model whose "
             f"safetensors hold tensors named {_PREFIX}*"
         )
-    return _Tensors(files), folder
-
-
-def _names(path: Path) -> list[str]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise BuildError(f"{path}: not a safetensors file: {error}") from error
+    return StoredTensors(files), folder
 
 
 def _unpickled(path: Path) -> dict[str, torch.Tensor]:

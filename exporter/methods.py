@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
+from collections.abc import Sequence
 
 from specexport.contract.errors import BuildError, SpecExportError
 from specexport.contract.methods import Lookahead
 from specexport.contract.tree import MAX_NODES, TokenTree
 from specexport.exporter.medusa import HeadsOutline
+from specexport.exporter.mlp_speculator import SpeculatorOutline
 from specexport.exporter.options import BuildOptions
 from specexport.graphs.medusa import MAX_TOP_K
 from specexport.graphs.propose import MAX_CANDIDATES
@@ -25,6 +29,10 @@ PUBLISHED_ACCURACY = (0.56, 0.32, 0.20, 0.15)
 """Share of tokens that were a head's best guess, heads 1 to 4 of Vicuna-7B (arXiv 2401.10774)."""
 _OWN_ACCURACY = 0.8
 """Stands in for how often a draft's own head is right."""
+_STAGE_ACCURACY = 0.6
+"""Stands in for how often a stage of an MLP speculator is right after tokens that were."""
+_NEVER_SEEN = 1e-6
+"""Where there was a measurement, how much a path that never came true weighs of what is usual."""
 _NEXT_RANK = 0.3
 """Without a measurement, a guess is taken to be right this often compared with the guess before it."""
 
@@ -43,13 +51,20 @@ def candidates(vocab: int) -> int:
     return min(MAX_TOP_K, vocab)
 
 
-def plan(options: BuildOptions, heads: HeadsOutline | None, draft_heads: HeadsOutline | None, vocab: int) -> Plan:
+def plan(
+    options: BuildOptions,
+    heads: HeadsOutline | None,
+    draft_heads: HeadsOutline | None,
+    speculator: SpeculatorOutline | None,
+    vocab: int,
+) -> Plan:
     """The trees of every method a bundle is to have, the default method first.
 
     Args:
         options: of the build.
         heads: of the target.
         draft_heads: of the draft.
+        speculator: of the target.
         vocab: tokens that can be proposed.
 
     Raises:
@@ -57,8 +72,8 @@ def plan(options: BuildOptions, heads: HeadsOutline | None, draft_heads: HeadsOu
     """
     found: Plan = {}
     named = tuple(tree if isinstance(tree, TokenTree) else _load(tree) for tree in options.trees)
-    # With both, trees are the target's heads': a draft's chain needs none.
-    of_draft = () if heads is not None else named
+    # Beside heads or a speculator, which fill wider ones, a draft needs none.
+    of_draft = () if heads is not None or speculator is not None else named
     if options.draft is not None and draft_heads is None:
         sizes = options.sizes or (() if of_draft else (DEFAULT_DRAFT_TOKENS,))
         found["draft_model"] = _trees(of_draft, tuple(TokenTree.chain(size + 1) for size in sizes))
@@ -79,6 +94,8 @@ def plan(options: BuildOptions, heads: HeadsOutline | None, draft_heads: HeadsOu
         found["self_draft"] = tuple(TokenTree.chain(size + 1) for size in sizes)
     if heads is not None:
         found["medusa"] = _of_heads(options, named, heads, 0, vocab)
+    if speculator is not None:
+        found["mlp_speculator"] = _of_speculator(options, named, speculator)
     for name in options.lookups:
         found[name] = tuple(TokenTree.chain(size + 1) for size in options.sizes or LOOKUP_DRAFT_TOKENS[name])
     return found
@@ -142,6 +159,41 @@ def _of_heads(options: BuildOptions, named: Trees, heads: HeadsOutline, own: int
 
     ranks = candidates(vocab)
     return _trees(named, tuple(TokenTree.best(weight, size + 1, ranks, depth) for size in sizes))
+
+
+def _of_speculator(options: BuildOptions, named: Trees, speculator: SpeculatorOutline) -> Trees:
+    """Trees for an MLP speculator; those of a size are no wider than it asks for."""
+    for tree in named:
+        if tree.depth > speculator.stages:
+            raise BuildError(
+                f"the tree of {len(tree) - 1} draft tokens is {tree.depth} deep, and {speculator.path} holds "
+                f"{speculator.stages} stages, which propose a token each; choose a shallower tree"
+            )
+        _require_ranks(tree, min(MAX_CANDIDATES, speculator.vocab))
+    sizes = options.sizes or (() if named else (min(DEFAULT_DRAFT_TOKENS, _most_nodes(speculator.widths)),))
+
+    def weight(path: tuple[int, ...]) -> float:
+        """The chance that a path comes true: as measured, else, far below that, a product of what is usual."""
+        if any(rank >= width for rank, width in zip(path, speculator.widths, strict=False)):
+            return 0.0
+        usual = math.prod(_STAGE_ACCURACY * _NEXT_RANK**rank for rank in path)
+        if speculator.accuracy is None:
+            return usual
+        return speculator.accuracy.paths.get(path, _NEVER_SEEN * usual)
+
+    sized = tuple(TokenTree.best(weight, size + 1, max(speculator.widths), speculator.stages) for size in sizes)
+    for tree, size in zip(sized, sizes, strict=True):
+        if len(tree) != size + 1:
+            raise BuildError(
+                f"num_speculative_tokens is {size}, and the widest tree of {speculator.path} has {len(tree) - 1}: its "
+                f"top_k_tokens_per_head is {list(speculator.widths)}. Ask for fewer, or name a tree"
+            )
+    return _trees(named, sized)
+
+
+def _most_nodes(widths: Sequence[int]) -> int:
+    """Draft tokens of the widest tree."""
+    return sum(itertools.accumulate(widths, operator.mul))
 
 
 def _trees(named: Trees, sized: Trees) -> Trees:

@@ -32,6 +32,7 @@ class BuildOptions:
         self_draft_layers: also propose with this many of the target's own first layers.
         medusa: folder of Medusa heads for the target.
         draft_medusa: folder of Medusa heads for the draft, which then proposes a tree in one pass.
+        mlp_speculator: folder or hub id of an MLP speculator for the target (``ibm-fms`` accelerators).
         ngram: also propose by n-gram prompt lookup.
         prompt_lookup_max: most tokens it matches.
         prompt_lookup_min: fewest.
@@ -44,14 +45,14 @@ class BuildOptions:
             the heads; None for 4, for none at all where trees are given, and for 8, 4 and 2 where text is looked up,
             after 16 for a hypothesis.
         speculative_choices: further sizes that requests may choose.
-        trees: what to verify, the default first: presets, JSON files or trees. With ``draft`` and ``medusa`` they are
-            the heads'; text that is looked up is proposed in chains.
+        trees: what to verify, the default first: presets, JSON files or trees. They are the heads' and the speculator's
+            where there are some, else the draft's; text that is looked up is proposed in chains.
         inputs_embeds: let prompts hold embeddings in the place of tokens.
         max_seq_len: longest sequence in tokens; None for the models' limit, at most 2048.
         max_batch_size: most requests that run at once; graphs are pinned for the powers of two up to it.
         precision: how the target's matrices are stored.
-        draft_precision: how the draft's and the target's heads' are; None for int8, or int4 where ``precision`` is.
-            What they round off costs a little acceptance and never changes what the target says.
+        draft_precision: how those of what proposes are: a draft, heads, a speculator; None for int8, or int4 where
+            ``precision`` is. What they round off costs a little acceptance and never changes what the target says.
         block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256; None for 32. Lowered portably every
             column of a matrix has one scale, as opset 20 knows no blocks.
         lowering: ``native`` for ONNX Runtime 1.28 or newer; ``portable`` for TensorRT 10.3 and older ONNX Runtimes.
@@ -61,6 +62,8 @@ class BuildOptions:
             graphs.
         engines: how to compile them; None to leave that to ``specexport compile`` on the device.
         overwrite: replace an existing bundle.
+        resume: go on from the stages that an earlier build finished before it was killed; for outputs whose name stands
+            for all that goes into them, and one process at a time.
     """
 
     target: str
@@ -70,6 +73,7 @@ class BuildOptions:
     self_draft_layers: int | None = None
     medusa: str | None = None
     draft_medusa: str | None = None
+    mlp_speculator: str | None = None
     ngram: bool = False
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
@@ -92,6 +96,7 @@ class BuildOptions:
     backend: Backend = "onnxruntime"
     engines: EngineOptions | None = None
     overwrite: bool = False
+    resume: bool = False
 
     def __post_init__(self) -> None:
         for name in ("precision", "draft_precision"):
@@ -115,12 +120,10 @@ class BuildOptions:
             raise BuildError("draft and universal_draft were both given; a bundle has one draft, so give one of them")
         if self.draft_medusa is not None and self.draft is None:
             raise BuildError("draft_medusa was given without draft; they are heads of a draft model")
-        if (
-            self.draft is None
-            and self.medusa is None
-            and self.self_draft_layers is None
-            and self.universal_draft is None
-        ):
+        if self.mlp_speculator is not None and self.backend != "onnxruntime":
+            raise BuildError(f"backend is {self.backend}, for which MLP speculators are not compiled; use onnxruntime")
+        proposing = (self.draft, self.universal_draft, self.self_draft_layers, self.medusa, self.mlp_speculator)
+        if all(source is None for source in proposing):
             if self.trees:
                 raise BuildError("trees was given without a draft or Medusa heads; nothing would fill them")
             if self.sizes and not self.lookups:
@@ -164,7 +167,7 @@ class BuildOptions:
 
     @property
     def proposing_precision(self) -> Precision:
-        """How what only proposes is stored: a draft, Medusa heads."""
+        """How what only proposes is stored: a draft, Medusa heads, an MLP speculator."""
         return self.draft_precision or ("int4" if self.precision == "int4" else "int8")
 
     @property

@@ -48,6 +48,14 @@ def of_draft_with_heads(plan: Plan, batches: Sequence[int], caches: Sequence[int
     return _pinned([*((b, width, 1, 0) for b in batches), (1, PREFILL_CHUNK, 1, 0)], caches)
 
 
+def of_speculator(plan: Plan, batches: Sequence[int]) -> tuple[ShapePoint, ...]:
+    """Of the propose graph of an MLP speculator: every depth of its trees at every width of their levels."""
+    trees = plan["mlp_speculator"]
+    depths = sorted({*(tree.depth for tree in trees), *chains(plan, batches)})
+    widths = sorted({1, *(tree.level_width for tree in trees)})
+    return _pinned([(b, w, 0, k) for k in depths if k <= _depth(trees) for w in widths for b in batches], (0,))
+
+
 def _pinned(shapes: Iterable[tuple[int, int, int, int]], caches: Sequence[int]) -> tuple[ShapePoint, ...]:
     return tuple(
         ShapePoint(batch, tokens, cache, rows, drafts) for batch, tokens, rows, drafts in shapes for cache in caches

@@ -10,7 +10,7 @@ import msgspec
 
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import DraftModel, Lookahead, MedusaDraft, Method, method_name
+from specexport.contract.methods import DraftModel, Lookahead, MedusaDraft, Method, MlpSpeculator, method_name
 from specexport.contract.model import Model, PointGraph
 from specexport.contract.reading import check_files, exchange_manifest, file_entry, read_manifest
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
@@ -42,7 +42,9 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
     others = [other for other in method.token_trees() if len(other) != len(tree)]
     changed = msgspec.structs.replace(method, trees=tuple(one.choices for one in (tree, *others)))
     target = _with_points(folder, manifest.target, (len(tree), len(tree), 0), manifest.batch_sizes, caches)
-    if isinstance(changed, DraftModel):
+    if isinstance(changed, MlpSpeculator):
+        changed = _with_level_points(folder, changed, manifest.batch_sizes)
+    elif isinstance(changed, DraftModel):
         draft = _with_points(folder, changed.draft, (CATCH_UP_TOKENS, 0, tree.depth), manifest.batch_sizes, caches)
         changed = msgspec.structs.replace(changed, draft=draft)
     elif isinstance(changed, MedusaDraft):
@@ -110,6 +112,14 @@ def _exchanged(folder: Path, manifest: Manifest, target: Model, changed: Method)
     new = msgspec.structs.replace(new, files=(*manifest.files, *added))
     exchange_manifest(folder, new)
     return new
+
+
+def _with_level_points(folder: Path, method: MlpSpeculator, batches: Sequence[int]) -> MlpSpeculator:
+    """An MLP speculator with every depth of its trees pinned at every width of their levels."""
+    trees, draft = method.token_trees(), method.draft
+    for depth, width in itertools.product({tree.depth for tree in trees}, {tree.level_width for tree in trees}):
+        draft = _with_points(folder, draft, (width, 0, depth), batches, [0])
+    return msgspec.structs.replace(method, draft=draft)
 
 
 def _with_points(

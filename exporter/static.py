@@ -7,13 +7,13 @@ from pathlib import Path
 import onnx_ir as ir
 
 from specexport.contract.shapes import ShapePoint
-from specexport.exporter.unroll import unroll
+from specexport.exporter.unroll import fix_drafts
 
 
 def pin(master: Path, point: ShapePoint, output: Path) -> None:
     """Writes the graph of one shape point: graph only, its weights stay in the master's weights file.
 
-    A propose graph's loop is unrolled.
+    A propose graph drafts as many tokens as the point says.
 
     Args:
         master: the symbolic graph.
@@ -22,7 +22,7 @@ def pin(master: Path, point: ShapePoint, output: Path) -> None:
     """
     model = ir.load(master)
     if point.drafts:
-        unroll(model, point.drafts)
+        fix_drafts(model, point.drafts)
     fix(model.graph, point.sizes)
     model.graph.name = f"{model.graph.name}.{point}"
     ir.save(model, output)

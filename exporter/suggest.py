@@ -83,6 +83,14 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
         )
     # Heads come second where a draft is at hand: they must be trained for this very target.
     made.append(heads)
+    made.append(
+        Suggestion(
+            "mlp_speculator",
+            "the tree that 'specexport tune tree' finds",
+            "stages that see each other's tokens, where heads guess apart; published for some targets (ibm-fms, "
+            "ibm-granite), and trained like heads",
+        )
+    )
     sizes = ",".join(map(str, methods.LOOKUP_DRAFT_TOKENS["ngram"]))
     made.append(
         Suggestion(

@@ -25,6 +25,7 @@ from specexport.graphs.accept import AcceptModule, TypicalModule
 from specexport.graphs.commit import CommitModule
 from specexport.graphs.fill import FillModule
 from specexport.graphs.medusa import MedusaHeads
+from specexport.graphs.mlp_speculator import MlpSpeculator, SpeculatorModule
 from specexport.graphs.ops import translations
 from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
@@ -67,15 +68,17 @@ def trace_step(
     shapes: Sequence[CacheShape],
     heads: MedusaHeads | None = None,
     candidates: int = 0,
+    hidden: bool = False,
     lowering: LoweredAs = "native",
     embedding_size: int | None = None,
 ) -> ir.Model:
-    """The step graph of a target, with Medusa heads if given (see ``specexport.contract.tensors``).
+    """The step graph of a target, with Medusa heads and hidden states if wanted (``specexport.contract.tensors``).
 
     With an ``embedding_size`` H it reads embeddings in the place of tokens too.
     """
-    outputs = [tensors.LOGITS, *([tensors.CANDIDATES] if heads is not None else [])]
-    module = StepModule(model, len(shapes), heads, candidates, lowering)
+    more = {tensors.CANDIDATES: heads is not None, tensors.HIDDEN: hidden}
+    outputs = [tensors.LOGITS, *(name for name, wanted in more.items() if wanted)]
+    module = StepModule(model, len(shapes), heads, candidates, hidden, lowering)
     return _trace_step(model, module, shapes, outputs, embedding_size)
 
 
@@ -166,6 +169,34 @@ def trace_draft_pass(
             tensors.DRAFT_PROBS,
             *(f"{name}.grown" for name in row_names(layers)),
         ],
+        lowering,
+    )
+
+
+def trace_speculator(speculator: MlpSpeculator, lowering: LoweredAs = "native") -> ir.Model:
+    """The propose graph of an MLP speculator (:class:`~specexport.graphs.mlp_speculator.SpeculatorModule`)."""
+    stages = len(speculator)
+    b, t = torch.export.Dim("B"), torch.export.Dim("T")
+    levels = (_B, stages, _T)
+    inputs = {
+        tensors.HIDDEN_STATE: (torch.ones(_B, speculator.hidden), {0: b}),
+        tensors.INPUT_IDS: (torch.ones(_B, 1, dtype=torch.int64), {0: b}),
+        tensors.LEVEL_PARENTS: (torch.zeros(levels, dtype=torch.int64), {0: b, 2: t}),
+        tensors.LEVEL_RANKS: (torch.zeros(levels, dtype=torch.int64), {0: b, 2: t}),
+        tensors.UNIFORM: (torch.full(levels, 0.5), {0: b, 2: t}),
+        tensors.TEMPERATURE: (torch.ones(_B), {0: b}),
+        tensors.TOP_K: (torch.zeros(_B, dtype=torch.int64), {0: b}),
+        tensors.TOP_P: (torch.ones(_B), {0: b}),
+        tensors.MIN_P: (torch.zeros(_B), {0: b}),
+    }
+    module = SpeculatorModule(speculator)
+    return _trace(
+        module,
+        module,
+        tuple(tensor for tensor, _ in inputs.values()),
+        tuple(dims for _, dims in inputs.values()),
+        list(inputs),
+        [tensors.of_stage(kind, stage) for stage in range(stages) for kind in tensors.DRAFTED],
         lowering,
     )
 

@@ -1,4 +1,4 @@
-"""Unrolls the draft's loop into K passes: the static-shape form of the propose graph.
+"""Fixes how many tokens a propose graph drafts: its loop is unrolled, or stages beyond those are cut off.
 
 Compilers that want every shape known (TensorRT) cannot take a loop whose first pass sees more tokens than the others.
 The passes share the weights of the one loop body.
@@ -11,6 +11,21 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specexport.contract import tensors
+
+
+def fix_drafts(model: ir.Model, drafts: int) -> None:
+    """Makes of a propose graph the one that drafts a fixed number of tokens."""
+    if any(node.op_type == "Loop" for node in model.graph):
+        unroll(model, drafts)
+    else:
+        cut_stages(model, drafts)
+
+
+def cut_stages(model: ir.Model, stages: int) -> None:
+    """Leaves an MLP speculator its first stages only."""
+    kept = {tensors.of_stage(kind, stage) for kind in tensors.DRAFTED for stage in range(stages)}
+    model.graph.outputs[:] = [value for value in model.graph.outputs if value.name in kept]
+    passes.RemoveUnusedNodesPass()(model)
 
 
 def unroll(model: ir.Model, trips: int) -> None:

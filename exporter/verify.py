@@ -19,6 +19,7 @@ from specexport.contract.methods import (
     DraftModel,
     Medusa,
     MedusaDraft,
+    MlpSpeculator,
     SelfDraft,
     UniversalDraft,
     method_name,
@@ -29,6 +30,7 @@ from specexport.exporter import verify_engines as engines
 from specexport.exporter import verify_logits as logits
 from specexport.exporter.locate import locate
 from specexport.exporter.verify_graphs import check_graphs
+from specexport.exporter.verify_speculator import compare_speculator, speculator_limits
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 
@@ -68,7 +70,8 @@ class Check:
     """One thing that was looked at.
 
     Attributes:
-        name: ``files``, ``graphs``, ``engines``, ``logits``, ``embeds``, ``draft``, ``medusa`` or ``speculation``.
+        name: ``files``, ``graphs``, ``engines``, ``logits``, ``embeds``, ``draft``, ``medusa``, ``speculator`` or
+            ``speculation``.
         passed: None if it could not be run.
         sentence: what was found, or why it was not run.
         numbers: what was measured.
@@ -128,6 +131,7 @@ def verify(
     target: str | None = None,
     draft: str | None = None,
     medusa: Path | None = None,
+    mlp_speculator: str | None = None,
     prompts: Sequence[str] | None = None,
     max_tokens: int = 64,
     progress: Progress | None = None,
@@ -139,6 +143,7 @@ def verify(
         target: folder or hub id of the model it was built from; None for what the manifest names.
         draft: the same of the draft.
         medusa: folder of the Medusa heads it was built from; None for what the manifest names.
+        mlp_speculator: folder or hub id of the MLP speculator it was built from; None for what the manifest names.
         prompts: texts to compare on; None for :data:`DEFAULT_PROMPTS`.
         max_tokens: tokens to generate for each prompt.
         progress: see :data:`Progress`.
@@ -149,15 +154,16 @@ def verify(
     report = progress or (lambda *_: None)
     if max_tokens < 1:
         raise RequestError(f"max_tokens is {max_tokens}; expected at least 1")
-    given = {role: locate(source) for role, source in (("target", target), ("draft", draft)) if source is not None}
+    sources = {"target": target, "draft": draft, "speculator": mlp_speculator}
+    given = {role: locate(source) for role, source in sources.items() if source is not None}
     files = _attempt("files", lambda: _files(bundle, report))
     if not files.passed:
         reason = "the bundle's files are not what they should be"
         rest = (Check(name, None, reason) for name in ("graphs", "logits", "draft", "speculation"))
         return VerifyReport(bundle, (files, *rest))
     opened = Bundle.open(bundle, check_hashes=False)
-    if "draft" in given and "draft" not in opened.manifest.models:
-        raise RequestError(f"a draft was given, but {bundle} was built without one")
+    for role in given.keys() - opened.manifest.models.keys():
+        raise RequestError(f"a {role} was given, but {bundle} was built without one")
     if medusa is not None and not any(isinstance(m, Medusa | MedusaDraft) for m in opened.manifest.methods):
         raise RequestError(f"Medusa heads were given, but {bundle} was built without some")
     texts = _texts(opened, prompts or DEFAULT_PROMPTS, max_tokens)
@@ -175,6 +181,8 @@ def verify(
         elif isinstance(method, Medusa | MedusaDraft):
             role = "target" if isinstance(method, Medusa) else "draft"
             steps["medusa"] = partial(_heads, opened, method, role, given.get(role), medusa, texts)
+        elif isinstance(method, MlpSpeculator):
+            steps["speculator"] = partial(_stages, opened, method, given, texts)
     steps["speculation"] = lambda: _speculation(opened, texts, max_tokens, report)
     checks = [files]
     for name, step in steps.items():
@@ -333,6 +341,18 @@ def _heads(
     return found.share >= limits.agreement, sentence, _counted(found)
 
 
+def _stages(bundle: Bundle, method: MlpSpeculator, given: dict[str, Path], texts: list[list[int]]) -> Outcome:
+    manifest = bundle.manifest
+    target = _reference("target", manifest.target, given.get("target"))
+    speculator = _reference("mlp-speculator", method.draft, given.get("speculator"))
+    with Engine.load(bundle.folder, check_hashes=False) as engine:
+        made = logits.head_proposals(engine, method_name(method), texts, _HEAD_STEPS)
+    found = compare_speculator(target, speculator, manifest, method, made)
+    limits = speculator_limits(manifest, method)
+    sentence = f"the speculator's graph proposes the original stages' own token at {_agreement(found, limits)}"
+    return found.share >= limits.agreement, sentence, _counted(found)
+
+
 def _counted(found: logits.Agreement) -> Numbers:
     return {"positions": found.positions, "same": found.same, "ties": found.ties, "agreement": found.share}
 
@@ -434,7 +454,9 @@ def _tied(bundle: Bundle, difference: _Difference, limits: logits.Limits) -> boo
 
 def _repeats(engine: Engine, text: list[int], max_tokens: int) -> bool:
     params = _SAMPLED.replace(max_tokens=max_tokens)
-    return engine.generate(text, params).token_ids == engine.generate(text, params).token_ids
+    # The first one reads the prompt. With one that is read already, heads and speculators have a plain step first.
+    _, first, second = (engine.generate(text, params).token_ids for _ in range(3))
+    return first == second
 
 
 # --- report -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from onnx import TensorProto
 
 from specexport.contract import tensors
 from specexport.contract.errors import BundleError
-from specexport.contract.methods import DraftModel, Medusa, MedusaDraft
+from specexport.contract.methods import DraftModel, Medusa, MedusaDraft, MlpSpeculator
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter.trace import OPSETS, cache_names, returned_names
@@ -21,6 +21,10 @@ Signature = dict[str, tuple[int, Dims]]
 """Type and shape of each input or output."""
 
 _INT64, _FLOAT, _BOOL = TensorProto.INT64, TensorProto.FLOAT, TensorProto.BOOL
+_SAMPLING: Signature = {
+    tensors.TOP_K: (_INT64, ("B",)),
+    **dict.fromkeys((tensors.TEMPERATURE, tensors.TOP_P, tensors.MIN_P), (_FLOAT, ("B",))),
+}
 
 
 def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
@@ -40,13 +44,18 @@ def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
     """
     manifest = bundle.manifest
     medusa = manifest.method("medusa")
-    extra = {tensors.CANDIDATES: _candidates(medusa.heads, medusa)} if isinstance(medusa, Medusa) else {}
+    extra: Signature = {tensors.CANDIDATES: _candidates(medusa.heads, medusa)} if isinstance(medusa, Medusa) else {}
+    speculator = manifest.method("mlp_speculator")
+    if isinstance(speculator, MlpSpeculator):
+        extra[tensors.HIDDEN] = (_FLOAT, ("B", "R", speculator.hidden))
     logits: Signature = {tensors.LOGITS: (_FLOAT, ("B", "R", manifest.target.vocab_size))}
     lowering = manifest.lowering
     models = [(manifest.target, *_step_signature(manifest.target, logits | extra, lowering))]
     for method in manifest.methods:
         if isinstance(method, DraftModel):
             models.append((method.draft, *_propose_signature(method, lowering)))
+        elif isinstance(method, MlpSpeculator):
+            models.append((method.draft, *_speculator_signature(method)))
         elif isinstance(method, MedusaDraft):
             made: Signature = {tensors.CANDIDATES: _candidates(method.heads + 1, method)}
             models.append((method.draft, *_step_signature(method.draft, made, lowering)))
@@ -141,8 +150,7 @@ def _propose_signature(method: DraftModel, lowering: LoweredAs) -> tuple[Signatu
         tensors.LAST_ROW: (_INT64, ("B",)),
         tensors.NUM_DRAFT_TOKENS: (_INT64, ()),
         tensors.UNIFORM: (_FLOAT, ("B", "K")),
-        tensors.TOP_K: (_INT64, ("B",)),
-        **dict.fromkeys((tensors.TEMPERATURE, tensors.TOP_P, tensors.MIN_P), (_FLOAT, ("B",))),
+        **_SAMPLING,
     }
     outputs: Signature = {
         tensors.DRAFT_TOKENS: (_INT64, ("K", "B")),
@@ -150,6 +158,25 @@ def _propose_signature(method: DraftModel, lowering: LoweredAs) -> tuple[Signatu
         tensors.DRAFT_PROBS: (_FLOAT, ("K", "B", method.candidates)),
     }
     return {**inputs, **_caches(method.draft)}, {**outputs, **_returned(method.draft, lowering, "F")}
+
+
+def _speculator_signature(method: MlpSpeculator) -> tuple[Signature, Signature]:
+    levels = ("B", method.stages, "T")
+    inputs: Signature = {
+        tensors.HIDDEN_STATE: (_FLOAT, ("B", method.hidden)),
+        tensors.INPUT_IDS: (_INT64, ("B", 1)),
+        tensors.LEVEL_PARENTS: (_INT64, levels),
+        tensors.LEVEL_RANKS: (_INT64, levels),
+        tensors.UNIFORM: (_FLOAT, levels),
+        **_SAMPLING,
+    }
+    outputs: Signature = {}
+    for stage in range(method.stages):
+        rows = "T" if stage else 1
+        outputs[tensors.of_stage(tensors.DRAFT_TOKENS, stage)] = (_INT64, ("B", rows))
+        outputs[tensors.of_stage(tensors.DRAFT_IDS, stage)] = (_INT64, ("B", rows, method.candidates))
+        outputs[tensors.of_stage(tensors.DRAFT_PROBS, stage)] = (_FLOAT, ("B", rows, method.candidates))
+    return inputs, outputs
 
 
 def _caches(model: Model) -> Signature:
@@ -174,5 +201,11 @@ def _pinned(signature: Signature, point: ShapePoint | None) -> Signature:
     return {
         name: (kind, tuple(sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in dims))
         for name, (kind, dims) in signature.items()
-        if name != tensors.NUM_DRAFT_TOKENS
+        if name != tensors.NUM_DRAFT_TOKENS and not _beyond(name, point.drafts)
     }
+
+
+def _beyond(name: str, stages: int) -> bool:
+    """Whether an output is of a stage of an MLP speculator behind those that a point runs."""
+    _, _, stage = name.partition(".")
+    return name.startswith(tensors.DRAFTED) and stage != "" and int(stage) >= stages

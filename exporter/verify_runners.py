@@ -228,18 +228,24 @@ def reference_logits(model: Any, text: Array) -> Array:
     return logits
 
 
+def reference_states(model: Any, text: Array) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a model says after each token of a text, ``[N,V]``, and what its head made that of, ``[N,H]``."""
+    taken: list[torch.Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _module, args: taken.append(args[0]))
+    try:
+        logits = torch.from_numpy(reference_logits(model, text))
+    finally:
+        hook.remove()
+    return logits, taken[0][0].float()
+
+
 def reference_heads(model: Any, heads: Path, text: Array) -> Array:
     """What a model and Medusa heads on it say after the last token of a text, float32 ``[1+N,V]``."""
     head = model.get_output_embeddings()
-    taken: list[torch.Tensor] = []
-    hook = head.register_forward_pre_hook(lambda _module, args: taken.append(args[0]))
-    try:
-        own = torch.from_numpy(reference_logits(model, text)[-1:])
-    finally:
-        hook.remove()
+    own, hidden = reference_states(model, text)
     loaded = load_medusa(heads, hidden=int(head.weight.shape[1]), vocab=int(head.weight.shape[0]))
     with torch.no_grad():
-        logits: Array = torch.cat([own, loaded.logits(taken[0][0, -1], head)]).numpy()
+        logits: Array = torch.cat([own[-1:], loaded.logits(hidden[-1], head)]).numpy()
     return logits
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from specexport.graphs.propose import place_of_rank
+
 
 class FillModule(torch.nn.Module):
     """The tokens of a draft model's tree, and q of each.
 
     The drawn chain is the tree's spine (rank 0); beside each of its tokens are the most probable others, which are
-    chosen, not drawn (q = 1). ``runtime.proposers.draft_model`` does the same in NumPy.
+    chosen, not drawn (q = 1). ``runtime.proposers.base.drawn`` does the same in NumPy.
     """
 
     def forward(
@@ -37,10 +39,7 @@ class FillModule(torch.nn.Module):
         ids = draft_ids.transpose(0, 1).gather(1, of_node)
         probs = draft_probs.transpose(0, 1).gather(1, of_node)
         drawn = draft_tokens.transpose(0, 1).gather(1, row)
-        # The drawn token takes rank 0, those before it move back by one.
-        place = ((ids == drawn[..., None]) * torch.arange(ids.shape[-1])).sum(-1)
-        beside = torch.where(tree_ranks <= place, tree_ranks - 1, tree_ranks)
-        index = torch.where(tree_ranks == 0, place, beside)
+        index = place_of_rank(ids, drawn, tree_ranks)
         tokens = ids.gather(2, index[..., None])
         chosen = torch.where(ids == tokens, 1.0, 0.0)
         return tokens[..., 0], ids, torch.where((tree_ranks == 0)[..., None], probs, chosen)

@@ -30,33 +30,50 @@ def draw_candidate(
     Greedy decoding is ``top_k = 1``: q is then 1 at the most probable token, whatever the noise.
 
     Args:
-        logits: float32 ``[B,V]``.
-        uniform: float32 ``[B]`` in [0,1).
-        temperature: float32 ``[B]``, above 0.
-        top_k: int64 ``[B]``; 0 keeps all.
-        top_p: float32 ``[B]``.
-        min_p: float32 ``[B]``, relative to the most probable token.
+        logits: float32 ``[..., V]``.
+        uniform: float32 ``[...]`` in [0,1).
+        temperature: float32 ``[...]`` as all that follow, above 0.
+        top_k: int64; 0 keeps all.
+        top_p: float32.
+        min_p: float32, relative to the most probable token.
 
     Returns:
-        The token, int64 ``[B]``; the candidates, int64 ``[B,M]``, most probable first; q of each, float32 ``[B,M]``.
+        The token, int64 ``[...]``; the candidates, int64 ``[..., M]``, most probable first; q of each, float32
+        ``[..., M]``.
     """
     candidates = min(MAX_CANDIDATES, logits.shape[-1])
     best, ids = torch.topk(logits, candidates, dim=-1)  # sorted, ties by lower id
-    rank = torch.arange(candidates)[None, :]
-    probs = (best / temperature[:, None]).softmax(-1)
-    in_top_k = (rank < top_k[:, None]) | (top_k[:, None] == 0)
+    rank = torch.arange(candidates)
+    probs = (best / temperature[..., None]).softmax(-1)
+    in_top_k = (rank < top_k[..., None]) | (top_k[..., None] == 0)
     probs = torch.where(in_top_k, probs, 0.0)
     probs = probs / probs.sum(-1, keepdim=True)
     before = probs.cumsum(-1) - probs
-    keep = (before < top_p[:, None]) & (probs >= min_p[:, None] * probs[:, :1])
+    keep = (before < top_p[..., None]) & (probs >= min_p[..., None] * probs[..., :1])
     probs = torch.where(keep | (rank == 0), probs, 0.0)
     probs = probs / probs.sum(-1, keepdim=True)
     # The first candidate whose cumulative probability exceeds the noise; rounding must not run past the last kept one.
-    below = (probs.cumsum(-1) <= uniform[:, None]).sum(-1)
+    below = (probs.cumsum(-1) <= uniform[..., None]).sum(-1)
     kept = (probs > 0).sum(-1)
     choice = torch.minimum(below, kept - 1)
-    token = torch.gather(ids, 1, choice[:, None])[:, 0]
+    token = torch.gather(ids, -1, choice[..., None])[..., 0]
     return token, ids, probs
+
+
+def place_of_rank(ids: torch.Tensor, drawn: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+    """Where among candidates the one of a rank is, if the drawn token takes rank 0 and those before it move back.
+
+    Args:
+        ids: int64 ``[..., M]``, most probable first.
+        drawn: int64 ``[...]``, one of them.
+        ranks: int64 ``[...]``.
+
+    Returns:
+        int64 ``[...]``, below M.
+    """
+    place = ((ids == drawn[..., None]) * torch.arange(ids.shape[-1])).sum(-1)
+    beside = torch.where(ranks <= place, ranks - 1, ranks)
+    return torch.where(ranks == 0, place, beside)
 
 
 class DraftPass(torch.nn.Module):
@@ -106,13 +123,14 @@ class DraftPass(torch.nn.Module):
         positions = past_length[:, None] + fresh[None, :]
         position_ids = positions[:, -tokens:].clamp(max=self.max_positions - 1)
         two_part = TwoPartLowering(pairs(past), past_length, seen, positions, pairs(rows))
-        logits = run_model(
+        logits, _ = run_model(
             self.model,
             two_part,
             self.layers,
             input_ids.clamp(max=self.input_vocab - 1),
             position_ids,
             logits_row[:, None],
-        )[:, 0, : self.vocab_size]
-        token, ids, probs = draw_candidate(logits, uniform, temperature, top_k, top_p, min_p)
+        )
+        own = logits[:, 0, : self.vocab_size]
+        token, ids, probs = draw_candidate(own, uniform, temperature, top_k, top_p, min_p)
         return (token, ids, probs, *flat(two_part.returned))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def run_model(
     position_ids: torch.Tensor,
     logits_rows: torch.Tensor,
     inputs_embeds: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs a transformers causal LM under a lowering.
 
     The language-model head sees only the rows asked for: for a prefill chunk that is one row instead of T, which for a
@@ -46,35 +46,31 @@ def run_model(
         inputs_embeds: float32 ``[B,T,H]``, what the model reads instead of ``input_ids``; None for those.
 
     Returns:
-        float32 logits ``[B,R,V]``.
-    """
-    read = _read(input_ids, inputs_embeds)
-    return _run(model, active, layers, read, position_ids, lambda hidden: _rows(hidden, logits_rows))
-
-
-def run_with_heads(
-    model: torch.nn.Module,
-    heads: MedusaHeads,
-    projection: torch.nn.Module,
-    active: Lowering,
-    layers: int,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    logits_rows: torch.Tensor,
-    inputs_embeds: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`run_model`: logits ``[B,R,V]``, and those of Medusa heads ``[B,N,R,V]``.
-
-    ``projection`` is what tied heads end in: the model's own head, or a copy that may be stored in fewer bits.
+        float32 logits ``[B,R,V]``, and the hidden states after the final norm that they were made of, ``[B,R,H]``.
     """
     taken: list[torch.Tensor] = []
 
-    def take(hidden: torch.Tensor) -> torch.Tensor:
-        taken.append(_rows(hidden, logits_rows))
-        return taken[0]
+    def take(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        rows = logits_rows[:, :, None].expand(-1, -1, args[0].shape[-1])
+        taken.append(torch.gather(args[0], 1, rows))
+        return (taken[0], *args[1:])
 
-    own = _run(model, active, layers, _read(input_ids, inputs_embeds), position_ids, take)
-    return own, heads.logits(taken[0], projection).transpose(0, 1).float()
+    # Of both inputs transformers takes one.
+    read = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    hook = head.register_forward_pre_hook(take)
+    try:
+        with lowering(active):
+            out = model(
+                **read,
+                position_ids=position_ids,
+                past_key_values=PassThroughCache(layers),
+                use_cache=True,
+            )
+    finally:
+        hook.remove()
+    logits: torch.Tensor = out.logits
+    return logits.float(), taken[0]
 
 
 def head_projection(model: torch.nn.Module, heads: MedusaHeads | None) -> torch.nn.Module | None:
@@ -91,49 +87,15 @@ def head_projection(model: torch.nn.Module, heads: MedusaHeads | None) -> torch.
     return copy
 
 
-def _read(input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """What transformers calls a model's input: of both it takes one."""
-    return {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
-
-
-def _rows(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The rows ``[B,R]`` of hidden states ``[B,T,H]``."""
-    return torch.gather(hidden, 1, rows[:, :, None].expand(-1, -1, hidden.shape[-1]))
-
-
-def _run(
-    model: torch.nn.Module,
-    active: Lowering,
-    layers: int,
-    read: dict[str, torch.Tensor],
-    position_ids: torch.Tensor,
-    before_head: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Logits of what ``before_head`` makes of the hidden states after the final norm."""
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    hook = head.register_forward_pre_hook(lambda _module, args: (before_head(args[0]), *args[1:]))
-    try:
-        with lowering(active):
-            out = model(
-                **read,
-                position_ids=position_ids,
-                past_key_values=PassThroughCache(layers),
-                use_cache=True,
-            )
-    finally:
-        hook.remove()
-    logits: torch.Tensor = out.logits
-    return logits.float()
-
-
 class StepModule(torch.nn.Module):
     """The target's graph: prefill, decode and verify are this module at different T (see ``contract.tensors``).
 
     Args:
         model: loaded with ``attn_implementation=ATTENTION_NAME``.
         layers: number of attention layers.
-        heads: Medusa heads on its last hidden state, whose candidates are a second output.
+        heads: Medusa heads on its last hidden state, whose candidates are an output.
         candidates: M, how many.
+        hidden: whether that state is an output too, for an MLP speculator.
         lowering: which operators attention is made of.
     """
 
@@ -143,6 +105,7 @@ class StepModule(torch.nn.Module):
         layers: int,
         heads: MedusaHeads | None = None,
         candidates: int = 0,
+        hidden: bool = False,
         lowering: LoweredAs = "native",
     ) -> None:
         super().__init__()
@@ -151,6 +114,7 @@ class StepModule(torch.nn.Module):
         self.heads = heads
         self.heads_projection = head_projection(model, heads)
         self.candidates = candidates
+        self.hidden = hidden
         self.lowering: LoweredAs = lowering
 
     def forward(
@@ -164,22 +128,22 @@ class StepModule(torch.nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         embeds_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Returns ``(logits, present_key.0, present_value.0, ...)``, with heads ``(logits, candidates, ...)``.
+        """Returns ``(logits, present_key.0, present_value.0, ...)``.
 
-        Lowered portably, new rows instead of caches. With embeddings given, they are read where the mask says so.
+        Behind the logits come ``candidates`` if there are heads, and ``hidden_states`` if they are wanted. Lowered
+        portably, new rows instead of caches. With embeddings given, they are read where the mask says so.
         """
         active = step_lowering(self.lowering, pairs(past), tree_mask, position_ids, past_length)
         if inputs_embeds is not None and embeds_mask is not None:
             own: torch.Tensor = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
             inputs_embeds = torch.where(embeds_mask[:, :, None], inputs_embeds, own)
-        if self.heads is None:
-            logits = run_model(self.model, active, self.layers, input_ids, position_ids, logits_rows, inputs_embeds)
-            return (logits, *flat(active.returned))
-        last = self.heads_projection or self.model
-        logits, ahead = run_with_heads(
-            self.model, self.heads, last, active, self.layers, input_ids, position_ids, logits_rows, inputs_embeds
-        )
-        return (logits, _best(ahead, self.candidates), *flat(active.returned))
+        logits, hidden = run_model(self.model, active, self.layers, input_ids, position_ids, logits_rows, inputs_embeds)
+        made = [logits]
+        if self.heads is not None:
+            made.append(_ahead(self.heads, hidden, self.heads_projection or self.model, self.candidates))
+        if self.hidden:
+            made.append(hidden.float())
+        return (*made, *flat(active.returned))
 
 
 class CandidatesModule(torch.nn.Module):
@@ -227,14 +191,23 @@ class CandidatesModule(torch.nn.Module):
         """Returns ``(candidates, present_key.0, present_value.0, ...)``; lowered portably, new rows instead."""
         active = step_lowering(self.lowering, pairs(past), tree_mask, position_ids, past_length)
         tokens = input_ids.clamp(max=self.input_vocab - 1)
+        logits, hidden = run_model(self.model, active, self.layers, tokens, position_ids, logits_rows)
+        own = _best(logits[:, None, :, : self.vocab_size], self.candidates)
         last = self.heads_projection or self.model
-        own, ahead = run_with_heads(
-            self.model, self.heads, last, active, self.layers, tokens, position_ids, logits_rows
-        )
-        best = [_best(logits[..., : self.vocab_size], self.candidates) for logits in (own[:, None], ahead)]
-        return (torch.cat(best, 1), *flat(active.returned))
+        ahead = _ahead(self.heads, hidden, last, self.candidates, self.vocab_size)
+        return (torch.cat([own, ahead], 1), *flat(active.returned))
+
+
+def _ahead(
+    heads: MedusaHeads, hidden: torch.Tensor, projection: torch.nn.Module, candidates: int, vocab: int | None = None
+) -> torch.Tensor:
+    """The most probable tokens below ``vocab`` of each Medusa head, int64 ``[B,N,R,M]``, best first.
+
+    ``projection`` is what tied heads end in: the model's own head, or a copy that may be stored in fewer bits.
+    """
+    return _best(heads.logits(hidden, projection).transpose(0, 1).float()[..., :vocab], candidates)
 
 
 def _best(logits: torch.Tensor, candidates: int) -> torch.Tensor:
-    """The most probable tokens, int64 ``[B,N,R,M]``, best first."""
+    """The most probable tokens, int64, best first."""
     return torch.topk(logits, candidates, dim=-1).indices

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, RequestError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import DraftModel, Medusa, MedusaDraft
+from specexport.contract.methods import DraftModel, Medusa, MedusaDraft, MlpSpeculator
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.bundle import Bundle
@@ -189,12 +189,15 @@ def open_graph(bundle: Bundle, model: Model, slots: int, buffers: Buffers, threa
 def step_buffers(manifest: Manifest) -> Buffers:
     """The target's step graph's arrays (see ``contract.tensors``)."""
     vocab, medusa = manifest.target.vocab_size, manifest.method("medusa")
+    speculator = manifest.method("mlp_speculator")
     embedding_size = manifest.target.embedding_size
 
     def make(point: ShapePoint) -> tuple[dict[str, Array], dict[str, Array]]:
         outputs: dict[str, Array] = {tensors.LOGITS: np.zeros((point.batch, point.rows, vocab), np.float32)}
         if isinstance(medusa, Medusa):
             outputs[tensors.CANDIDATES] = _candidates(point, medusa.heads, medusa.candidates)
+        if isinstance(speculator, MlpSpeculator):
+            outputs[tensors.HIDDEN] = np.zeros((point.batch, point.rows, speculator.hidden), np.float32)
         inputs = _step_inputs(point)
         if embedding_size is not None:
             inputs[tensors.INPUTS_EMBEDS] = np.zeros((point.batch, point.tokens, embedding_size), np.float32)
@@ -239,10 +242,7 @@ def propose_buffers(method: DraftModel) -> Buffers:
             tensors.LAST_ROW: np.full(batch, tokens - 1, np.int64),
             tensors.NUM_DRAFT_TOKENS: np.array(drafted, np.int64),
             tensors.UNIFORM: np.zeros((batch, drafted), np.float32),
-            tensors.TEMPERATURE: np.ones(batch, np.float32),
-            tensors.TOP_K: np.ones(batch, np.int64),
-            tensors.TOP_P: np.ones(batch, np.float32),
-            tensors.MIN_P: np.zeros(batch, np.float32),
+            **_sampling(batch),
         }
         outputs: dict[str, Array] = {
             tensors.DRAFT_TOKENS: np.zeros((drafted, batch), np.int64),
@@ -252,6 +252,39 @@ def propose_buffers(method: DraftModel) -> Buffers:
         return inputs, outputs
 
     return make
+
+
+def speculator_buffers(method: MlpSpeculator) -> Buffers:
+    """The arrays of the propose graph of an MLP speculator; outputs of the stages that a point asks for."""
+
+    def make(point: ShapePoint) -> tuple[dict[str, Array], dict[str, Array]]:
+        batch, nodes, support = point.batch, point.tokens, method.candidates
+        inputs: dict[str, Array] = {
+            tensors.HIDDEN_STATE: np.zeros((batch, method.hidden), np.float32),
+            tensors.INPUT_IDS: np.zeros((batch, 1), np.int64),
+            tensors.LEVEL_PARENTS: np.zeros((batch, method.stages, nodes), np.int64),
+            tensors.LEVEL_RANKS: np.zeros((batch, method.stages, nodes), np.int64),
+            tensors.UNIFORM: np.zeros((batch, method.stages, nodes), np.float32),
+            **_sampling(batch),
+        }
+        outputs: dict[str, Array] = {}
+        for stage in range(point.drafts):
+            rows = nodes if stage else 1
+            outputs[tensors.of_stage(tensors.DRAFT_TOKENS, stage)] = np.zeros((batch, rows), np.int64)
+            outputs[tensors.of_stage(tensors.DRAFT_IDS, stage)] = np.zeros((batch, rows, support), np.int64)
+            outputs[tensors.of_stage(tensors.DRAFT_PROBS, stage)] = np.zeros((batch, rows, support), np.float32)
+        return inputs, outputs
+
+    return make
+
+
+def _sampling(batch: int) -> dict[str, Array]:
+    return {
+        tensors.TEMPERATURE: np.ones(batch, np.float32),
+        tensors.TOP_K: np.ones(batch, np.int64),
+        tensors.TOP_P: np.ones(batch, np.float32),
+        tensors.MIN_P: np.zeros(batch, np.float32),
+    }
 
 
 def write_sampling(given: Mapping[str, Array], at: int, params: SamplingParams) -> None:

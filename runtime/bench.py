@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import HYPOTHESIS, DraftModel, Medusa, MedusaDraft, Method, SelfDraft, method_name
+from specexport.contract.methods import (
+    HYPOTHESIS,
+    Beside,
+    DraftModel,
+    Medusa,
+    MedusaDraft,
+    Method,
+    MlpSpeculator,
+    SelfDraft,
+    method_name,
+)
 from specexport.contract.model import Model, StoredAs
 from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
@@ -21,6 +31,7 @@ _TRAINING: dict[type[Method], str] = {
     DraftModel: "a smaller model",
     Medusa: "heads",
     MedusaDraft: "a smaller model and its heads",
+    MlpSpeculator: "a speculator",
 }
 """What somebody has to train first; nothing for the others."""
 
@@ -153,7 +164,7 @@ def extra_memory(manifest: Manifest, method: Method) -> int:
         return int(method.parameters * _BYTES[method.weights])
     if isinstance(method, SelfDraft):
         return _cache_row(method.draft) * manifest.max_seq_len
-    if isinstance(method, DraftModel | MedusaDraft):
+    if isinstance(method, Beside):
         sizes = {entry.path: entry.size for entry in manifest.files}
         return sizes[method.draft.weights] + _cache_row(method.draft) * manifest.max_seq_len
     return 0

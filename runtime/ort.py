@@ -196,12 +196,12 @@ class OnnxRuntimeGraph:
         Raises:
             BackendError: no declared size is large enough.
         """
-        if rows > self._rows:
+        if rows > self._rows and self._model.cache:
             self._resize(rows)
 
     def fit(self, rows: int) -> None:
         """See :class:`~specexport.runtime.backend.Graph`."""
-        if rows <= self._rows:
+        if rows <= self._rows and self._model.cache:
             self._resize(rows)
 
     def _resize(self, rows: int) -> None:
@@ -257,9 +257,10 @@ class OnnxRuntimeGraph:
     def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""
         arrays = self._arrays_of((len(slots), tokens, rows, drafts))
-        past = arrays.inputs[tensors.PAST_LENGTH]
-        for at, slot in enumerate(slots):
-            past[at] = self._filled[slot] = min(self._filled[slot], self._rows - arrays.fed)
+        if self._caches:
+            past = arrays.inputs[tensors.PAST_LENGTH]
+            for at, slot in enumerate(slots):
+                past[at] = self._filled[slot] = min(self._filled[slot], self._rows - arrays.fed)
         return arrays.inputs
 
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.errors import RequestError
-from specexport.contract.methods import DraftModel, Ranked
+from specexport.contract.methods import Drawn, Ranked
 from specexport.contract.model import Model, PointGraph
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
@@ -83,8 +83,8 @@ def observe(
 ) -> Observed:
     """Decodes prompts with a method and sees which of its candidates come true.
 
-    Every candidate counts, whether it was in the tree or not. For a draft model those at a depth follow from its own
-    chain above, so that the first other token ends a path.
+    Every candidate counts, whether it was in the tree or not. For a draft model or a speculator those at a depth follow
+    from its own chain above, so that the first other token ends a path.
 
     Args:
         engine: the bundle's.
@@ -97,9 +97,9 @@ def observe(
         RequestError: the draft is drawn at random, or no step had a proposal.
     """
     method = engine.manifest.method(name)
-    chained = isinstance(method, DraftModel)
+    chained = isinstance(method, Drawn)
     if chained and not params.greedy:
-        raise RequestError("a draft model's tree can only be tuned for greedy decoding: temperature 0")
+        raise RequestError("a tree of draft tokens that are drawn can only be tuned for greedy decoding: temperature 0")
     deepest = max(engine.speculations[name].trees, key=lambda tree: tree.depth)
     paths: Counter[RankPath] = Counter()
     total, steps = Stats(), 0
@@ -193,8 +193,8 @@ def candidates(method: Ranked, observed: Observed, costs: Sequence[float]) -> li
     depths = max((len(path) for path in observed.paths), default=0)
     found: dict[int, Candidate] = {}
     for depth in range(1, depths + 1):
-        # A draft model makes one pass a depth; heads propose for all depths at once.
-        proposing = propose * depth / observed.depth if isinstance(method, DraftModel) else propose
+        # A draft model makes one pass a depth, a speculator one stage; heads propose for all depths at once.
+        proposing = propose * depth / observed.depth if isinstance(method, Drawn) else propose
         for nodes in range(2, len(costs) + 1):
             tree = TokenTree.best(observed.weight, nodes, method.candidates, depth)
             if len(tree) < nodes:

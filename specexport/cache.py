@@ -16,7 +16,7 @@ from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME
 from specexport.contract.reading import sha256
 from specexport.exporter.locate import locate
 
-_MODELS = ("target", "draft", "universal_draft", "medusa", "draft_medusa")
+_MODELS = ("target", "draft", "universal_draft", "medusa", "draft_medusa", "mlp_speculator")
 """Build options that name checkpoints."""
 _HEADS = ("medusa", "draft_medusa")
 """Of these, folders that are no checkpoint of a model."""
@@ -37,7 +37,7 @@ def cached_bundle(options: Mapping[str, Any], build: Callable[[dict[str, Any], P
 
     Its name is a hash of the options and of the content of every checkpoint they name, so a changed checkpoint is built
     anew and a moved one is not. Of several processes one builds, and the others wait for it. A build that is killed
-    leaves its lock free and nothing under the bundle's name.
+    leaves its lock free and nothing under the bundle's name; the next one goes on after the models it had written.
 
     Args:
         options: fields of ``BuildOptions``, without ``output``.

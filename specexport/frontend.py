@@ -208,7 +208,7 @@ def _build(options: dict[str, Any], output: Path) -> None:
 
     module = exporter()
     try:
-        wanted = module.BuildOptions(output=output, engines=_engines(options.get("backend")), **options)
+        wanted = module.BuildOptions(output=output, resume=True, engines=_engines(options.get("backend")), **options)
     except TypeError as error:
         raise BuildError(f"{str(error).rpartition(') ')[2] or error}") from error
     console = Console(stderr=True)

@@ -18,8 +18,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
     Attributes:
         method: how to propose; None for ``draft_model`` where a model is named.
-        model: the draft model or the Medusa heads: a folder, or for drafts a hub id. The draft of ``universal_draft``
-            may have another tokenizer.
+        model: the draft model, the Medusa heads or the MLP speculator: a folder, or but for heads a hub id. The draft
+            of ``universal_draft`` may have another tokenizer.
         num_speculative_tokens: draft tokens a step; None for the method's default.
         prompt_lookup_max: most tokens ``ngram`` matches; None for 4.
         prompt_lookup_min: fewest; None for 2, or ``prompt_lookup_max`` where that is less.
@@ -43,6 +43,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 _OPTIONS = {
     "draft_model": "draft",
     "medusa": "medusa",
+    "mlp_speculator": "mlp_speculator",
     "ngram": "ngram",
     "suffix": "suffix",
     "hypothesis": "hypothesis",
@@ -55,6 +56,7 @@ _VALUES = {
     "draft_model": "model",
     "universal_draft": "model",
     "medusa": "model",
+    "mlp_speculator": "model",
     "self_draft": "self_draft_layers",
     "lookahead": "lookahead",
 }

@@ -16,7 +16,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from specexport.exporter.medusa import save_medusa
+from specexport.exporter.mlp_speculator import save_speculator
 from specexport.graphs.medusa import MedusaHeads
+from specexport.graphs.mlp_speculator import MlpSpeculator
+from specexport.training.data import Windows
+from specexport.training.heads import run_model
+from specexport.training.mlp_speculator import speculator_loss
 
 VOCAB = 320
 MAX_POSITIONS = 512
@@ -183,4 +188,42 @@ def make_heads(folder: Path, checkpoint: Path, heads: int, *, tied: bool) -> Pat
                 gram = x.T @ x + 0.1 * torch.eye(hidden)
                 made[index][-1].weight.copy_(torch.linalg.solve(gram, x.T @ y).T)  # type: ignore[index]
     save_medusa(folder, made, head.weight, base=str(checkpoint), dtype=torch.float32)
+    return folder
+
+
+def make_speculator(
+    folder: Path,
+    checkpoint: Path,
+    stages: int,
+    *,
+    inner: int = 48,
+    tied: bool = False,
+    scale_input: bool = False,
+    steps: int = 0,
+) -> Path:
+    """Writes an MLP speculator for a model: a random one, or one that learnt so many steps of its greedy texts.
+
+    Norms are moved away from ones and zeros.
+    """
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
+    vocab, hidden = model.get_output_embeddings().weight.shape
+    torch.manual_seed(6)
+    made = MlpSpeculator(vocab, hidden, inner, stages, scale_input=scale_input, tied=tied)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            noise = torch.randn(parameter.shape)
+            parameter.copy_(noise / inner**0.5 if parameter.ndim > 1 else parameter + 0.1 * noise)
+    if steps:
+        model.requires_grad_(False)
+        prompts = torch.randint(3, vocab, (32, 12))
+        ids = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=36)
+        windows = Windows(ids.int(), torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids).int())
+        states, _ = run_model(model, ids)
+        optimizer = torch.optim.Adam(made.parameters(), 1e-2)
+        for _ in range(steps):
+            loss, _ = speculator_loss(made, states, windows.rows(torch.arange(len(ids))), 1.0)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    save_speculator(folder, made, dtype=torch.float32)
     return folder

@@ -38,7 +38,7 @@ from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from tests.checkpoints import EOS, VOCAB, make_checkpoint, make_heads, tokenizer
+from tests.checkpoints import EOS, VOCAB, make_checkpoint, make_heads, make_speculator, tokenizer
 
 CONTEXT = 512
 DICE_VOCAB = 12
@@ -71,6 +71,7 @@ class Recipe:
         lowering: which operators the graphs are made of.
         lookahead: W, N and G.
         self_draft: how many of the target's layers draft.
+        speculator: whether it has an MLP speculator.
         batch: most requests that run at once.
         embeds: whether prompts may hold embeddings.
     """
@@ -86,6 +87,7 @@ class Recipe:
     lowering: LoweredAs = "native"
     lookahead: tuple[int, int, int] | None = None
     self_draft: int | None = None
+    speculator: bool = False
     batch: int = 1
     embeds: bool = False
 
@@ -104,6 +106,7 @@ RECIPES = {
     "gpt2-near": Recipe("gpt2", "near", (1,), 6),
     "qwen3-medusa": Recipe("qwen3", None, heads="target", trees=(_BUSHY, _SMALL, TokenTree.chain(HEADS + 1))),
     "qwen3-medusa-draft": Recipe("qwen3", "equal", (3,), 6, heads="draft"),
+    "qwen3-mlp": Recipe("qwen3", None, trees=(_BUSHY, TokenTree.chain(HEADS + 1)), speculator=True, batch=8),
     "gpt2-tree": Recipe("gpt2", "near", trees=(_SPINE,), choices=(2,)),
     "qwen3-lookup": Recipe("qwen3", "equal", lookups=("ngram", "suffix", "hypothesis")),
     "qwen3-lookahead": Recipe("qwen3", None, lookahead=(5, 4, 4)),
@@ -125,6 +128,7 @@ RECIPES = {
     "dice-mixed": Recipe("llama", "near", config=_DICE, trees=(_SPINE, _SMALL_SPINE), lookups=("ngram",)),
     "dice-medusa": Recipe("llama", None, config=_DICE, heads="target", trees=(_BUSHY,)),
     "dice-medusa-draft": Recipe("llama", "near", config=_DICE, heads="draft", trees=(_BUSHY,)),
+    "dice-mlp": Recipe("llama", None, config=_DICE, trees=(_BUSHY,), speculator=True),
     "dice-ngram": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("ngram",)),
     "dice-suffix": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("suffix",)),
     "dice-hypothesis": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("hypothesis",)),
@@ -167,6 +171,7 @@ def make(name: str, root: Path) -> Path:
                     draft=str(draft) if draft is not None else None,
                     medusa=_heads(recipe, target, root) if recipe.heads == "target" else None,
                     draft_medusa=_heads(recipe, draft, root) if recipe.heads == "draft" and draft else None,
+                    mlp_speculator=_speculator(target, root) if recipe.speculator else None,
                     output=root / name,
                     num_speculative_tokens=recipe.default,
                     speculative_choices=recipe.choices,
@@ -187,7 +192,8 @@ def make(name: str, root: Path) -> Path:
 
 
 def _target(recipe: Recipe, root: Path) -> Path:
-    calm = bool(recipe.heads or recipe.lookups or recipe.lookahead) and not recipe.config and not recipe.embeds
+    calm = bool(recipe.heads or recipe.lookups or recipe.lookahead or recipe.speculator) and not recipe.config
+    calm = calm and not recipe.embeds
     kind = "-dice" if recipe.config else "-calm" if calm else ""
     folder = root / "checkpoints" / f"{recipe.family}{kind}{'-deep' if recipe.config and recipe.self_draft else ''}"
     return folder if folder.exists() else make_checkpoint(folder, recipe.family, calm=calm, **recipe.config)
@@ -198,6 +204,15 @@ def _heads(recipe: Recipe, model: Path, root: Path) -> str:
     if not folder.exists():
         # Where tokens are few, random heads are right often enough.
         make_heads(folder, model, HEADS, tied=bool(recipe.config))
+    return str(folder)
+
+
+def _speculator(model: Path, root: Path) -> str:
+    folder = root / "checkpoints" / f"{model.name}-speculator"
+    if not folder.exists():
+        # Where tokens are few, random stages are right often enough.
+        dice = "dice" in model.name
+        make_speculator(folder, model, HEADS, tied=dice, scale_input=dice, steps=0 if dice else 60)
     return str(folder)
 
 

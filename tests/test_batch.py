@@ -28,7 +28,7 @@ TIE = 1e-4
 JOIN = 120.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 BUNDLES = ("llama-near-batch", "llama-near-batch-portable", "gpt2-tree-batch", "qwen3-medusa-batch",
-           "qwen3-medusa-draft-batch", "qwen3-lookup-batch")  # fmt: skip
+           "qwen3-medusa-draft-batch", "qwen3-mlp", "qwen3-lookup-batch")  # fmt: skip
 
 
 class Generous(Budget):

@@ -6,15 +6,18 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from specexport import LLM, SamplingParams
 from specexport.cache import cache_folder, cached_bundle
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import MANIFEST_NAME
+from specexport.exporter.stages import RECORDS, Stages
 from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.exporter
@@ -166,3 +169,85 @@ def test_build_options_are_checked_by_name(model: Path) -> None:
         LLM(str(model), presicion="int8")
     with pytest.raises(BuildError, match="ngram was given beside"):
         LLM(str(model), speculative_config={"method": "ngram"}, ngram=False)
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+class Facts(msgspec.Struct):
+    """What a stage found out."""
+
+    number: int
+
+
+def test_stages_that_are_whole_are_not_run_again(tmp_path: Path) -> None:
+    runs: list[str] = []
+
+    def build(folder: Path, built_with: dict[str, str], name: str = "target") -> Facts:
+        stages = Stages(folder, built_with)
+
+        def make() -> Facts:
+            runs.append(name)
+            (folder / name).mkdir()
+            (folder / name / "weights.bin").write_bytes(b"weights")
+            return Facts(7)
+
+        made = stages.run(name, Facts, make)
+        assert [entry.path for entry in stages.files] == [f"{name}/weights.bin"]
+        return made
+
+    assert build(tmp_path, {"torch": "2"}) == build(tmp_path, {"torch": "2"}) == Facts(7)
+    assert runs == ["target"]
+    harms: list[Callable[[Path], object]] = [
+        lambda folder: (folder / "target" / "weights.bin").write_bytes(b"weight"),
+        lambda folder: (folder / "target" / "weights.bin").write_bytes(b"WEIGHTS"),
+        lambda folder: (folder / "target" / "weights.bin").unlink(),
+        lambda folder: (folder / "target" / "more").touch(),
+        lambda folder: (folder / RECORDS / "target.json").write_bytes(b'{"built_with": {"torch"'),
+        lambda folder: (folder / RECORDS / "target.json").unlink(),
+    ]
+    for count, harm in enumerate(harms, start=2):
+        harm(tmp_path)
+        assert build(tmp_path, {"torch": "2"}) == Facts(7)
+        assert len(runs) == count
+        assert (tmp_path / "target" / "weights.bin").read_bytes() == b"weights"
+    build(tmp_path, {"torch": "3"})
+    assert len(runs) == count + 1
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "half").touch()
+    stages = Stages(tmp_path, {"torch": "3"})
+    stages.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_an_unfinished_build_goes_on_after_its_finished_stages(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specexport.exporter import build
+
+    target = str(make_checkpoint(tmp_path / "target", "llama", **_DICE))
+    draft = str(make_checkpoint(tmp_path / "draft", "llama", **_DICE, seed=1))
+    options: dict[str, Any] = {"max_model_len": 48, "threads": 1, "max_batch_size": 1, "measure": False}
+    loaded: list[str] = []
+    real = build.load_checkpoint
+
+    def load(source: str) -> Any:
+        loaded.append(source)
+        if source == draft and loaded.count(draft) == 1:
+            raise KeyboardInterrupt
+        return real(source)
+
+    monkeypatch.setattr(build, "load_checkpoint", load)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(target, speculative_config={"model": draft}, **options)
+    (left,) = (cache / "bundles").glob(".*.unfinished")
+    assert (left / "target" / "weights.bin").is_file()
+    with LLM(target, speculative_config={"model": draft}, **options) as llm:
+        files = [entry.path for entry in llm._frontend.engine.manifest.files]
+        (output,) = llm.generate([5, 6, 5], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+        assert output.outputs[0].metrics.drafted > 0
+    assert loaded == [target, draft, draft]
+    assert not left.exists()
+    (made,) = (folder for folder in (cache / "bundles").iterdir() if folder.is_dir())
+    there = sorted(path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file())
+    assert there == sorted([*files, MANIFEST_NAME])

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, Shape, choose_shape, compare, inflate, main, real_layers
+from benchmarks.inflate import (
+    DRAFT_WIDTH_PER_LAYER,
+    Shape,
+    choose_shape,
+    compare,
+    inflate,
+    inflate_speculator,
+    main,
+    real_layers,
+)
+from specexport.exporter.verify_runners import reference_states
+from specexport.exporter.verify_speculator import ReferenceSpeculator
+from tests.checkpoints import make_speculator
 
 pytestmark = pytest.mark.exporter
 
@@ -68,6 +82,27 @@ def test_new_weights_are_dense_and_seeded(source: Path, tmp_path: Path) -> None:
         for name, size in large.tensors().items():
             if len(size) == 2:
                 assert (tensors.get_tensor(name) != 0).float().mean() > 0.99, name
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_an_inflated_speculator_says_the_same(source: Path, tmp_path: Path, tied: bool) -> None:
+    """Of the same texts: the enlarged target's states go with it."""
+    make_speculator(tmp_path / "small", source, 3, inner=32, tied=tied, scale_input=tied)
+    large = tmp_path / "large"
+    inflate(source, large, shape=Shape(96, 8, 4, 16, 3, 96, 64, bool(Shape.of(_config(source)).tied)))
+    inflate_speculator(tmp_path / "small", tmp_path / "grown", source, large)
+    said = []
+    for model, speculator in ((source, "small"), (large, "grown")):
+        loaded = LlamaForCausalLM.from_pretrained(model).eval()
+        _, hidden = reference_states(loaded, np.array(PROMPTS[0]))
+        said.append(ReferenceSpeculator(tmp_path / speculator).logits(hidden[-1], [5, 9, 2]))
+    torch.testing.assert_close(said[1], said[0], atol=2e-3, rtol=1e-3)
+    assert ReferenceSpeculator(tmp_path / "grown").logits(torch.randn(96), [1]).shape == (1, 64)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config
 
 
 def test_real_layers_are_spread_evenly() -> None:

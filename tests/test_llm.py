@@ -161,6 +161,7 @@ def test_wrong_options_are_named(bundle: Callable[[str], Path], options: dict[st
             {"draft": "d", "num_speculative_tokens": 5},
         ),
         ({"method": "medusa", "model": "h"}, {"medusa": "h"}),
+        ({"method": "mlp_speculator", "model": "s"}, {"mlp_speculator": "s"}),
         ({"method": "suffix"}, {"suffix": True}),
         (
             {"method": "ngram", "prompt_lookup_max": 6, "prompt_lookup_min": 3},

@@ -29,13 +29,16 @@ Floats = npt.NDArray[np.float32]
 SELF_BUNDLES = ("gemma2-self",)
 GREEDY_BUNDLES = ("llama-near", "qwen3-bad", "gemma2-equal", "gpt2-near")
 TREE_BUNDLES = ("qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree")
+MLP_BUNDLES = ("qwen3-mlp",)
 LOOKUP_BUNDLES = ("qwen3-lookup", "qwen3-lookahead")
 PORTABLE_BUNDLES = tuple(f"{name}-portable" for name in ("llama-near", "gemma2-equal", *TREE_BUNDLES))
 
 # --- greedy -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", GREEDY_BUNDLES + SELF_BUNDLES + TREE_BUNDLES + LOOKUP_BUNDLES + PORTABLE_BUNDLES)
+@pytest.mark.parametrize(
+    "name", GREEDY_BUNDLES + SELF_BUNDLES + TREE_BUNDLES + MLP_BUNDLES + LOOKUP_BUNDLES + PORTABLE_BUNDLES
+)
 def test_greedy_text_is_what_transformers_generates(
     name: str, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
 ) -> None:
@@ -81,7 +84,7 @@ def test_greedy_drafts_are_accepted_as_far_as_they_are_good(
 
 def test_trees_are_walked(engine: Callable[[str], Engine], oracle: Callable[[str], Any]) -> None:
     """Every depth is reached, and none always: what the texts above are made of."""
-    for name in TREE_BUNDLES:
+    for name in TREE_BUNDLES + MLP_BUNDLES:
         reached = np.zeros(3)
         steps = 0
         for case in oracle(name)["greedy"]:
@@ -130,6 +133,7 @@ ENGINE_SETTINGS = (
     Setting("tree", 8, SamplingParams(temperature=0.9)),
     Setting("medusa", 10, SamplingParams(temperature=1.2, top_p=0.97)),
     Setting("medusa-draft", 10, SamplingParams()),
+    Setting("mlp", 10, SamplingParams(temperature=0.9)),
     Setting("ngram", 5, SamplingParams(temperature=0.8)),
     Setting("ngram", 1, SamplingParams(top_p=0.9)),
     Setting("suffix", 5, SamplingParams()),

@@ -12,7 +12,7 @@ import pytest
 from specexport.contract import tensors
 from specexport.contract.tree import TokenTree
 from specexport.exporter.trace import CacheShape, trace_commit, trace_fill
-from specexport.runtime.proposers.draft_model import _drawn
+from specexport.runtime.proposers.base import drawn
 
 pytestmark = pytest.mark.exporter
 
@@ -56,12 +56,11 @@ def test_filling_a_tree_is_what_the_proposer_does(fill: Any, choices: list[list[
             },
         )
         tokens, node_ids, q = (array[0] for array in found)
-        expected = _drawn(tree, drafted, ids, probs)
-        np.testing.assert_array_equal(tokens, expected.tokens)
-        assert expected.q is not None
+        taken, expected, _ = drawn(tree, tree.depths[1:] - 1, drafted, ids, probs)
+        np.testing.assert_array_equal(tokens, taken)
         for node in range(len(tree) - 1):
             # A distribution is the same in any order; a chain's has one row a depth, as a tree's has one a node.
-            there = dict(zip(expected.q.ids[node].tolist(), expected.q.probs[node].tolist(), strict=True))
+            there = dict(zip(expected.ids[node].tolist(), expected.probs[node].tolist(), strict=True))
             assert dict(zip(node_ids[node].tolist(), q[node].tolist(), strict=True)) == there
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specexport.commands.run import describe
 from specexport.contract.reading import read_manifest
+from specexport.contract.tree import TokenTree
 from specexport.exporter.engines import program
 from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.budget import Budget
 from specexport.runtime.cuda import api, libraries
 from specexport.runtime.cuda.executor import Enqueue
+from specexport.runtime.request import Request
+from specexport.runtime.step import ROOT
 from tests.compiled import compiled
 from tests.cuda_stand_in import StandIn
 from tests.tensorrt_stand_in import TensorRT
@@ -149,6 +154,23 @@ def test_lookahead_is_driven_from_the_host(
         assert there.generate([7, 9, 11], GREEDY, speculation=False).stats.execution == "graph per step"
 
 
+def test_trees_that_a_budget_hands_out_run_in_larger_steps(
+    load: Callable[[str], Engine], bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains of two draft tokens, which nothing was captured for, proposed from the host."""
+
+    def assign(self: Budget, requests: Sequence[Request]) -> None:
+        for request in requests:
+            request.view.tree = TokenTree.chain(3) if request.room > 1 and request.view.method else ROOT
+
+    monkeypatch.setattr(Budget, "assign", assign)
+    with load("dice-near-batch") as there, Engine.load(bundle("dice-near-batch"), threads=1) as cpu:
+        for params in (GREEDY, SAMPLED):
+            ours = there.generate([7, 9, 11], params)
+            assert ours.stats.execution == "graph per step"
+            _same(ours, cpu.generate([7, 9, 11], params))
+
+
 def test_nothing_is_left_over_from_the_step_before(
     load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: TensorRT
 ) -> None:
@@ -178,5 +200,6 @@ def test_without_one_graph_a_step_it_does_the_next_best_and_says_why(
     with load("dice-mixed") as there:
         ours = there.generate([7, 9, 11], SAMPLED)
         assert ours.stats.execution == there.backend.execution == execution
+        assert f"device      {execution} (cudaStream" in describe(ours.stats, there.backend.fallback)
         assert "cudaErrorStreamCaptureInvalidated" in there.backend.fallback
         _same(ours, engine("dice-mixed").generate([7, 9, 11], SAMPLED))

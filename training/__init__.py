@@ -1,1 +1,1 @@
-"""Training what a target speculates with: Medusa heads and draft models."""
+"""Training what a target speculates with: Medusa heads, MLP speculators and draft models."""

@@ -5,7 +5,7 @@ Also what that needs, as heads do: texts sampled from a model. And how many of a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specexport.contract.errors import TrainError
-from specexport.training.data import seeded
+from specexport.training.data import Windows, sampled_windows, seeded
 from specexport.training.loop import load_tensors
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
+MEASURED_TEXTS = 64
+"""Texts sampled to measure with, at most."""
 
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str) -> torch.Tensor:
@@ -157,6 +159,50 @@ def sample_texts(
             batches.append(_sampled(path))
             progress.update(task, completed=start + len(batches[-1]))
     return torch.cat(batches)
+
+
+def own_texts(
+    model: Any,
+    ends: Sequence[int],
+    windows: Windows,
+    held_out: Windows,
+    count: int,
+    prompt: int,
+    *,
+    seed: int,
+    work: Path,
+    rows: int,
+    console: Console | None,
+) -> tuple[Windows, Windows]:
+    """A model's own continuations of prompts cut from data: what is met when its texts are drafted.
+
+    Args:
+        model: a causal LM.
+        ends: tokens that end a text.
+        windows: prompts of the texts to learn.
+        held_out: prompts of the texts to measure with.
+        count: texts to learn; an eighth as many are measured with, at most :data:`MEASURED_TEXTS`.
+        prompt: tokens of a prompt.
+        seed: of the prompts and the draws.
+        work: folder the texts are kept in.
+        rows: texts sampled at once.
+        console: where a bar is drawn.
+    """
+
+    def sample(name: str, data: Windows, texts: int) -> Windows:
+        ids = sample_texts(
+            model,
+            lambda batch, generator: data.prompts(batch, prompt, generator),
+            texts,
+            windows.ids.shape[1] - prompt,
+            seed=seed,
+            work=work / f"sampled-{name}",
+            rows=rows,
+            console=console,
+        )
+        return sampled_windows(ids, prompt, ends)
+
+    return sample("train", windows, count), sample("held-out", held_out, min(MEASURED_TEXTS, -(-count // 8)))
 
 
 def _sampled(path: Path) -> torch.Tensor:

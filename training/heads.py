@@ -6,7 +6,7 @@ import contextlib
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,29 +120,57 @@ def heads_loss(heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_head
     Returns:
         The loss, and as ``top-1`` and ``top-5`` each head's share of tokens among its first and first five candidates.
     """
-    loss = hidden.new_zeros((), dtype=torch.float32)
+    return weighted((_head_loss(heads, head, hidden, batch, lm_head) for head in range(len(heads))), decay)
+
+
+def weighted(losses: Iterable[tuple[torch.Tensor, torch.Tensor]], decay: float) -> Loss:
+    """Σ decay^i · the mean of loss i, and the shares that came first, and among the first five, of each.
+
+    Args:
+        losses: as :func:`summed_loss` gives them.
+        decay: of the weights.
+    """
+    means: list[torch.Tensor] = []
     top: dict[str, list[torch.Tensor]] = {"top-1": [], "top-5": []}
-    for head in range(len(heads)):
-        total, ranks = _head_loss(heads, head, hidden, batch, lm_head)
-        loss = loss + decay**head * total / max(1, len(ranks))
+    for total, ranks in losses:
+        means.append(total / max(1, len(ranks)))
         top["top-1"].append((ranks < 1).float().sum() / max(1, len(ranks)))
         top["top-5"].append((ranks < 5).float().sum() / max(1, len(ranks)))
+    loss = torch.stack([decay**at * mean for at, mean in enumerate(means)]).sum()
     return loss, {name: torch.stack(values) for name, values in top.items()}
 
 
 def _head_loss(
     heads: MedusaHeads, head: int, hidden: torch.Tensor, batch: Windows, lm_head: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed cross-entropy of the M tokens a head is to learn, and the ranks of these among its candidates, ``[M]``."""
+    """As :func:`summed_loss`, of the tokens a head is to learn."""
 
-    def part(states: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(states: torch.Tensor) -> torch.Tensor:
         out = heads[head](states)
-        logits = (lm_head(out) if heads.tied else out).float()
-        return F.cross_entropy(logits, labels, reduction="sum"), _ranks(logits, labels)
+        logits: torch.Tensor = lm_head(out) if heads.tied else out
+        return logits
 
     learnt = batch.learnt_from(2 + head)
-    states, labels = hidden[learnt], batch.ids.roll(-2 - head, dims=1)[learnt]
-    at_once = max(1, _LOGITS_AT_ONCE // heads.vocab)
+    return summed_loss(project, hidden[learnt], batch.ids.roll(-2 - head, dims=1)[learnt], heads.vocab)
+
+
+def summed_loss(
+    project: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor, labels: torch.Tensor, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed cross-entropy of M tokens, and the ranks these have, ``[M]``.
+
+    Args:
+        project: makes logits ``[N,V]`` of states ``[N,H]``.
+        states: ``[M,H]``.
+        labels: the tokens, int64 ``[M]``.
+        vocab: V.
+    """
+
+    def part(states: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = project(states).float()
+        return F.cross_entropy(logits, labels, reduction="sum"), _ranks(logits, labels)
+
+    at_once = max(1, _LOGITS_AT_ONCE // vocab)
     if len(states) <= at_once:
         return part(states, labels)
     parts = [
@@ -164,20 +192,47 @@ def head_accuracy(
     heads: MedusaHeads, model: Any, windows: Windows, place: Place, *, batch_size: int = 8
 ) -> HeadAccuracy:
     """Measures heads over windows they were not trained on."""
-    counts = torch.zeros(len(heads), MAX_TOP_K + 1, dtype=torch.int64)
+    lm_head = model.get_output_embeddings()
+
+    def ranks(hidden: torch.Tensor, batch: Windows) -> Iterator[torch.Tensor]:
+        return (_head_loss(heads, head, hidden, batch, lm_head)[1] for head in range(len(heads)))
+
+    return measured(ranks, len(heads), model, windows, place, batch_size=batch_size)
+
+
+@torch.no_grad()
+def measured(
+    ranks_of: Callable[[torch.Tensor, Windows], Iterable[torch.Tensor]],
+    count: int,
+    model: Any,
+    windows: Windows,
+    place: Place,
+    *,
+    batch_size: int = 8,
+) -> HeadAccuracy:
+    """Measures what predicts several tokens ahead.
+
+    Args:
+        ranks_of: of hidden states ``[B,L,H]`` and a batch, for each of the predictions the ranks of the true tokens
+            where ``learnt_from(2 + i)`` says.
+        count: how many predictions there are.
+        model: the causal LM that makes the hidden states.
+        windows: not trained on.
+        place: where to compute.
+        batch_size: windows at once.
+    """
+    counts = torch.zeros(count, MAX_TOP_K + 1, dtype=torch.int64)
     paths: Counter[tuple[int, ...]] = Counter()
     positions = 0
-    lm_head = model.get_output_embeddings()
     for rows in windows.in_order(batch_size):
         batch = windows.rows(rows).to(place.device)
-        at = [batch.learnt_from(2 + head) for head in range(len(heads))]
-        found = torch.full((len(heads), *batch.ids.shape), MAX_TOP_K, dtype=torch.int32, device=place.device)
+        at = [batch.learnt_from(2 + ahead) for ahead in range(count)]
+        found = torch.full((count, *batch.ids.shape), MAX_TOP_K, dtype=torch.int32, device=place.device)
         with place.autocast():
             hidden, _ = run_model(model, batch.ids)
-            for head in range(len(heads)):
-                _, ranks = _head_loss(heads, head, hidden, batch, lm_head)
-                found[head][at[head]] = ranks.clamp(max=MAX_TOP_K)
-                counts[head] += found[head][at[head]].bincount(minlength=MAX_TOP_K + 1).cpu()
+            for ahead, ranks in enumerate(ranks_of(hidden, batch)):
+                found[ahead][at[ahead]] = ranks.clamp(max=MAX_TOP_K)
+                counts[ahead] += found[ahead][at[ahead]].bincount(minlength=MAX_TOP_K + 1).cpu()
         for path in found[:, torch.stack(at).all(0)].T.tolist():
             positions += 1
             right = path.index(MAX_TOP_K) if MAX_TOP_K in path else len(path)
@@ -222,10 +277,36 @@ def train_heads(
     watch: Watch,
     cached: torch.Tensor | None = None,
 ) -> Trained:
-    """Medusa-1: trains heads over a model that stays as it is.
+    """Medusa-1: trains heads over a model that stays as it is; see :func:`train_over`."""
+    lm_head = model.get_output_embeddings()
+
+    def loss(hidden: torch.Tensor, batch: Windows) -> Loss:
+        return heads_loss(heads, hidden, batch, lm_head, options.decay)
+
+    return train_over(
+        "heads", heads, loss, model, windows, options, place=place, checkpoint=checkpoint, watch=watch, cached=cached
+    )
+
+
+def train_over(
+    name: str,
+    trained: torch.nn.Module,
+    loss_of: Callable[[torch.Tensor, Windows], Loss],
+    model: Any,
+    windows: Windows,
+    options: HeadOptions,
+    *,
+    place: Place,
+    checkpoint: Path,
+    watch: Watch,
+    cached: torch.Tensor | None = None,
+) -> Trained:
+    """Trains what reads a model's hidden states; the model stays as it is.
 
     Args:
-        heads: trained in place.
+        name: to show.
+        trained: in place.
+        loss_of: of hidden states after the final norm, ``[B,L,H]``, and a batch.
         model: a causal LM.
         windows: to learn.
         options: see there.
@@ -234,7 +315,6 @@ def train_heads(
         watch: where to say how it goes.
         cached: hidden states of all windows, ``[N,L,H]``, see :func:`cache_hidden`; computed each time if not given.
     """
-    lm_head = model.get_output_embeddings()
 
     def loss_at(number: int) -> Loss:
         rows = windows.order(number, options.batch_size, options.seed)
@@ -245,16 +325,16 @@ def train_heads(
                     hidden = run_model(model, batch.ids)[0].to(place.frozen_dtype)
             else:
                 hidden = cached[rows].to(place.device)
-            return heads_loss(heads, hidden, batch, lm_head, options.decay)
+            return loss_of(hidden, batch)
 
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    # The tied head's weight would gather a gradient nobody uses.
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # A head's weight that is shared would gather a gradient nobody uses.
     model.requires_grad_(False)
     try:
         return train(
-            "heads",
-            dict(heads.named_parameters()),
-            [adamw([(list(heads.parameters()), options.lr)])],
+            name,
+            dict(trained.named_parameters()),
+            [adamw([(list(trained.parameters()), options.lr)])],
             options.schedule,
             loss_at,
             checkpoint=checkpoint,
@@ -264,7 +344,7 @@ def train_heads(
             accumulate=options.accumulate,
         )
     finally:
-        for parameter in trainable.values():
+        for parameter in trainable:
             parameter.requires_grad_(True)
 
 

@@ -28,8 +28,8 @@ from specexport.exporter.medusa import (
 )
 from specexport.exporter.trace import quiet
 from specexport.graphs.medusa import MedusaHeads
-from specexport.training.data import Windows, sampled_windows
-from specexport.training.distill import sample_texts
+from specexport.training.data import Windows
+from specexport.training.distill import own_texts
 from specexport.training.heads import (
     HeadOptions,
     JointOptions,
@@ -58,9 +58,6 @@ from specexport.training.setup import (
     work_folder,
     write_record,
 )
-
-_SAMPLED_HELD_OUT = 64
-"""Texts sampled to measure with, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +140,21 @@ def train_medusa(options: MedusaOptions, watch: Watch) -> dict[str, Any]:
     }
     with work_folder(options.work, options.output, settings) as work:
         if options.self_distill:
-            windows, held_out = _sampled(options, base, windows, held_out, prompt, place, work, watch)
+            # Weights to train are in float32; sampling reads them a token at a time, twice as fast in bfloat16.
+            sampling = base if options.stage == 1 else load_model(options.target, place, frozen=True)
+            windows, held_out = own_texts(
+                sampling.model,
+                base.ends,
+                windows,
+                held_out,
+                options.self_distill,
+                prompt,
+                seed=options.seed,
+                work=work,
+                rows=options.sample_batch,
+                console=watch.console,
+            )
+            del sampling
         watch.log(described(windows, held_out))
         torch.manual_seed(options.seed)
         heads = new_heads(options.heads, options.layers, base.model, tied=options.tie_lm_head)
@@ -169,37 +180,6 @@ def train_medusa(options: MedusaOptions, watch: Watch) -> dict[str, Any]:
                 _save_together(folder, base, heads.cpu(), accuracy, str(options.output))
             write_record(folder, record)
     return record
-
-
-def _sampled(
-    options: MedusaOptions,
-    base: Model,
-    windows: Windows,
-    held_out: Windows,
-    prompt: int,
-    place: Place,
-    work: Path,
-    watch: Watch,
-) -> tuple[Windows, Windows]:
-    """The model's own continuations of prompts cut from the data: what heads meet when they are used."""
-    # The weights to train are in float32; sampling reads them a token at a time and is twice as fast in bfloat16.
-    model = base.model if options.stage == 1 else load_model(options.target, place, frozen=True).model
-
-    def sample(name: str, data: Windows, count: int) -> Windows:
-        ids = sample_texts(
-            model,
-            lambda rows, generator: data.prompts(rows, prompt, generator),
-            count,
-            windows.ids.shape[1] - prompt,
-            seed=options.seed,
-            work=work / f"sampled-{name}",
-            rows=options.sample_batch,
-            console=watch.console,
-        )
-        return sampled_windows(ids, prompt, base.ends)
-
-    count = options.self_distill
-    return sample("train", windows, count), sample("held-out", held_out, min(_SAMPLED_HELD_OUT, -(-count // 8)))
 
 
 class _Stages:

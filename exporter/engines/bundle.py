@@ -11,7 +11,13 @@ import msgspec
 from specexport.contract.engines import Commit, ComputedIn, Engine, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import DraftModel, Medusa, MedusaDraft, Method, SelfDraft
+from specexport.contract.methods import (
+    Beside,
+    Medusa,
+    Method,
+    MlpSpeculator,
+    draft_role,
+)
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.reading import check_files, exchange_manifest, file_entry, read_manifest
 from specexport.exporter.engines.compiler import EngineReport, compile_graph
@@ -66,6 +72,10 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
     report = progress or (lambda *_: None)
     manifest = read_manifest(folder)
     check_files(folder, manifest, hashes=False)
+    if any(isinstance(method, MlpSpeculator) for method in manifest.methods):
+        raise BuildError(
+            f"{folder}: has an MLP speculator, for which no engines are compiled; build it without --mlp-speculator"
+        )
     if manifest.target.embedding_size is not None:
         raise BuildError(
             f"{folder}: was built with --inputs-embeds, and engines read tokens alone; build it without to compile it"
@@ -262,9 +272,8 @@ def _traced_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...
 
 
 def _with_draft(method: Method, models: dict[str, Model]) -> Method:
-    if isinstance(method, DraftModel | MedusaDraft):
-        role = "self_draft" if isinstance(method, SelfDraft) else "draft"
-        return msgspec.structs.replace(method, draft=models[role])
+    if isinstance(method, Beside):
+        return msgspec.structs.replace(method, draft=models[draft_role(method)])
     return method
 
 

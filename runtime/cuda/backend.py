@@ -99,6 +99,10 @@ class CudaBackend:
         Raises:
             BackendError: there are more slots than the library runs, the graph is refused, or it does not fit.
         """
+        if not model.cache:
+            raise BackendError(
+                "GPU backends run no MLP speculators; use the onnxruntime backend, or a bundle without one"
+            )
         if slots != 1 and not self._library.batches:
             raise BackendError(
                 f"{slots} requests at once were asked for, and engines are compiled for one; pass max_batch_size=1, or "

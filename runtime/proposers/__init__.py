@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from specexport.contract.methods import DraftModel, Hypothesis, Lookahead, Medusa, Method, Ngram, Suffix, UniversalDraft
-from specexport.runtime.backend import Backend, candidates_buffers, propose_buffers
+from specexport.contract.methods import (
+    DraftModel,
+    Hypothesis,
+    Lookahead,
+    Medusa,
+    Method,
+    MlpSpeculator,
+    Ngram,
+    Suffix,
+    UniversalDraft,
+)
+from specexport.runtime.backend import Backend, candidates_buffers, propose_buffers, speculator_buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposers.base import Proposal, Proposer, SlotView
 from specexport.runtime.proposers.draft_model import DraftModelProposer
@@ -11,6 +21,7 @@ from specexport.runtime.proposers.hypothesis import HypothesisProposer
 from specexport.runtime.proposers.lookahead import LookaheadProposer
 from specexport.runtime.proposers.medusa import MedusaProposer
 from specexport.runtime.proposers.medusa_draft import MedusaDraftProposer
+from specexport.runtime.proposers.mlp_speculator import MlpSpeculatorProposer
 from specexport.runtime.proposers.ngram import NgramProposer
 from specexport.runtime.proposers.suffix import OutputStore, SuffixProposer
 from specexport.runtime.proposers.universal import UniversalDraftProposer
@@ -44,6 +55,8 @@ def open_proposer(
         return LookaheadProposer(method)
     if isinstance(method, Medusa):
         return MedusaProposer()
+    if isinstance(method, MlpSpeculator):
+        return MlpSpeculatorProposer(backend.open(method.draft, slots, speculator_buffers(method)), method)
     if isinstance(method, DraftModel):
         graph = backend.open(method.draft, slots, propose_buffers(method))
         drafter = DraftModelProposer(graph, bundle.manifest)

@@ -15,7 +15,7 @@ from specexport.runtime.backend import Array
 from specexport.runtime.constraint import Constraint
 from specexport.runtime.embeds import Embeddings
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.sampling import Distributions
+from specexport.runtime.sampling import Distributions, Floats
 
 Ints = npt.NDArray[np.int64]
 State = TypeVar("State")
@@ -154,3 +154,32 @@ def fill(tree: TokenTree, candidates: Ints) -> Ints:
     depths, ranks = tree.depths[1:], np.asarray(tree.ranks[1:])
     tokens: Ints = candidates[depths - 1, ranks]
     return tokens
+
+
+def drawn(tree: TokenTree, rows: Ints, tokens: Ints, ids: Ints, probs: Floats) -> tuple[Ints, Distributions, Ints]:
+    """The tokens of a tree in which those of rank 0 were drawn from q; others are the most probable beside them.
+
+    Given that the drawn token was rejected, the next is chosen without noise (q = 1), so multi-round rejection stays
+    exact.
+
+    Args:
+        tree: the tree.
+        rows: int64 ``[K]``, of each node but the root: which of the R distributions its parent has.
+        tokens: int64 ``[R]``, drawn from each.
+        ids: int64 ``[R,M]``, the tokens each gives probability to, most probable first.
+        probs: float32 ``[R,M]``.
+
+    Returns:
+        The tokens of the nodes, int64 ``[K]``; q of each; and the candidates by their ranks, int64 ``[R,M]``.
+    """
+    is_drawn = ids == tokens[:, None]
+    # The drawn token takes rank 0, those before it move back by one.
+    order = np.argsort(~is_drawn, axis=1, kind="stable")
+    candidates = np.take_along_axis(ids, order, 1)
+    if tree.is_chain and not any(tree.ranks):
+        return tokens, Distributions(ids, probs), candidates
+    ranks = np.asarray(tree.ranks[1:])
+    taken: Ints = candidates[rows, ranks]
+    chosen = (candidates[rows] == taken[:, None]).astype(np.float32)
+    q = np.where(ranks[:, None] == 0, np.take_along_axis(probs, order, 1)[rows], chosen)
+    return taken, Distributions(candidates[rows], q), candidates

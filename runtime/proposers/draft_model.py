@@ -9,11 +9,9 @@ import numpy as np
 from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import CATCH_UP_TOKENS, window
-from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Graph, write_sampling
-from specexport.runtime.proposers.base import Ints, Proposal, Proposer, SlotView, fill
+from specexport.runtime.proposers.base import Proposal, Proposer, SlotView, drawn, fill
 from specexport.runtime.proposers.reader import Reader
-from specexport.runtime.sampling import Distributions, Floats
 
 
 class DraftModelProposer(Proposer):
@@ -64,11 +62,11 @@ class DraftModelProposer(Proposer):
         slots = window([sequence.slot for sequence in ready], self.graph.sizes)
         given = self.graph.inputs(CATCH_UP_TOKENS, drafts=K, slots=slots)
         for sequence in ready:
-            at, params = sequence.slot - slots.start, sequence.params
+            at = sequence.slot - slots.start
             given[tensors.INPUT_IDS][at] = sequence.tokens[-CATCH_UP_TOKENS:]
             given[tensors.PAST_LENGTH][at] = len(sequence.tokens) - CATCH_UP_TOKENS
-            write_sampling(given, at, params)
-            if not params.greedy:
+            write_sampling(given, at, sequence.params)
+            if not sequence.params.greedy:
                 # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
                 depth = sequence.tree.depth
                 given[tensors.UNIFORM][at, :depth] = sequence.random.random(depth, np.float32)
@@ -93,7 +91,8 @@ class DraftModelProposer(Proposer):
         if sequence.params.greedy:
             return Proposal(fill(tree, ids), tree, None, ids)
         probs = made[tensors.DRAFT_PROBS][: tree.depth, at].astype(np.float32)
-        return _drawn(tree, drafted, ids, probs)
+        tokens, q, candidates = drawn(tree, tree.depths[1:] - 1, drafted, ids, probs)
+        return Proposal(tokens, tree, q, candidates)
 
     def prefill(self, sequence: SlotView) -> bool:
         """See :class:`Proposer`; all but the last two tokens are read."""
@@ -120,28 +119,3 @@ class DraftModelProposer(Proposer):
     def fit(self, rows: int) -> None:
         """See :class:`Proposer`."""
         self._reader.fit(rows)
-
-
-def _drawn(tree: TokenTree, drafted: Ints, ids: Ints, probs: Floats) -> Proposal:
-    """A tree whose chain was drawn from q; beside each of its tokens are the most probable others, chosen (q = 1).
-
-    Given that the chain's token was rejected, the next is chosen without noise, so multi-round rejection stays exact.
-
-    Args:
-        tree: only its nodes of rank 0 have children.
-        drafted: int64 ``[depth]``, the chain.
-        ids: int64 ``[depth,M]``, the tokens q gives probability to, most probable first.
-        probs: float32 ``[depth,M]``.
-    """
-    is_drawn = ids == drafted[:, None]
-    # The drawn token takes rank 0, those before it move back by one.
-    order = np.argsort(~is_drawn, axis=1, kind="stable")
-    candidates = np.take_along_axis(ids, order, 1)
-    if tree.is_chain:
-        return Proposal(drafted, tree, Distributions(ids, probs), candidates)
-    tokens = fill(tree, candidates)
-    rows = tree.depths[1:] - 1
-    chosen = (candidates[rows] == tokens[:, None]).astype(np.float32)
-    on_chain = np.asarray(tree.ranks[1:])[:, None] == 0
-    q = np.where(on_chain, np.take_along_axis(probs, order, 1)[rows], chosen)
-    return Proposal(tokens, tree, Distributions(candidates[rows], q), candidates)

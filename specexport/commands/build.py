@@ -1,4 +1,4 @@
-"""Build a bundle from a target and ways to speculate: a draft model, Medusa heads, text that repeats."""
+"""Build a bundle from a target and ways to speculate: a draft, Medusa heads, an MLP speculator, text that repeats."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--medusa", metavar="DIR", help="Medusa heads of the target (specexport train medusa)")
     parser.add_argument(
         "--draft-medusa", metavar="DIR", help="Medusa heads of the draft, which then proposes a tree in one pass"
+    )
+    parser.add_argument(
+        "--mlp-speculator",
+        metavar="DIR_OR_ID",
+        help="MLP speculator of the target: an ibm-fms accelerator, or specexport train mlp-speculator",
     )
     parser.add_argument(
         "--ngram", action="store_true", help="propose what followed the last tokens earlier in the text"
@@ -102,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-precision",
         choices=_PRECISIONS,
-        help="of the draft and of Medusa heads (default: int8, or int4 where the target's is)",
+        help="of the draft, of Medusa heads and of the speculator (default: int8, or int4 where the target's is)",
     )
     parser.add_argument(
         "--block-size", type=int, metavar="N", help="weights that share a scale in int8 and int4 (default: 32)"
@@ -173,8 +178,9 @@ def exporter() -> types.ModuleType:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport build``."""
-    if arguments.draft_precision is not None and arguments.draft is None:
-        raise BuildError("--draft-precision was given without --draft")
+    sources = (arguments.draft, arguments.universal_draft, arguments.medusa, arguments.mlp_speculator)
+    if arguments.draft_precision is not None and all(source is None for source in sources):
+        raise BuildError("--draft-precision was given without --draft, --medusa or --mlp-speculator, which it is for")
     lookup = {
         name: getattr(arguments, name)
         for name in ("prompt_lookup_max", "prompt_lookup_min")
@@ -194,6 +200,7 @@ def main(arguments: argparse.Namespace) -> int:
         self_draft_layers=arguments.self_draft_layers,
         medusa=arguments.medusa,
         draft_medusa=arguments.draft_medusa,
+        mlp_speculator=arguments.mlp_speculator,
         ngram=arguments.ngram,
         suffix=arguments.suffix,
         hypothesis=arguments.hypothesis,

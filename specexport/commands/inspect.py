@@ -19,6 +19,7 @@ from specexport.contract.methods import (
     Medusa,
     MedusaDraft,
     Method,
+    MlpSpeculator,
     Ngram,
     SelfDraft,
     Suffix,
@@ -137,6 +138,8 @@ def _by(method: Method) -> str:
         return f"medusa, {method.heads} heads ({method.parameters:,} parameters, {method.weights})"
     if isinstance(method, MedusaDraft):
         return f"medusa_draft, {method.heads} heads on the draft"
+    if isinstance(method, MlpSpeculator):
+        return f"mlp_speculator, {method.stages} stages"
     if isinstance(method, Ngram):
         return f"ngram, matches of {method.prompt_lookup_max} to {method.prompt_lookup_min} tokens"
     if isinstance(method, SelfDraft):
@@ -152,7 +155,7 @@ def _by(method: Method) -> str:
 
 def _cache(model: Model) -> str:
     row = sum(4 * layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
-    return f"{len(model.cache)} layers, {bytes_text(row)} a token ({model.precision.cache})"
+    return f"{len(model.cache)} layers, {bytes_text(row)} a token ({model.precision.cache})" if row else "none"
 
 
 def _precision(model: Model) -> str:
@@ -176,7 +179,7 @@ def _precision(model: Model) -> str:
 def _shapes(model: Model) -> str:
     points = [graph.point for graph in model.graph.points]
     tokens, caches, batches = (sorted({getattr(p, name) for p in points}) for name in ("tokens", "cache", "batch"))
-    return f"batch {_list(batches)}; tokens {_list(tokens)}; cache {_list(caches)}"
+    return f"batch {_list(batches)}; tokens {_list(tokens)}" + (f"; cache {_list(caches)}" if any(caches) else "")
 
 
 def _engines(model: Model) -> str:

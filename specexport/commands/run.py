@@ -123,7 +123,7 @@ def main(arguments: argparse.Namespace) -> int:
             else:
                 _print_text(stream, arguments.stream)
             if arguments.stats:
-                print(describe(stream.stats), file=sys.stderr)
+                print(describe(stream.stats, engine.backend.fallback), file=sys.stderr)
     return 0
 
 
@@ -171,8 +171,8 @@ def _print_text(stream: Stream, as_it_comes: bool) -> None:
         print("".join(chunk.text for chunk in stream))
 
 
-def describe(stats: Stats) -> str:
-    """Counters and times of a request in a few lines."""
+def describe(stats: Stats, fallback: str = "") -> str:
+    """Counters and times of a request in a few lines, and why its work did not reach the device in a better way."""
     positions = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_position)
     per_step = 1e3 / max(1, stats.steps)
     lines = [
@@ -184,7 +184,7 @@ def describe(stats: Stats) -> str:
         f"accept {stats.accept * per_step:.3f} ms, host {stats.host * per_step:.3f} ms",
     ]
     if stats.execution != "host":
-        lines.append(f"device      {stats.execution}")
+        lines.append(f"device      {stats.execution}" + (f" ({fallback})" if fallback else ""))
     if stats.drafted:
         lines.insert(1, f"draft       {stats.accepted} of {stats.drafted} accepted; by position {positions}")
     return "\n".join(lines)

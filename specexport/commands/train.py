@@ -1,4 +1,4 @@
-"""Train what a target speculates with: Medusa heads, or a draft model."""
+"""Train what a target speculates with: Medusa heads, an MLP speculator or a draft model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from specexport.help import HelpFormatter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares ``specexport train medusa`` and ``specexport train draft``, and their flags."""
+    """Declares what ``specexport train`` can train, each with its flags."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     for name, summary, declare, run in (
         ("medusa", "Train Medusa heads for a target, alone or together with it.", _medusa_arguments, _medusa),
+        ("mlp-speculator", "Train an MLP speculator for a target.", _speculator_arguments, _speculator),
         ("draft", "Distil a target into a draft model.", _draft_arguments, _draft),
     ):
         kind = kinds.add_parser(
@@ -82,6 +83,44 @@ def _medusa_arguments(parser: argparse.ArgumentParser) -> None:
         "--lm-loss",
         choices=("ce", "kl"),
         help="of the model: cross-entropy, or divergence from the model as it was (default: kl with --self-distill)",
+    )
+    _training_arguments(parser, lr="1e-3")
+
+
+def _speculator_arguments(parser: argparse.ArgumentParser) -> None:
+    _data_arguments(parser)
+    stages = parser.add_argument_group("stages")
+    stages.add_argument(
+        "--n-predict",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how many; stage i, from 0, predicts the token i + 2 positions on, and sees those before it",
+    )
+    stages.add_argument(
+        "--inner-dim", type=int, metavar="I", help="width of the states between stages (default: the model's)"
+    )
+    stages.add_argument(
+        "--tie-weights",
+        action="store_true",
+        help="stages share embedding, head and norm, and all but the first their projection",
+    )
+    stages.add_argument("--scale-input", action="store_true", help="norm the model's hidden state first")
+    stages.add_argument("--decay", type=float, default=1.0, metavar="D", help="stage i counts D**i in the loss")
+    stages.add_argument(
+        "--cache-hidden",
+        action="store_true",
+        help="compute the model's hidden states once and keep them in the work folder; epochs cost only the rest then",
+    )
+    stages.add_argument(
+        "--self-distill",
+        type=int,
+        default=0,
+        metavar="TEXTS",
+        help="learn so many texts sampled from the model, half of them greedy, after the data, which give prompts",
+    )
+    stages.add_argument(
+        "--data-first", type=float, default=0.5, metavar="SHARE", help="of the steps, with the data, before the texts"
     )
     _training_arguments(parser, lr="1e-3")
 
@@ -201,16 +240,39 @@ def _medusa(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(record))
         return 0
-    ranks = (1, 2, 3, 5, 10)
-    table = Table("head", *(f"top-{rank}" for rank in ranks), box=None, pad_edge=False)
-    for number, row in enumerate(record["head_accuracy"]):
-        table.add_row(str(number), *(f"{sum(row[:rank]):.3f}" for rank in ranks))
     console = Console()
     console.print(f"{arguments.output}: {len(record['head_accuracy'])} heads; share of held-out tokens they have right")
-    console.print(table)
+    console.print(_shares("head", record["head_accuracy"]))
     if "lm_loss" in record:
         before, after = record["lm_loss_before"], record["lm_loss"]
         console.print(f"held-out loss of the model {before:.4f} before, {after:.4f} now, in nats a token")
+    return 0
+
+
+def _shares(what: str, accuracy: list[list[float]]) -> Table:
+    """How often the first so many candidates hold the token."""
+    ranks = (1, 2, 3, 5, 10)
+    table = Table(what, *(f"top-{rank}" for rank in ranks), box=None, pad_edge=False)
+    for number, row in enumerate(accuracy):
+        table.add_row(str(number), *(f"{sum(row[:rank]):.3f}" for rank in ranks))
+    return table
+
+
+def _speculator(arguments: argparse.Namespace) -> int:
+    module = _module("mlp_speculator")
+    record = module.train_mlp_speculator(_options(module.SpeculatorOptions, arguments), _watch())
+    if arguments.json:
+        print(json.dumps(record))
+        return 0
+    console = Console()
+    stages = record["stage_accuracy"]
+    console.print(
+        f"{arguments.output}: {len(stages)} stages; share of held-out tokens they have right after right ones"
+    )
+    console.print(_shares("stage", stages))
+    console.print(
+        f"a chain of {len(stages)} would commit {record['acceptance_length']:.2f} tokens a step of these texts"
+    )
     return 0
 
 

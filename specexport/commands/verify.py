@@ -19,6 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--medusa", type=Path, metavar="DIR", help="the original Medusa heads, if they have moved since the build"
     )
+    parser.add_argument(
+        "--mlp-speculator", metavar="DIR_OR_ID", help="the original MLP speculator, if it has moved since the build"
+    )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt to compare on; repeatable")
     parser.add_argument("-n", "--max-tokens", type=int, default=64, help="tokens to generate a prompt")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -35,6 +38,7 @@ def main(arguments: argparse.Namespace) -> int:
             target=arguments.target,
             draft=arguments.draft,
             medusa=arguments.medusa,
+            mlp_speculator=arguments.mlp_speculator,
             prompts=arguments.prompt,
             max_tokens=arguments.max_tokens,
             progress=Bars(progress),

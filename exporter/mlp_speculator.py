@@ -1,0 +1,285 @@
+"""MLP speculators as ``ibm-fms`` publishes them (``foundation-model-stack/fms-extras``, arXiv 2404.19124).
+
+A folder holds ``config.json`` (``model_type`` ``mlp_speculator``) and safetensors with ``speculator.emb.{i}.weight``,
+``.proj.{i}.weight``, ``.head.{i}.weight``, ``.ln.{i}.weight`` and ``.ln.{i}.bias`` of every stage; what tied stages
+share may be there once, or for each of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import torch
+from msgspec import Meta
+from safetensors.torch import save_file
+
+from specexport.contract.errors import BuildError
+from specexport.contract.methods import MAX_STAGES
+from specexport.exporter.checkpoint import Checkpoint
+from specexport.exporter.locate import locate
+from specexport.exporter.medusa import HeadAccuracy, accuracy_config
+from specexport.exporter.stored import StoredTensors, stored_names
+from specexport.graphs.mlp_speculator import MlpSpeculator
+from specexport.graphs.propose import MAX_CANDIDATES
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+WIDTHS = (5, 4, 3)
+"""``top_k_tokens_per_head`` where a configuration leaves it out, as in fms-extras; later stages have the last."""
+
+_PREFIX = "speculator."
+_MAX_CONFIG = 1 << 20
+
+_Size = Annotated[int, Meta(ge=1, le=2**24)]
+_Width = Annotated[int, Meta(ge=1, le=MAX_CANDIDATES)]
+_Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class _Config(msgspec.Struct):
+    """What is read of ``config.json``; other keys are left alone.
+
+    One of them is ``n_candidates``, how many of a step's paths fms-extras keeps: here a tree says which are verified.
+    """
+
+    model_type: Literal["mlp_speculator"]
+    vocab_size: _Size
+    emb_dim: _Size
+    n_predict: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
+    inner_dim: Annotated[int, Meta(ge=0, le=2**24)] = 0
+    top_k_tokens_per_head: list[_Width] | None = None
+    scale_input: bool = False
+    tie_weights: bool = False
+    head_accuracy: list[list[_Share]] | None = None
+    path_accuracy: list[tuple[list[Annotated[int, Meta(ge=0)]], _Share]] | None = None
+
+
+@dataclass(frozen=True)
+class SpeculatorOutline:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        path: the folder.
+        vocab: V.
+        hidden: H, of the target it was trained for.
+        inner: I.
+        stages: how many.
+        widths: most children that stage i should give a node, ``top_k_tokens_per_head``.
+        scale_input: see :class:`~specexport.graphs.mlp_speculator.MlpSpeculator`.
+        tied: likewise.
+        accuracy: how often stages are right after tokens that were, if training measured it.
+    """
+
+    path: Path
+    vocab: int
+    hidden: int
+    inner: int
+    stages: int
+    widths: tuple[int, ...]
+    scale_input: bool
+    tied: bool
+    accuracy: HeadAccuracy | None
+
+    def make(self) -> MlpSpeculator:
+        """Stages of these sizes, as torch initialises them."""
+        return MlpSpeculator(
+            self.vocab, self.hidden, self.inner, self.stages, scale_input=self.scale_input, tied=self.tied
+        )
+
+
+def read_speculator(source: str) -> SpeculatorOutline:
+    """Reads what speculator a folder or hub id holds, without reading its weights.
+
+    Raises:
+        BuildError: something is missing or malformed; names the file and the field.
+    """
+    folder = locate(source)
+    path = folder / CONFIG
+    if path.stat().st_size > _MAX_CONFIG:
+        raise BuildError(f"{path}: {path.stat().st_size} bytes; expected at most {_MAX_CONFIG}")
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=_Config)
+    except msgspec.MsgspecError as error:
+        raise BuildError(f"{path}: not a configuration of an MLP speculator: {error}") from error
+    stages = config.n_predict
+    widths = tuple(config.top_k_tokens_per_head or default_widths(stages))
+    if len(widths) != stages:
+        raise BuildError(
+            f"{path}: top_k_tokens_per_head is {list(widths)} and n_predict {stages}; expected a width for each stage"
+        )
+    accuracy = None
+    if config.head_accuracy is not None and config.path_accuracy is not None:
+        paths = {tuple(ranks): share for ranks, share in config.path_accuracy}
+        if len(config.head_accuracy) != stages or any(not 1 <= len(ranks) <= stages for ranks in paths):
+            raise BuildError(
+                f"{path}: head_accuracy and path_accuracy: expected shares of {stages} stages, and of paths that are "
+                "at most as long"
+            )
+        accuracy = HeadAccuracy(config.head_accuracy, paths)
+    return SpeculatorOutline(
+        path=folder,
+        vocab=config.vocab_size,
+        hidden=config.emb_dim,
+        inner=config.inner_dim or config.emb_dim,
+        stages=stages,
+        widths=widths,
+        scale_input=config.scale_input,
+        tied=config.tie_weights,
+        accuracy=accuracy,
+    )
+
+
+def default_widths(stages: int) -> tuple[int, ...]:
+    """``top_k_tokens_per_head`` of so many stages."""
+    return tuple(WIDTHS[min(stage, len(WIDTHS) - 1)] for stage in range(stages))
+
+
+def require_fit(outline: SpeculatorOutline, *, hidden: int, vocab: int) -> None:
+    """Checks a speculator against a target by the headers of its files; nothing is read or allocated.
+
+    Args:
+        outline: what :func:`read_speculator` found.
+        hidden: the target's hidden size.
+        vocab: width of its logits.
+
+    Raises:
+        BuildError: a tensor is missing, of another shape or none of a speculator's, or it was made for another target;
+            names the file and the tensor or field.
+    """
+    for field, found, wanted in (("emb_dim", outline.hidden, hidden), ("vocab_size", outline.vocab, vocab)):
+        if found != wanted:
+            raise BuildError(
+                f"{outline.path / CONFIG}: {field} is {found}, and the target's is {wanted}; this speculator was "
+                "trained for another model"
+            )
+    stored, known = _stored(outline)
+    with torch.device("meta"):
+        made = outline.make()
+    shapes = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+    for short, name in known.items():
+        if short not in shapes:
+            raise BuildError(
+                f"{outline.path}: tensor {name!r} is no part of a speculator of {outline.stages} stages; expected "
+                f"names such as '{_PREFIX}emb.0.weight', and n_predict to say how many there are"
+            )
+        if stored.shape(name) != shapes[short]:
+            raise BuildError(
+                f"{outline.path}: tensor {name!r} is {list(stored.shape(name))}, expected {list(shapes[short])}, as "
+                f"vocab_size is {outline.vocab}, emb_dim {outline.hidden} and inner_dim {outline.inner}"
+            )
+    for names in _shared(made):
+        if not any(name in known for name in names):
+            raise BuildError(
+                f"{outline.path}: no tensor '{_PREFIX}{names[0]}'; {CONFIG} says {outline.stages} stages"
+                + (" that share their weights" if outline.tied else "")
+            )
+
+
+def load_speculator(outline: SpeculatorOutline) -> MlpSpeculator:
+    """Reads a speculator, in fp32 and for evaluation.
+
+    Args:
+        outline: of one that :func:`require_fit` let pass.
+
+    Raises:
+        BuildError: tied tensors differ, or numbers are not finite; names the tensor.
+    """
+    stored, known = _stored(outline)
+    with torch.device("meta"):
+        made = outline.make()
+    state: dict[str, torch.Tensor] = {}
+    for names in _shared(made):
+        first, *others = [known[name] for name in names if name in known]
+        tensor = stored.read(first).to(torch.float32)
+        for other in others:
+            if not torch.equal(tensor, stored.read(other).to(torch.float32)):
+                raise BuildError(
+                    f"{outline.path}: tie_weights is true, but {other!r} and {first!r} differ; expected one for all"
+                )
+        if not bool(tensor.isfinite().all()):
+            raise BuildError(f"{outline.path}: tensor {first!r} holds numbers that are not finite; train it again")
+        state |= dict.fromkeys(names, tensor)
+    made.load_state_dict(state, assign=True)
+    return made.eval().requires_grad_(False)
+
+
+def _stored(outline: SpeculatorOutline) -> tuple[StoredTensors, dict[str, str]]:
+    """The tensors, and their names by what the stages call them."""
+    files = sorted(outline.path.glob("*.safetensors"))
+    stored = StoredTensors({name: file for file in files for name in stored_names(file)})
+    return stored, {name.removeprefix(_PREFIX): name for name in stored.names()}
+
+
+def _shared(speculator: MlpSpeculator) -> Iterator[list[str]]:
+    """The names of each parameter; of a tied one they are several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in speculator.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    yield from names.values()
+
+
+def as_checkpoint(outline: SpeculatorOutline, source: str, speculator: MlpSpeculator, positions: int) -> Checkpoint:
+    """A speculator as a model that is written beside the target; it has no cache, and no tokens of its own.
+
+    Args:
+        outline: of it.
+        source: what the user named.
+        speculator: its stages.
+        positions: longest sequence of the target.
+    """
+    return Checkpoint(
+        source=source,
+        path=outline.path,
+        family="mlp_speculator",
+        model=speculator,
+        cache=(),
+        vocab_size=outline.vocab,
+        input_vocab=outline.vocab,
+        max_positions=positions,
+        parameters=sum(parameter.numel() for parameter in speculator.parameters()),
+        eos_token_ids=(),
+    )
+
+
+def save_speculator(
+    folder: Path,
+    speculator: MlpSpeculator,
+    *,
+    widths: Sequence[int] | None = None,
+    accuracy: HeadAccuracy | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> None:
+    """Writes a speculator as ``fms-extras`` and vLLM read it; what tied stages share is there once.
+
+    Args:
+        folder: made if it is not there.
+        speculator: its stages.
+        widths: ``top_k_tokens_per_head``; None for :func:`default_widths`.
+        accuracy: if it was measured; keys of ours, which others leave alone.
+        dtype: of the stored tensors.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stages = len(speculator)
+    config: dict[str, Any] = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "vocab_size": speculator.vocab,
+        "emb_dim": speculator.hidden,
+        "inner_dim": speculator.inner,
+        "n_predict": stages,
+        "top_k_tokens_per_head": list(widths or default_widths(stages)),
+        "n_candidates": 5,
+        "scale_input": speculator.scale_input,
+        "tie_weights": speculator.tied,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if accuracy is not None:
+        config |= accuracy_config(accuracy)
+    parameters = dict(speculator.named_parameters())
+    state = {f"{_PREFIX}{name}": tensor.detach().to(dtype).contiguous() for name, tensor in parameters.items()}
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

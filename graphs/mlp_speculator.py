@@ -1,0 +1,134 @@
+"""An MLP speculator: the next tokens from one hidden state, each stage seeing the token before (arXiv 2404.19124).
+
+Stage i of ``foundation-model-stack/fms-extras``: ``s = GELU(LN_i(proj_i(s) * sw + emb_i(token) * ew))``, and its logits
+are ``head_i(s)``. The first state is what the target's language-model head reads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from specexport.graphs.propose import MAX_CANDIDATES, draw_candidate, place_of_rank
+
+EPSILON = 1e-6
+"""Of the norms."""
+
+
+class RmsNorm(torch.nn.Module):
+    """``x / rms(x) * weight + bias``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width))
+        self.bias = torch.nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., I]`` to ``[..., I]``."""
+        return self.weight * normalized(x) + self.bias
+
+
+def normalized(x: torch.Tensor) -> torch.Tensor:
+    """``x / rms(x)`` over the last axis."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON)
+
+
+class MlpSpeculator(torch.nn.Module):
+    """The stages, with parameters named as in checkpoints of ``ibm-fms``, less their ``speculator.``.
+
+    Args:
+        vocab: V, the width of the target's logits.
+        hidden: H, the target's hidden size (``emb_dim``).
+        inner: I, the width of the states between stages (``inner_dim``).
+        stages: how many (``n_predict``).
+        scale_input: norm the hidden state first, and divide it by the root of 2.
+        tied: all stages share embedding, head and norm, and all but the first their projection (``tie_weights``).
+    """
+
+    def __init__(self, vocab: int, hidden: int, inner: int, stages: int, *, scale_input: bool, tied: bool) -> None:
+        super().__init__()
+        self.vocab = vocab
+        self.hidden = hidden
+        self.inner = inner
+        self.scale_input = scale_input
+        self.tied = tied
+        # So that the first state is half of the last one.
+        self.state_weight = 0.5 ** (0.5 / stages)
+        self.token_weight = ((1 - self.state_weight**2) * inner / 2) ** 0.5
+        own = 1 if tied else stages
+        emb = [torch.nn.Embedding(vocab, inner) for _ in range(own)]
+        proj = [torch.nn.Linear(hidden if i == 0 else inner, inner, bias=False) for i in range(min(own + 1, stages))]
+        head = [torch.nn.Linear(inner, vocab, bias=False) for _ in range(own)]
+        ln = [RmsNorm(inner) for _ in range(own)]
+        self.emb, self.proj, self.head, self.ln = (
+            torch.nn.ModuleList([*parts, *parts[-1:] * (stages - len(parts))]) for parts in (emb, proj, head, ln)
+        )
+
+    def __len__(self) -> int:
+        return len(self.head)
+
+    def first_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the first stage is given, ``[..., H]``, of the target's hidden state."""
+        return normalized(hidden) / 2**0.5 if self.scale_input else hidden
+
+    def advance(self, stage: int, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The state ``[..., I]`` of a stage, from the one before it and the token before its own.
+
+        Args:
+            stage: from 0.
+            state: ``[..., H]`` for the first stage, ``[..., I]`` for others.
+            tokens: int64 ``[...]``.
+        """
+        mixed = self.proj[stage](state) * self.state_weight + self.emb[stage](tokens) * self.token_weight
+        return F.gelu(self.ln[stage](mixed))
+
+
+class SpeculatorModule(torch.nn.Module):
+    """The propose graph: every node of a token tree that has children gets its candidates, level by level.
+
+    Args:
+        speculator: the stages.
+    """
+
+    def __init__(self, speculator: MlpSpeculator) -> None:
+        super().__init__()
+        self.speculator = speculator
+        self.candidates = min(MAX_CANDIDATES, speculator.vocab)
+
+    def forward(
+        self,
+        hidden_state: torch.Tensor,
+        input_ids: torch.Tensor,
+        level_parents: torch.Tensor,
+        level_ranks: torch.Tensor,
+        uniform: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Runs the stages over the levels of a tree; see ``contract.tensors`` for shapes.
+
+        Returns:
+            ``(token, ids, probs)`` of each stage, one after the other.
+        """
+        made: list[torch.Tensor] = []
+        state, tokens = self.speculator.first_state(hidden_state)[:, None], input_ids
+        for stage in range(len(self.speculator)):
+            if stage:
+                parents = level_parents[:, stage]
+                drawn, ids, _ = made[-3:]
+                known = _of_parents(ids, parents)
+                place = place_of_rank(known, drawn.gather(1, parents), level_ranks[:, stage])
+                tokens = known.gather(2, place[..., None])[..., 0]
+                state = _of_parents(state, parents)
+            state = self.speculator.advance(stage, state, tokens)
+            logits = self.speculator.head[stage](state).float()
+            noise = uniform[:, stage, :1] if stage == 0 else uniform[:, stage]
+            made += draw_candidate(logits, noise, temperature[:, None], top_k[:, None], top_p[:, None], min_p[:, None])
+        return tuple(made)
+
+
+def _of_parents(rows: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    """Of each node its parent's row: ``[B,T,N]`` of ``[B,P,N]``."""
+    return rows.gather(1, parents[..., None].expand(-1, -1, rows.shape[-1]))

@@ -1,0 +1,121 @@
+"""An MLP speculator: stages that go on from the target's last hidden state, one call for a whole tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from specexport.contract import tensors
+from specexport.contract.methods import MlpSpeculator
+from specexport.contract.shapes import window
+from specexport.contract.tree import TokenTree
+from specexport.runtime.backend import Array, Graph, write_sampling
+from specexport.runtime.embeds import is_embedding
+from specexport.runtime.proposers.base import Ints, Proposal, Proposer, SlotView, drawn, moved
+from specexport.runtime.sampling import Floats
+
+
+class MlpSpeculatorProposer(Proposer):
+    """Fills a tree from what the target's head read at the last token in its cache, and the token after it, the root.
+
+    Every node with children is a row of a stage, whose state follows from its parent's and its own token. In sampling
+    the first child of each is drawn from q, in greedy decoding it is the most probable one.
+
+    Args:
+        graph: the propose graph.
+        method: the method.
+    """
+
+    def __init__(self, graph: Graph, method: MlpSpeculator) -> None:
+        self._graph = graph
+        self._shapes = sorted({(graph.point.drafts, graph.point.tokens) for graph in method.draft.graph.points})
+        self._states: dict[int, Floats] = {}
+
+    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
+        """See :class:`Proposer`; slots the target has not run in yet, and whose root is an embedding, are left out."""
+        ready = [one for one in sequences if one.slot in self._states and not is_embedding(one.tokens[-1])]
+        if not ready:
+            return {}
+        deepest, widest = max(one.tree.depth for one in ready), max(one.tree.level_width for one in ready)
+        stages, nodes = next((k, w) for k, w in self._shapes if k >= deepest and w >= widest)
+        slots = window([one.slot for one in ready], self._graph.sizes)
+        given = self._graph.inputs(nodes, drafts=stages, slots=slots)
+        for one in ready:
+            self._give(given, one.slot - slots.start, one)
+        made = self._graph.run(nodes, drafts=stages, slots=slots)
+        return {one.slot: _proposal(one, made, one.slot - slots.start) for one in ready}
+
+    def _give(self, given: Mapping[str, Array], at: int, one: SlotView) -> None:
+        levels = _levels(one.tree)
+        depth, width = levels.parents.shape
+        given[tensors.HIDDEN_STATE][at] = self._states[one.slot]
+        given[tensors.INPUT_IDS][at] = one.tokens[-1]
+        for name, wanted in ((tensors.LEVEL_PARENTS, levels.parents), (tensors.LEVEL_RANKS, levels.ranks)):
+            given[name][at] = 0
+            given[name][at, :depth, :width] = wanted
+        write_sampling(given, at, one.params)
+        if not one.params.greedy:
+            # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
+            given[tensors.UNIFORM][at, :depth, :width] = one.random.random((depth, width), np.float32)
+
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
+        """See :class:`Proposer`."""
+        self._states[slot] = outputs[tensors.HIDDEN][row].copy()
+
+    def move(self, source: int, to: int) -> None:
+        """See :class:`Proposer`."""
+        moved(self._states, source, to)
+
+    def release(self, slot: int) -> None:
+        """See :class:`Proposer`."""
+        self._states.pop(slot, None)
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """A tree as the stages see it.
+
+    Attributes:
+        parents: int64 ``[D,W]``, of each node with children which one of the level before it is below.
+        ranks: int64 ``[D,W]``, of each among its siblings.
+        counts: how many such nodes each of the D levels has.
+        rows: int64 ``[K]``, of every node but the root where its parent is, all levels counted through.
+    """
+
+    parents: Ints
+    ranks: Ints
+    counts: tuple[int, ...]
+    rows: Ints
+
+
+@lru_cache(maxsize=256)
+def _levels(tree: TokenTree) -> _Levels:
+    place = {node: at for level in tree.levels for at, node in enumerate(level)}
+    parents, ranks = np.zeros((2, tree.depth, tree.level_width), np.int64)
+    for depth, level in enumerate(tree.levels[1:], start=1):
+        parents[depth, : len(level)] = [place[tree.parents[node]] for node in level]
+        ranks[depth, : len(level)] = [tree.ranks[node] for node in level]
+    row = {node: at for at, node in enumerate(node for level in tree.levels for node in level)}
+    rows = np.array([row[parent] for parent in tree.parents[1:]], np.int64)
+    return _Levels(parents, ranks, tuple(map(len, tree.levels)), rows)
+
+
+def _proposal(one: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
+    tree = one.tree
+    levels = _levels(tree)
+
+    def rows(name: str) -> Array:
+        parts = [made[tensors.of_stage(name, stage)][at, :count] for stage, count in enumerate(levels.counts)]
+        return np.concatenate(parts)
+
+    # The first node of a level is the one below the best guesses.
+    best = np.cumsum((0, *levels.counts[:-1]))
+    ids: Ints = rows(tensors.DRAFT_IDS)
+    if one.params.greedy:
+        return Proposal(ids[levels.rows, np.asarray(tree.ranks[1:])], tree, None, ids[best])
+    probs: Floats = rows(tensors.DRAFT_PROBS)
+    tokens, q, candidates = drawn(tree, levels.rows, rows(tensors.DRAFT_TOKENS), ids, probs)
+    return Proposal(tokens, tree, q, candidates[best])

@@ -1,0 +1,414 @@
+"""MLP speculators: what is read, what is refused, and that the graph proposes what the formulas say."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from specexport.cli import main
+from specexport.contract import tensors
+from specexport.contract.errors import BuildError, RequestError
+from specexport.contract.methods import MlpSpeculator
+from specexport.contract.model import Graph, Model, PointGraph, PrecisionInfo
+from specexport.contract.reading import read_manifest
+from specexport.contract.shapes import ShapePoint
+from specexport.contract.tree import TokenTree
+from specexport.exporter import methods, trace
+from specexport.exporter.build import build
+from specexport.exporter.mlp_speculator import load_speculator, read_speculator, require_fit
+from specexport.exporter.options import BuildOptions
+from specexport.exporter.retree import set_default_tree
+from specexport.exporter.verify import verify
+from specexport.exporter.verify_logits import head_proposals
+from specexport.exporter.verify_speculator import compare_speculator, speculator_limits
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.backend import speculator_buffers, step_buffers
+from specexport.runtime.bench import extra_memory
+from specexport.runtime.measure import _show
+from specexport.runtime.proposers import SlotView
+from specexport.runtime.proposers.mlp_speculator import MlpSpeculatorProposer
+from tests.checkpoints import VOCAB, make_checkpoint, make_speculator
+from tests.reference import draw_candidates
+
+pytestmark = pytest.mark.exporter
+
+H, INNER, STAGES = 64, 48, 3
+TREE = TokenTree.from_choices([[0], [1], [3], [0, 0], [0, 2], [1, 0], [1, 1], [0, 0, 0], [1, 0, 1], [1, 1, 0]])
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "target", "llama")
+
+
+@pytest.fixture(scope="module")
+def speculators(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Callable[[bool, bool], Path]:
+    """Random ones, tied or not, with their input scaled or not."""
+    root, made = tmp_path_factory.mktemp("speculators"), {}
+
+    def get(tied: bool, scaled: bool) -> Path:
+        if (tied, scaled) not in made:
+            folder = root / f"{tied}-{scaled}"
+            made[tied, scaled] = make_speculator(folder, target, STAGES, inner=INNER, tied=tied, scale_input=scaled)
+        return made[tied, scaled]
+
+    return get
+
+
+# --- the formulas -----------------------------------------------------------------------------------------------------
+
+
+def said_along(folder: Path, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """Logits ``[V]`` of the stage after these tokens, the root first: the published formulas, spelled out."""
+    weights = {name.removeprefix("speculator."): tensor for name, tensor in stored(folder).items()}
+    config = json.loads((folder / "config.json").read_text())
+    mix = 0.5 ** (0.5 / config["n_predict"])
+    state = hidden
+    if config["scale_input"]:
+        state = state / torch.sqrt((state**2).mean() + 1e-6) / math.sqrt(2)
+    for stage, token in enumerate(tokens):
+        own, moved = (0, min(stage, 1)) if config["tie_weights"] else (stage, stage)
+        state = F.linear(state, weights[f"proj.{moved}.weight"]) * mix
+        state = state + weights[f"emb.{own}.weight"][token] * math.sqrt((1 - mix**2) * config["inner_dim"] / 2)
+        state = state / torch.sqrt((state**2).mean() + 1e-6)
+        state = F.gelu(state * weights[f"ln.{own}.weight"] + weights[f"ln.{own}.bias"])
+    return F.linear(state, weights[f"head.{own}.weight"])
+
+
+class OneGraph:
+    """A propose graph in a bare session, as a proposer sees a graph."""
+
+    sizes = (1, 2)
+
+    def __init__(self, path: Path, method: MlpSpeculator) -> None:
+        self._session, self._make = onnxruntime.InferenceSession(path), speculator_buffers(method)
+
+    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = range(1)) -> dict[str, Any]:
+        self._given, made = self._make(ShapePoint(len(slots), tokens, 0, rows, drafts))
+        self._names = list(made)
+        return self._given
+
+    def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = range(1)) -> dict[str, Any]:
+        return dict(zip(self._names, self._session.run(self._names, self._given), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tied", "scaled", "lowering"),
+    [(True, True, "native"), (False, False, "portable")],
+)
+def test_the_graph_fills_a_tree_as_the_formulas_say(
+    tmp_path: Path, speculators: Callable[[bool, bool], Path], tied: bool, scaled: bool, lowering: Any
+) -> None:
+    """Every node's token and q, in two slots that want different trees, one greedy and one drawn."""
+    folder = speculators(tied, scaled)
+    outline = read_speculator(str(folder))
+    require_fit(outline, hidden=H, vocab=VOCAB)
+    ir.save(trace.trace_speculator(load_speculator(outline), lowering), tmp_path / "propose.onnx")
+    method = stub(TREE)
+    proposer = MlpSpeculatorProposer(OneGraph(tmp_path / "propose.onnx", method), method)  # type: ignore[arg-type]
+    states = np.random.default_rng(1).normal(0, 1.5, (2, H)).astype(np.float32)
+    sampled = SamplingParams(temperature=0.8, top_k=40, top_p=0.97, min_p=0.001)
+    views = [
+        SlotView(0, [9, 4, 31], GREEDY, np.random.default_rng(2), TokenTree.chain(3)),
+        SlotView(1, [7, 5, 200], sampled, np.random.default_rng(3), TREE),
+    ]
+    assert proposer.propose(views) == {}
+    for view in views:
+        proposer.observe(view.slot, {tensors.HIDDEN: np.stack([states[1 - view.slot], states[view.slot]])}, 1)
+    made = proposer.propose(views)
+    noise = np.random.default_rng(3).random((TREE.depth, TREE.level_width), np.float32)
+    for view in views:
+        proposal = made[view.slot]
+        paths: dict[int, list[int]] = {0: [view.tokens[-1]]}
+        for depth, level in enumerate(view.tree.levels):
+            for at, node in enumerate(level):
+                logits = said_along(folder, torch.from_numpy(states[view.slot]), paths[node]).numpy()
+                ranked, q = expected(logits, view.params, float(noise[depth, at]))
+                for child in view.tree.children[node]:
+                    token = int(proposal.tokens[child - 1])
+                    assert token == ranked[view.tree.ranks[child]]
+                    paths[child] = [*paths[node], token]
+                    if proposal.q is not None:
+                        probs = np.zeros(VOCAB)
+                        probs[proposal.q.ids[child - 1]] = proposal.q.probs[child - 1]
+                        wanted = q if view.tree.ranks[child] == 0 else np.eye(VOCAB)[token]
+                        np.testing.assert_allclose(probs, wanted, atol=1e-5)
+        assert (proposal.q is None) == view.params.greedy
+        assert proposal.candidates.shape == (view.tree.depth, 64)
+        assert proposal.candidates[0, 0] == proposal.tokens[0]
+
+
+def expected(logits: npt.NDArray[np.float32], params: SamplingParams, noise: float) -> tuple[list[int], Any]:
+    """Tokens by their ranks among a node's children, and q of the first."""
+    if params.greedy:
+        return np.argsort(-logits).tolist(), None
+    token, ids, probs = (part[0] for part in draw_candidates(logits[None], np.array([noise], np.float32), params, 64))
+    q = np.zeros(VOCAB)
+    q[ids] = probs
+    return [int(token), *(int(other) for other in ids if other != token)], q
+
+
+def stub(tree: TokenTree) -> MlpSpeculator:
+    """A method of which nothing but its sizes is asked."""
+    points = tuple(PointGraph(point=ShapePoint(1, width, 0, 0, STAGES), file="") for width in (1, tree.level_width))
+    precision = PrecisionInfo(weights="fp32", compute="fp32", cache="fp32")
+    model = Model(
+        family="mlp_speculator",
+        source="",
+        parameters=1,
+        vocab_size=VOCAB,
+        max_positions=64,
+        precision=precision,
+        cache=(),
+        weights="",
+        graph=Graph(master="", points=points),
+    )
+    return MlpSpeculator(trees=(tree.choices,), candidates=64, stages=STAGES, hidden=H, draft=model)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_what_tied_stages_share_may_be_stored_once_or_for_each(
+    tmp_path: Path, speculators: Callable[[bool, bool], Path]
+) -> None:
+    folder = speculators(True, False)
+    once = stored(folder)
+    names = ("emb.0.weight", "proj.0.weight", "proj.1.weight", "head.0.weight", "ln.0.weight", "ln.0.bias")
+    assert set(once) == {f"speculator.{name}" for name in names}
+    repeated = {
+        name.replace(".0.", f".{at}."): tensor.clone()
+        for name, tensor in once.items()
+        if "proj" not in name
+        for at in range(STAGES)
+    }
+    repeated |= {f"proj.{at}.weight": once[f"speculator.proj.{min(at, 1)}.weight"].clone() for at in range(STAGES)}
+    # Sharded, and some without the prefix: what older conversions left.
+    halves = list(repeated.items())
+    for number in (0, 1):
+        save_file(dict(halves[number::2]), tmp_path / f"model-{number}.safetensors")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    first, second = (load_speculator(read_speculator(str(one))).state_dict() for one in (folder, tmp_path))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(first["emb.2.weight"], once["speculator.emb.0.weight"])
+    repeated["speculator.ln.1.bias"] += 1
+    save_file(repeated, tmp_path / "model-0.safetensors")
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(BuildError, match=r"tie_weights is true, but 'speculator.ln.1.bias' and .* differ"):
+        load_speculator(read_speculator(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "medusa"}, r"config\.json: not a configuration of an MLP speculator: .*model_type"),
+        ({"n_predict": 2}, r"top_k_tokens_per_head is \[5, 4, 3\] and n_predict 2; expected a width for each stage"),
+        (
+            {"n_predict": 2, "top_k_tokens_per_head": [2, 2]},
+            r"'speculator.emb.2.weight' is no part of",
+        ),
+        ({"n_predict": 4, "top_k_tokens_per_head": [2] * 4}, r"no tensor 'speculator.emb.3.weight'; .* says 4 stages"),
+        ({"n_predict": 17}, "n_predict"),
+        ({"n_predict": "three"}, "n_predict"),
+        ({"inner_dim": 0}, r"'speculator.emb.0.weight' is \[3\d\d, 48\], expected \[3\d\d, 64\], as vocab_size"),
+        ({"emb_dim": 32}, r"emb_dim is 32, and the target's is 64; this speculator was trained for another model"),
+        ({"vocab_size": 4096}, r"vocab_size is 4096, and the target's is 3\d\d"),
+        ({"top_k_tokens_per_head": [0, 1, 1]}, "top_k_tokens_per_head"),
+        ({"head_accuracy": [[0.5]], "path_accuracy": []}, "expected shares of 3 stages"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(
+    tmp_path: Path, speculators: Callable[[bool, bool], Path], change: dict[str, Any], reason: str
+) -> None:
+    save_file(stored(speculators(False, False)), tmp_path / "model.safetensors")
+    config = json.loads((speculators(False, False) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(BuildError, match=reason) as caught:
+        require_fit(read_speculator(str(tmp_path)), hidden=H, vocab=VOCAB)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"proj.1.weight": torch.zeros(48, 64)}, r"'speculator.proj.1.weight' is \[48, 64\], expected \[48, 48\]"),
+        ({"ln.0.bias": None}, "no tensor 'speculator.ln.0.bias'"),
+        ({"lm_head.weight": torch.zeros(2)}, "'speculator.lm_head.weight' is no part of a speculator of 3 stages"),
+        (
+            {"head.2.weight": torch.full((VOCAB, 48), torch.inf)},
+            "'speculator.head.2.weight' holds numbers that",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path, speculators: Callable[[bool, bool], Path], change: dict[str, Any], reason: str
+) -> None:
+    state = stored(speculators(False, False)) | {f"speculator.{name}": tensor for name, tensor in change.items()}
+    save_file({name: tensor for name, tensor in state.items() if tensor is not None}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((speculators(False, False) / "config.json").read_bytes())
+    with pytest.raises(BuildError, match=reason):
+        outline = read_speculator(str(tmp_path))
+        require_fit(outline, hidden=H, vocab=VOCAB)
+        load_speculator(outline)
+
+
+def test_pickles_and_broken_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
+    with pytest.raises(BuildError, match=r"found pytorch_model\.bin, expected \*\.safetensors\. Pickled weights"):
+        read_speculator(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(BuildError, match="not a configuration of an MLP speculator"):
+        read_speculator(str(tmp_path))
+    config = {"model_type": "mlp_speculator", "vocab_size": VOCAB, "emb_dim": H, "n_predict": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BuildError, match="not a safetensors file"):
+        require_fit(read_speculator(str(tmp_path)), hidden=H, vocab=VOCAB)
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+def planned(folder: Path, **options: Any) -> list[list[tuple[int, ...]]]:
+    asked = BuildOptions(target="x", output=Path("y"), mlp_speculator=str(folder), **options)
+    trees = methods.plan(asked, None, None, read_speculator(str(folder)), VOCAB)["mlp_speculator"]
+    return [sorted(tree.choices) for tree in trees]
+
+
+def test_trees_are_as_wide_as_the_checkpoint_says(tmp_path: Path, speculators: Callable[[bool, bool], Path]) -> None:
+    folder = tmp_path / "speculator"
+    folder.mkdir()
+    save_file(stored(speculators(False, False)), folder / "model.safetensors")
+    config = json.loads((speculators(False, False) / "config.json").read_text())
+
+    def widths(*wanted: int, **more: Any) -> None:
+        (folder / "config.json").write_text(json.dumps(config | {"top_k_tokens_per_head": wanted} | more))
+
+    widths(3, 2, 1)
+    assert planned(folder) == [[(0,), (0, 0), (0, 0, 0), (1,)]]
+    whole = [(a, *rest) for a in range(3) for rest in ((), (0,), (1,), (0, 0), (1, 0))]
+    assert planned(folder, num_speculative_tokens=15) == [sorted(whole)]
+    with pytest.raises(BuildError, match=r"is 16, and the widest tree of .* has 15: its top_k_tokens_per_head is"):
+        planned(folder, num_speculative_tokens=16)
+    wide = TokenTree.from_choices([[63], [63, 63]])
+    assert planned(folder, trees=(wide,)) == [[(63,), (63, 63)]]
+    for tree, reason in (
+        (TokenTree.chain(5), "4 deep, and .* holds 3 stages"),
+        (TokenTree.from_choices([[64]]), "rank 64; ranks below 64 are proposed"),
+    ):
+        with pytest.raises(BuildError, match=reason):
+            planned(folder, trees=(tree,))
+    widths(1, 1, 1)
+    assert planned(folder) == [[(0,), (0, 0), (0, 0, 0)]]
+    measured = {"head_accuracy": [[0.5, 0.4]] * 3, "path_accuracy": [[[0], 0.5], [[1], 0.4], [[1, 0], 0.3]]}
+    widths(2, 2, 2, **measured)
+    assert planned(folder, num_speculative_tokens=3) == [[(0,), (1,), (1, 0)]]
+    assert len(planned(folder)[0]) == 4
+
+
+# --- bundles ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_says_what_its_checkpoint_does(
+    tmp_path: Path, target: Path, speculators: Callable[[bool, bool], Path]
+) -> None:
+    folder, out = speculators(True, True), tmp_path / "bundle"
+    build(
+        BuildOptions(
+            target=str(target), mlp_speculator=str(folder), output=out, max_seq_len=128, max_batch_size=1, block_size=16
+        )
+    )
+    report = verify(out, prompts=("the words of a text", "other words"), max_tokens=8)
+    assert report.verdict == "passed", report
+    (check,) = (check for check in report.checks if check.name == "speculator")
+    assert check.numbers["positions"] >= 24
+    # What stages share is stored once, though each multiplies an int8 matrix of its own.
+    manifest = read_manifest(out)
+    (method,) = manifest.methods
+    assert isinstance(method, MlpSpeculator)
+    size = (out / "speculator" / "weights.bin").stat().st_size
+    assert size == extra_memory(manifest, method)
+    assert size < (2 * VOCAB + H + INNER) * INNER * 1.25 + 4096 * 16
+    model = onnx.load(out / "speculator" / "propose.onnx", load_external_data=False)
+    integers = [one for one in model.graph.initializer if one.data_type == onnx.TensorProto.INT8]
+    assert len(integers) == 3 * STAGES
+    other = copytree(folder, tmp_path / "other")
+    save_file({name: -tensor for name, tensor in stored(folder).items()}, other / "model.safetensors")
+    checks = verify(out, mlp_speculator=str(other), prompts=("the words of a text",), max_tokens=4).checks
+    assert [check.name for check in checks if check.passed is False] == ["speculator"]
+
+
+def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Callable[[str], Path]) -> None:
+    """One that is as deep as another and as wide as a third needs graphs of its own."""
+    out = copytree(bundle("qwen3-mlp"), tmp_path / "bundle")
+    before = {graph.point for graph in read_manifest(out).models["speculator"].graph.points}
+    wide = TokenTree.from_choices([*([rank] for rank in range(6)), *([rank, 0] for rank in range(6))])
+    manifest = set_default_tree(out, "mlp_speculator", wide)
+    after = {graph.point for graph in manifest.models["speculator"].graph.points}
+    assert {(point.tokens, point.drafts) for point in after - before} >= {(6, 2), (6, 3)}
+    with Engine.load(out, threads=1) as engine:
+        plain = engine.generate([5, 9, 17], GREEDY, speculation=False)
+        done = engine.generate([5, 9, 17], GREEDY, method="mlp_speculator")
+        assert done.token_ids == plain.token_ids
+        assert done.stats.drafted == 12 * done.stats.steps_with_draft
+        # What its proposals cost is measured from any state.
+        proposer, shapes = engine.speculations["mlp_speculator"].proposer, step_buffers(manifest)
+        view = SlotView(2, [5, 9], GREEDY, np.random.default_rng(0), wide)
+        assert proposer.propose([view]) == {}
+        _show(proposer, 8, shapes(ShapePoint(1, 1, 256, 1))[1])
+        assert set(proposer.propose([view])) == {2}
+    assert verify(out, prompts=("the words",), max_tokens=4).passed
+
+
+def test_build_inspect_and_refusals(
+    tmp_path: Path,
+    target: Path,
+    speculators: Callable[[bool, bool], Path],
+    bundle: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "bundle"
+    words = ["build", "--target", str(target), "--mlp-speculator", str(speculators(False, False)), "-o", str(out)]
+    sizes = ["--max-seq-len", "128", "--max-batch-size", "1", "--num-speculative-tokens", "3,5"]
+    assert main([*words, *sizes, "--precision", "int8", "--lowering", "portable"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "mlp_speculator, 3 stages: 3 draft tokens a step" in shown
+    assert "requests may choose 5" in shown
+    with Engine.load(out, threads=1) as engine:
+        made = head_proposals(engine, "mlp_speculator", [[5, 9, 17], [44, 45]], 4)
+        manifest = engine.manifest
+    (method,) = manifest.methods
+    assert isinstance(method, MlpSpeculator)
+    found = compare_speculator(target, speculators(False, False), manifest, method, made)
+    assert found.positions >= 12
+    assert found.share >= speculator_limits(manifest, method).agreement
+    for more, reason in (
+        (["--backend", "tensorrt-rtx"], "for which MLP speculators are not compiled"),
+        (["--tree", "mc_sim_7b_63"], "4 deep, and .* holds 3 stages"),
+    ):
+        assert main([*words[:-1], str(tmp_path / "no"), *more]) == 1
+        assert re.search(reason, " ".join(capsys.readouterr().err.split()))
+    assert not (tmp_path / "no").exists()
+    with pytest.raises(RequestError, match=r"a speculator was given, but .* was built without one"):
+        verify(bundle("qwen3-medusa"), mlp_speculator=str(speculators(False, False)))

@@ -1,0 +1,182 @@
+"""MLP speculators are trained: they learn, go on where they stopped, and bundles are built of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specexport.cli import main
+from specexport.contract.errors import SpecExportError
+from specexport.exporter.build import build
+from specexport.exporter.mlp_speculator import read_speculator
+from specexport.exporter.options import BuildOptions
+from specexport.runtime import Engine, SamplingParams
+from specexport.training.data import Windows
+from specexport.training.heads import HeadOptions, train_over
+from specexport.training.mlp_speculator import (
+    SpeculatorOptions,
+    chain_length,
+    new_speculator,
+    speculator_loss,
+    stage_accuracy,
+    train_mlp_speculator,
+)
+from specexport.training.setup import Place, Watch
+from tests.checkpoints import make_checkpoint, make_model
+
+pytestmark = pytest.mark.exporter
+
+CPU = Place(torch.device("cpu"), bf16=False)
+SILENT = Watch(lambda line: None)
+WORDS = "the of and to in is that it was for on are as with his they at be this from have or by one had not but what"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("target"), "llama")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "words.txt"
+    file.write_text(f"{WORDS} " * 40, encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def options(target: Path, text: Path, tmp_path: Path) -> Callable[..., SpeculatorOptions]:
+    def make(name: str = "out", **changed: Any) -> SpeculatorOptions:
+        given = {
+            "target": str(target), "data": [text], "output": tmp_path / name, "n_predict": 2, "seq_len": 32,
+            "inner_dim": 32, "batch_size": 4, "steps": 8, "save_every": 2, "precision": "fp32",
+        }  # fmt: skip
+        return SpeculatorOptions(**(given | changed))  # type: ignore[arg-type]
+
+    return make
+
+
+def test_stages_learn_what_follows_the_token_before_them(
+    tmp_path: Path, options: Callable[..., SpeculatorOptions]
+) -> None:
+    """In a language in which either of two tokens follows each: who does not see it must guess among four, or eight."""
+    model: Any = make_model("llama")
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(40, (96, 24), generator=generator)
+    for at in range(1, 24):
+        ids[:, at] = (ids[:, at - 1] + 7 + 12 * torch.randint(2, (96,), generator=generator)) % 40
+    ids += 100
+    windows = Windows(ids.int(), torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids).int())
+    torch.manual_seed(0)
+    speculator = new_speculator(options(n_predict=3, inner_dim=64, tie_weights=True, scale_input=True), model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trained = train_over(
+        "stages",
+        speculator,
+        lambda hidden, batch: speculator_loss(speculator, hidden, batch, 1.0),
+        model,
+        windows,
+        HeadOptions(steps=120, batch_size=24, lr=5e-3),
+        place=CPU,
+        checkpoint=tmp_path / "stages.pt",
+        watch=SILENT,
+    )
+    accuracy = stage_accuracy(speculator, model, windows, CPU)
+    assert all(sum(row[:2]) > 0.9 for row in accuracy.ranks), accuracy.ranks
+    chain = sum(accuracy.paths[(0,) * depth] for depth in (1, 2, 3))
+    assert chain_length(accuracy) == pytest.approx(1 + chain)
+    assert chain > 0.7
+    assert len(trained.history[-1]["top-1"]) == 3
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("how", "stopped_at"),
+    [
+        ({"self_distill": 16, "cache_hidden": True}, "texts: step 4"),
+        ({"tie_weights": True, "scale_input": True, "accumulate": 2}, "data: step 6"),
+    ],
+    ids=["texts", "data"],
+)
+def test_a_run_that_goes_on_is_equal_to_a_whole_one(
+    options: Callable[..., SpeculatorOptions], how: dict[str, Any], stopped_at: str
+) -> None:
+    record = train_mlp_speculator(options("whole", **how), SILENT)
+
+    def stop(line: str) -> None:
+        if line.startswith(stopped_at):  # a checkpoint is written after its line
+            raise KeyboardInterrupt
+
+    parted = options("parted", **how)
+    with pytest.raises(KeyboardInterrupt):
+        train_mlp_speculator(parted, Watch(stop))
+    assert not parted.output.exists()
+    lines: list[str] = []
+    train_mlp_speculator(parted, Watch(lines.append))
+    name, _, step = stopped_at.partition(": step ")
+    assert f"{name}: going on from step {int(step) - 2}" in lines
+    folders = parted.output.parent / "whole", parted.output
+    whole, found = (load_file(folder / "model.safetensors") for folder in folders)
+    assert list(whole) == list(found)
+    assert all(torch.equal(whole[key], found[key]) for key in whole)
+    assert not (parted.output.parent / "parted.work").exists()
+    outline = read_speculator(str(parted.output))
+    assert (outline.stages, outline.inner, outline.tied, outline.scale_input) == (
+        2, 32, "tie_weights" in how, "scale_input" in how
+    )  # fmt: skip
+    assert outline.accuracy is not None
+    assert json.loads((folders[0] / "training.json").read_text()) == record
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"n_predict": 0}, "--n-predict: 0; expected at least 1 and at most 16"),
+        ({"n_predict": 15, "seq_len": 16}, r"--n-predict: 15; .* at most 14 \(two less than --seq-len\)"),
+        ({"inner_dim": 8}, "--inner-dim: 8; expected at least 16"),
+        ({"data_first": 1.5}, "--data-first: 1.5; expected at least 0 and at most 1"),
+        ({"target": "/nowhere"}, "/nowhere: no such folder"),
+    ],
+)
+def test_options_out_of_range_are_refused_by_name(
+    options: Callable[..., SpeculatorOptions], changed: dict[str, Any], expected: str
+) -> None:
+    asked = options(**changed)
+    with pytest.raises(SpecExportError, match=expected):
+        train_mlp_speculator(asked, SILENT)
+    assert not asked.output.exists()
+
+
+def test_a_bundle_is_built_of_what_the_command_trained(
+    target: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "speculator"
+    words = ["train", "mlp-speculator", "--target", str(target), "--data", str(text), "--seq-len", "32", "-o", str(out)]
+    assert main([*words, "--steps", "3"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "3 stages; share of held-out tokens" in shown
+    assert "a chain of 3 would commit" in shown
+    assert main([*words, "--steps", "3", "--n-predict", "2", "--overwrite", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [entry["step"] for entry in record["data"]["history"]] == [3]
+    assert len(record["stage_accuracy"]) == 2
+    bundle = build(
+        BuildOptions(
+            target=str(target),
+            mlp_speculator=str(out),
+            output=tmp_path / "bundle",
+            precision="int4",
+            max_seq_len=64,
+            max_batch_size=1,
+        )
+    )
+    with Engine.load(bundle, threads=1) as engine:
+        greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        done = engine.generate([5, 6, 7], greedy)
+        assert done.stats.drafted > 0
+        assert done.token_ids == engine.generate([5, 6, 7], greedy, speculation=False).token_ids
