@@ -42,6 +42,7 @@ def _build(name: str, root: Path) -> None:
         "draft": {"draft": str(target), "trees": (SPINE,)},
         "medusa": {"medusa": str(heads), "num_speculative_tokens": 4},
         "ngram": {"ngram": True, "num_speculative_tokens": 3},
+        "both": {"draft": str(target), "medusa": str(heads), "num_speculative_tokens": 3},
         "plain": {},
     }[method]
     build(

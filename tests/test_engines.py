@@ -55,9 +55,9 @@ def _widths(engine: Engine) -> list[int]:
 @pytest.mark.parametrize(
     "name",
     [
-        "fp16-native-draft",
-        "int8-native-medusa",
-        "int4-native-ngram",
+        "fp16-native-both",
+        "int8-native-both",
+        "int4-native-both",
         "fp16-portable-ngram",
         "int8-portable-draft",
     ],
@@ -89,13 +89,13 @@ def test_every_graph_of_a_bundle_compiles(name: str, uncompiled: Bundles, tmp_pa
     }
     assert attentions == {1 if lowering == "native" else 0}
     assert all(made.decomposed is None for made in report.engines)
-    if method == "draft":
+    if method in ("draft", "both"):
         (draft,) = manifest.models["draft"].engines
         assert [(profile.tokens, profile.drafts) for profile in draft.profiles] == [(2, 1), (64, 1)]
     kinds = {type(graph) for graph in manifest.program}
+    # A draft's tree is filled on the device; beside heads, which have the tree, a draft has a chain.
     expected = {Accept} | ({Fill} if method == "draft" else set())
-    branching = method in ("draft", "medusa") and lowering == "native"
-    assert kinds == expected | ({Commit} if branching else set())
+    assert kinds == expected | ({Commit} if method == "both" else set())
     assert all(len(graph.engines) == 1 for graph in manifest.program)
     for graph in manifest.program:
         assert nodes in _widths(graph.engines[0])
@@ -230,7 +230,7 @@ def _feed(model: Model, manifest: Manifest, float16: bool) -> dict[str, np.ndarr
 
 
 @pytest.mark.parametrize(
-    "name", ["fp16-native-draft", "int8-native-medusa", "int4-native-ngram", "int8-portable-draft", "fp8-native-medusa"]
+    "name", ["fp16-native-both", "int8-native-both", "int4-native-both", "int8-portable-draft", "fp8-native-medusa"]
 )
 def test_what_is_compiled_computes_what_the_bundle_does(name: str, uncompiled: Bundles, tmp_path: Path) -> None:
     folder = shutil.copytree(uncompiled(name), tmp_path / "bundle")
@@ -276,7 +276,7 @@ def test_a_weight_beyond_half_precision_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_token_has_a_profile_where_asked_for(uncompiled: Bundles) -> None:
-    manifest = read_manifest(uncompiled("int4-native-ngram"))
+    manifest = read_manifest(uncompiled("int4-native-both"))
     for plain, expected in ((False, [4, 64]), (True, [1, 4, 64])):
         (job,) = model_jobs(manifest.target, manifest, plain=plain)
         assert [profile.tokens for profile in job.profiles] == expected

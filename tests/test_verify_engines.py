@@ -115,7 +115,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
     return lambda capability: monkeypatch.setattr(Cuda, "load", lambda: Cuda(StandIn(capability=capability)))
 
 
-@pytest.mark.parametrize("name", ["fp16-native-draft", "int8-native-medusa"])
+@pytest.mark.parametrize("name", ["fp16-native-both", "int8-portable-draft"])
 def test_every_engine_is_compared_and_a_wrong_one_is_found(
     name: str, compiled: Bundles, gpu: Callable[[tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +156,7 @@ def test_every_engine_is_compared_and_a_wrong_one_is_found(
         outputs = {value.name for value in _session(folder / subject.engine.source).get_outputs()}
         row = tensors.present_value(0)
         changes = {tensors.LOGITS: roll, tensors.CANDIDATES: add, row: roll, tensors.DRAFT_PROBS: roll}
-        changes |= {tensors.DRAFT_TOKENS: add, tensors.TOKENS: add, tensors.TREE_IDS: add}
+        changes |= {tensors.DRAFT_TOKENS: add, tensors.TOKENS: add, tensors.TREE_IDS: add, tensors.new_key(0): roll}
         tried = {output: change for output, change in changes.items() if output in outputs}
         assert tried
         for output, change in tried.items():
