@@ -239,7 +239,7 @@ def test_fields_nobody_knows_are_refused(copy: Path, place: str) -> None:
         ("prefill_chunk", -64),
         ("batch_sizes", 1),
         ("target.vocab_size", True),
-        ("target.precision.weights", "fp8"),
+        ("target.precision.weights", "fp4"),
         ("target.graph.points.0.point.tokens", 0),
         ("target.graph.points.0.point.cache", -1),
         ("methods.0.name", "magic"),
