@@ -63,7 +63,7 @@ from specexport.exporter.mlp_speculator import (
 )
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.stages import RECORDS, Stages
-from specexport.exporter.weights import Precision, WeightsFile, WeightsReport
+from specexport.exporter.weights import QUANTIZED, Precision, WeightsFile, WeightsReport
 from specexport.graphs.layers import first_layers
 from specexport.graphs.medusa import MedusaHeads
 from specexport.graphs.propose import MAX_CANDIDATES
@@ -165,7 +165,7 @@ def _target_stage(folder: Path, options: BuildOptions, tokenizer: TokenizerFiles
     max_seq_len = _max_seq_len(options, target)
     layout = _Layout.of(options, target.vocab_size, target.parameters, max_seq_len)
     sample = tokenizer.tokenizer.encode(quality.SAMPLE).ids
-    exact = quality.reference(target, sample) if options.precision in ("int8", "int4") and sample else None
+    exact = quality.reference(target, sample) if options.precision in QUANTIZED and sample else None
     at = points.of_target(layout.plan, layout.batches, layout.caches, layout.widths)
     model, self_draft = _export_target(
         folder, target, heads, options, layout.plan, at, layout.batches, layout.caches, progress
@@ -640,12 +640,12 @@ def _write_models(
 
 
 def _precision_info(precision: Precision, block_size: int | None, report: WeightsReport) -> PrecisionInfo:
-    quantized = precision in ("int8", "int4")
+    quantized = precision in QUANTIZED
     return PrecisionInfo(
         weights=precision,
         compute="fp32",
         cache="fp32",
-        block_size=block_size if quantized else None,
+        block_size=block_size if quantized and precision != "fp8" else None,
         weight_rms_error=report.rms_error if quantized else None,
         not_quantized=report.left,
     )

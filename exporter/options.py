@@ -10,7 +10,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.methods import MAX_LOOKUP
 from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
-from specexport.exporter.engines.options import RUNTIMES, EngineOptions
+from specexport.exporter.engines.options import RUNTIMES, EngineOptions, check_stored
 from specexport.exporter.weights import PRECISIONS, Precision
 
 LOWERINGS: tuple[LoweredAs, ...] = ("native", "portable")
@@ -107,6 +107,8 @@ class BuildOptions:
             raise BuildError(f"backend is {self.backend!r}; expected one of {', '.join(BACKENDS)}")
         if self.engines is not None and self.engines.runtime != self.backend:
             raise BuildError(f"backend is {self.backend}, and engines for {self.engines.runtime} were asked for")
+        if self.engines is not None:
+            check_stored((self.precision, self.proposing_precision), self.engines.capabilities)
         if self.inputs_embeds and self.backend != "onnxruntime":
             raise BuildError(
                 f"inputs_embeds was given with backend {self.backend}, whose engines read tokens alone; leave one out"

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specexport.contract.errors import BuildError
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.devices import Device
+from specexport.exporter.engines.options import capability, check_stored
 
 EFFICIENCY = 0.7
 """Share of the bandwidth a step is taken to reach; our bar for GPUs, not a measurement."""
@@ -23,7 +24,7 @@ PREFILL_CHUNK = 64
 MOST_DRAFTS = 8
 _BLOCK = 32
 _SCALE_BYTES = 2
-_BITS = {"fp16": 16, "bf16": 16, "int8": 8, "int4": 4}
+_BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 PLANNED: tuple[str, ...] = tuple(_BITS)
 
 
@@ -97,8 +98,7 @@ def plan(
         target: folder with a ``config.json``, or hub id.
         draft: likewise, or None.
         device: where it is to run.
-        precision: of the matrices of both, ``fp16``, ``bf16``, ``int8`` or ``int4``; activations and caches take 16
-            bits.
+        precision: of the matrices of both, one of :data:`PLANNED`; activations and caches take 16 bits.
         context: longest prompt and output, in tokens.
         acceptance: chance that a draft token is accepted.
 
@@ -107,6 +107,7 @@ def plan(
     """
     if precision not in _BITS:
         raise BuildError(f"precision is {precision!r}; expected one of {', '.join(_BITS)}")
+    check_stored((precision,), (capability(device.capability),))
     if not 0 <= acceptance < 1:
         raise BuildError(f"acceptance is {acceptance}; expected 0 or more and less than 1")
     if context < 2:
@@ -133,15 +134,14 @@ def _model(source: str, precision: str, context: int) -> ModelPlan:
     text = config.get_text_config()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     head = model.get_output_embeddings().weight
-    bits = _BITS[precision]
-    quantized = bits < 16
+    quantized = _BITS[precision] < 16
     weights = read = 0
     for parameter in model.parameters():  # tied ones once
         is_table = id(parameter) in embeddings
         if is_table:
             weights += 2 * parameter.numel()
         if parameter is head or not is_table:
-            stored = _stored(parameter, bits)
+            stored = _stored(parameter, precision)
             read += stored
             # An fp16 head that is tied to the embedding is the same matrix.
             weights += 0 if is_table and not quantized else stored
@@ -163,8 +163,10 @@ def _model(source: str, precision: str, context: int) -> ModelPlan:
     )
 
 
-def _stored(parameter: torch.Tensor, bits: int) -> int:
-    """Bytes of a parameter: matrices in ``bits``, with a scale for each block of integers; vectors in 16 bits."""
+def _stored(parameter: torch.Tensor, precision: str) -> int:
+    """Bytes of a parameter: matrices at ``precision``, with their scales; vectors in 16 bits."""
+    bits = _BITS[precision]
     if parameter.ndim < 2 or bits == 16:
         return 2 * parameter.numel()
-    return parameter.numel() * bits // 8 + parameter.numel() // _BLOCK * _SCALE_BYTES
+    scales = len(parameter) if precision == "fp8" else parameter.numel() // _BLOCK
+    return parameter.numel() * bits // 8 + scales * _SCALE_BYTES

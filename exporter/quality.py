@@ -73,7 +73,7 @@ def logits_error(master: Path, lowering: LoweredAs, model: Model, expected: Refe
         model prefer the same one; None where onnxruntime is not installed.
     """
     try:
-        session = open_session(master, available_cores(), lowering)
+        session = open_session(master, available_cores(), lowering, model.precision.weights)
     except BackendError:
         return None
     caches = new_caches(model.cache, len(expected.tokens), 0.0)

@@ -17,8 +17,9 @@ from onnxscript import optimizer
 
 from specexport.contract import tensors
 from specexport.contract.model import LoweredAs
-from specexport.exporter.passes.linear import canonical_weights
+from specexport.exporter.passes.linear import canonical_weights, transposes_weight
 from specexport.exporter.passes.merge_linear import merge_linear
+from specexport.exporter.passes.names import name_weights
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
 from specexport.graphs.accept import AcceptModule, TypicalModule
 from specexport.graphs.commit import CommitModule
@@ -319,7 +320,9 @@ def _trace(
             raise RuntimeError(str(_root_cause(error))) from error
         assert program is not None
         traced = program.model
-        optimizer.optimize(traced)
+        # Else a transposed weight would be a constant without a name; canonical_weights transposes them all.
+        optimizer.optimize_ir(traced, should_fold=lambda node: False if transposes_weight(node) else None)
+    name_weights(traced, _aliases(module))
     canonical_weights(traced)
     merge_linear(traced)
     if native:
@@ -333,6 +336,13 @@ def _trace(
     ):
         clean(traced)
     return traced
+
+
+def _aliases(module: torch.nn.Module) -> dict[str, str]:
+    """Names of parameters that are tied to earlier ones, and the names of those, under which checkpoints hold them."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}
 
 
 def _root_cause(error: BaseException) -> BaseException:

@@ -26,6 +26,7 @@ from specexport.contract.methods import (
 )
 from specexport.contract.model import Model
 from specexport.contract.reading import check_files, read_manifest
+from specexport.exporter import verify_engines as engines
 from specexport.exporter import verify_logits as logits
 from specexport.exporter.locate import locate
 from specexport.exporter.verify_graphs import check_graphs
@@ -69,7 +70,8 @@ class Check:
     """One thing that was looked at.
 
     Attributes:
-        name: ``files``, ``graphs``, ``logits``, ``embeds``, ``draft``, ``medusa``, ``speculator`` or ``speculation``.
+        name: ``files``, ``graphs``, ``engines``, ``logits``, ``embeds``, ``draft``, ``medusa``, ``speculator`` or
+            ``speculation``.
         passed: None if it could not be run.
         sentence: what was found, or why it was not run.
         numbers: what was measured.
@@ -165,10 +167,10 @@ def verify(
     if medusa is not None and not any(isinstance(m, Medusa | MedusaDraft) for m in opened.manifest.methods):
         raise RequestError(f"Medusa heads were given, but {bundle} was built without some")
     texts = _texts(opened, prompts or DEFAULT_PROMPTS, max_tokens)
-    steps: dict[str, Callable[[], Outcome]] = {
-        "graphs": lambda: _graphs(opened, report),
-        "logits": lambda: _logits(opened, given.get("target"), texts),
-    }
+    steps: dict[str, Callable[[], Outcome]] = {"graphs": lambda: _graphs(opened, report)}
+    if opened.manifest.engines:
+        steps["engines"] = lambda: _engines(opened, report)
+    steps["logits"] = lambda: _logits(opened, given.get("target"), texts)
     if opened.manifest.target.embedding_size is not None:
         steps["embeds"] = lambda: _embeds(opened, given.get("target"), texts)
     for method in opened.manifest.methods:
@@ -237,6 +239,26 @@ def _graphs(bundle: Bundle, progress: Progress) -> Outcome:
         f"{count} graphs are valid ONNX, of standard operators only, with the inputs, outputs and shapes declared"
     )
     return True, sentence, {"graphs": count}
+
+
+def _engines(bundle: Bundle, progress: Progress) -> Outcome:
+    try:
+        library, subjects = engines.runnable(bundle.manifest)
+    except SpecExportError as error:
+        raise _NotRunError(f"the engines were not compared with their ONNX graphs: {error}") from error
+    found = engines.compare_engines(
+        bundle,
+        subjects,
+        engines.tensorrt_runner(library, bundle.folder),
+        lambda done, total: progress("engines", done, total),
+    )
+    numbers: Numbers = {"engines": found.engines, "shapes": found.shapes, "largest_difference_allowed": found.worst}
+    compared = f"{found.engines} engines of {library.runtime} {library.version} at {found.shapes} shapes"
+    if found.wrong:
+        return False, f"{compared}: {len(found.wrong)} differ from their ONNX graphs; {found.wrong[0]}", numbers
+    others = len(bundle.manifest.engines) - found.engines
+    sentence = f"{compared} compute what their ONNX graphs do, with at most {found.worst:.0%} of the allowed difference"
+    return True, sentence + (f"; {others} are for other devices and were not run" if others else ""), numbers
 
 
 # --- against the original models --------------------------------------------------------------------------------------
@@ -311,7 +333,7 @@ def _heads(
     heads = medusa or Path(method.source)
     if not heads.is_dir():
         raise _NotRunError(f"the Medusa heads it was built from are not there ({heads}); pass --medusa DIR")
-    with Engine.load(bundle.folder, check_hashes=False, cost_curve=False) as engine:
+    with Engine.load(bundle.folder, check_hashes=False, backend="onnxruntime", cost_curve=False) as engine:
         made = logits.head_proposals(engine, method_name(method), texts, _HEAD_STEPS)
     found = logits.compare_heads(checkpoint, heads, bundle.manifest, method, made)
     limits = logits.head_limits(bundle.manifest, method)
@@ -357,7 +379,7 @@ def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progre
     tokens = 0
     differences: list[_Difference] = []
     lengths: list[float] = []
-    with Engine.load(bundle.folder, check_hashes=False, cost_curve=False) as engine:
+    with Engine.load(bundle.folder, check_hashes=False, backend="onnxruntime", cost_curve=False) as engine:
         for index, (text, (method, size)) in enumerate(work):
             compared, found, length = _compare_decoding(engine, text, method, size, max_tokens)
             tokens += compared

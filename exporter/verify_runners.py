@@ -121,7 +121,9 @@ class StepRunner(OnnxrtRunner):  # type: ignore[misc]
         model = bundle.manifest.target
         lowering = bundle.manifest.lowering
         master = bundle.file(model.graph.master)
-        super().__init__(lambda: open_session(master, available_cores(), lowering), name="graph")
+        super().__init__(
+            lambda: open_session(master, available_cores(), lowering, model.precision.weights), name="graph"
+        )
         needed = max(feed[COMMITTED].shape[1] + feed[tensors.INPUT_IDS].shape[1] for feed in feeds)
         self._layers = model.cache
         self._rows = min(at.point.cache for at in model.graph.points if at.point.cache >= needed)

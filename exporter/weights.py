@@ -6,18 +6,28 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeVar
+from typing import BinaryIO, Literal, TypeVar, get_args
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
 from specexport.contract import tensors
+from specexport.contract.model import StoredAs
 from specexport.exporter.passes.matching import needed_only_for
+from specexport.exporter.quantize import column_scales, pack_int4, quantize_blocks, quantize_columns
 
-Precision = Literal["fp32", "fp16", "int8", "int4"]
-PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8", "int4")
+Precision = StoredAs
+PRECISIONS: tuple[Precision, ...] = get_args(StoredAs)
+QUANTIZED: tuple[Precision, ...] = ("int8", "int4", "fp8")
+"""Those that round more than half precision does, so that a build says by how much."""
 
+_Half = Literal["fp16", "bf16"]
+_HALVES: dict[_Half, tuple[ir.DataType, npt.DTypeLike]] = {
+    "fp16": (ir.DataType.FLOAT16, np.float16),
+    "bf16": (ir.DataType.BFLOAT16, ml_dtypes.bfloat16),
+}
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 INLINE_BYTES = 1024
@@ -108,10 +118,12 @@ class WeightsFile:
 
         Args:
             graph: changed in place.
-            precision: ``fp16`` matrices are cast to fp32 in the graph; ``int8`` and ``int4`` are symmetric, in blocks
-                along the summed axis, undone by DequantizeLinear.
+            precision: ``fp16`` and ``bf16`` matrices are cast to fp32 in the graph. ``int8`` and ``int4`` are
+                symmetric, in blocks along the summed axis, and undone by DequantizeLinear; so is ``fp8``
+                (float8_e4m3fn), which has one scale a column.
             block_size: weights that share a scale; halved for a matrix it does not divide. None, for int8 only, gives
-                each column one scale, as opset 20 knows no blocks; rows that are looked up are stored in fp16 then.
+                each column one scale, as opset 20 knows no blocks. With scales a column, rows that are looked up are
+                stored in fp16.
             heads: how Medusa heads are stored; None for ``precision``.
         """
         of_heads = set() if heads is None else needed_only_for(graph, tensors.CANDIDATES)
@@ -124,14 +136,14 @@ class WeightsFile:
             readers = {_role(node, index) for node, index in value.uses()}
             if kind == "fp32" or array.dtype != np.float32 or not readers <= {"matmul", "lookup", "tied"}:
                 value.const_value = self.write(_name(value), tensor.dtype, array.shape, _row_chunks(array))
-            elif kind == "fp16":
-                restored = self._fp16(graph, value, array)
+            elif kind == "fp16" or kind == "bf16":
+                restored = self._half(graph, value, array, kind)
                 if restored is not None:
                     for reader, index in list(value.uses()):
                         reader.replace_input_with(index, restored)
                     del graph.initializers[_name(value)]
-            elif block_size is None:
-                self._quantize_columns(graph, value, array)
+            elif kind == "fp8" or block_size is None:
+                self._quantize_columns(graph, value, array, "fp8" if kind == "fp8" else "int8")
             else:
                 self._quantize(graph, value, array, kind, block_size)
             self._progress(array.nbytes)
@@ -140,15 +152,16 @@ class WeightsFile:
                 if attribute.type == ir.AttributeType.GRAPH:
                     self.externalize(attribute.as_graph(), precision, block_size, heads)
 
-    def _fp16(self, graph: ir.Graph, value: ir.Value, array: npt.NDArray[np.float32]) -> ir.Value | None:
-        """Stores a matrix in fp16: the fp32 value to read instead of it, or None where it had to be left as it is."""
+    def _half(self, graph: ir.Graph, value: ir.Value, array: npt.NDArray[np.float32], kind: _Half) -> ir.Value | None:
+        """Stores a matrix in 16 bits: the fp32 value to read instead of it, or None where it was left as it is."""
+        dtype, numpy_dtype = _HALVES[kind]
         largest = max(float(np.abs(chunk).max(initial=0.0)) for chunk in _row_chunks(array))
-        if largest > float(np.finfo(np.float16).max):
-            self.report.left[_name(value)] = f"its largest weight, {largest:.3g}, does not fit fp16"
+        if largest > float(ml_dtypes.finfo(numpy_dtype).max):
+            self.report.left[_name(value)] = f"its largest weight, {largest:.3g}, does not fit {kind}"
             value.const_value = self.write(_name(value), ir.DataType.FLOAT, array.shape, _row_chunks(array))
             return None
-        chunks = (chunk.astype(np.float16) for chunk in _row_chunks(array))
-        stored = self._initializer(graph, f"{value.name}.fp16", ir.DataType.FLOAT16, array.shape, chunks)
+        chunks = (chunk.astype(numpy_dtype).view(np.uint16) for chunk in _row_chunks(array))
+        stored = self._initializer(graph, f"{value.name}.{kind}", dtype, array.shape, chunks)
         cast = ir.node("Cast", [stored], attributes={"to": ir.DataType.FLOAT.value}, name=f"{value.name}.cast")
         cast.outputs[0].name = f"{value.name}.fp32"
         graph.insert_before(next(iter(graph)), cast)
@@ -167,21 +180,23 @@ class WeightsFile:
         graph.register_initializer(value)
         return value
 
-    def _quantize_columns(self, graph: ir.Graph, value: ir.Value, array: npt.NDArray[np.float32]) -> None:
-        """Stores a matrix ``[K,N]`` as int8 with N scales where it is multiplied, ``[V,H]`` in fp16 where looked up."""
+    def _quantize_columns(
+        self, graph: ir.Graph, value: ir.Value, array: npt.NDArray[np.float32], kind: Literal["int8", "fp8"]
+    ) -> None:
+        """Stores ``[K,N]`` in 8 bits with N scales where it is multiplied, ``[V,H]`` in fp16 where it is looked up."""
         readers = [(node, index, _role(node, index)) for node, index in value.uses()]
         multiplied = [reader for reader in readers if reader[2] != "lookup"]
         looked_up = [reader for reader in readers if reader[2] == "lookup"]
         if looked_up:
-            # Compilers that take int8 constants only before a DequantizeLinear could not gather from them.
-            restored = self._fp16(graph, value, array)
+            # Compilers that take 8-bit constants only before a DequantizeLinear could not gather from them.
+            restored = self._half(graph, value, array, "fp16")
             if restored is None:
                 return
             for node, index, _ in looked_up:
                 node.replace_input_with(index, restored)
         for node, index, role in multiplied:
-            name = f"{value.name}.int8.{role}.{len(graph.initializers)}"
-            stored, scales = self._store_columns(graph, name, array.T if role == "tied" else array)
+            name = f"{value.name}.{kind}.{role}.{len(graph.initializers)}"
+            stored, scales = self._store_columns(graph, name, array.T if role == "tied" else array, kind)
             dequantize = _dequantized(graph, node, stored, scales, {"axis": 1}, name)
             if role == "matmul":
                 node.replace_input_with(index, dequantize)
@@ -191,20 +206,20 @@ class WeightsFile:
             self.report.quantized.append(name)
         del graph.initializers[_name(value)]
 
-    def _store_columns(self, graph: ir.Graph, name: str, matrix: npt.NDArray[np.float32]) -> tuple[ir.Value, ir.Value]:
-        """Writes the integers ``[K,N]``, then the scales ``[N]``."""
-        largest = np.max([np.abs(chunk).max(axis=0) for chunk in _row_chunks(matrix)], axis=0)
-        # In a column of zeros any scale will do, but TensorRT takes none that is 0.
-        scale = np.where(largest > 0, np.maximum(largest / np.float32(127), np.finfo(np.float32).tiny), 1)
-        scale = scale.astype(np.float32)
+    def _store_columns(
+        self, graph: ir.Graph, name: str, matrix: npt.NDArray[np.float32], kind: Literal["int8", "fp8"]
+    ) -> tuple[ir.Value, ir.Value]:
+        """Writes the numbers ``[K,N]``, then the scales ``[N]``."""
+        scale = column_scales(np.max([np.abs(chunk).max(axis=0) for chunk in _row_chunks(matrix)], axis=0), kind)
+        dtype = ir.DataType.INT8 if kind == "int8" else ir.DataType.FLOAT8E4M3FN
 
-        def integers() -> Iterator[npt.NDArray[np.generic]]:
+        def numbers() -> Iterator[npt.NDArray[np.generic]]:
             for chunk in _row_chunks(matrix):
-                quantized = np.rint(chunk / scale).clip(-127, 127).astype(np.int8)
+                quantized = quantize_columns(chunk, scale, kind)
                 self.report.add_error(chunk, quantized.astype(np.float32) * scale)
-                yield quantized
+                yield quantized.view(np.uint8)
 
-        stored = self._initializer(graph, name, ir.DataType.INT8, matrix.shape, integers())
+        stored = self._initializer(graph, name, dtype, matrix.shape, numbers())
         return stored, self._initializer(graph, f"{name}.scale", ir.DataType.FLOAT, scale.shape, iter([scale]))
 
     def _quantize(
@@ -265,32 +280,6 @@ class WeightsFile:
         stored = self._initializer(graph, name, dtype, matrix.shape, integers())
         joined = np.concatenate(scales)
         return stored, self._initializer(graph, f"{name}.scale", ir.DataType.FLOAT, joined.shape, iter([joined]))
-
-
-def quantize_blocks(
-    matrix: npt.NDArray[np.float32], axis: int, block: int, largest: int
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-    """Symmetric round-to-nearest with one scale for every ``block`` consecutive weights along ``axis``.
-
-    Returns:
-        int8 integers in ``-largest..largest``, shaped like ``matrix``, and fp32 scales, shaped like ``matrix`` with
-        ``axis`` divided by ``block``. ONNX DequantizeLinear with ``block_size`` multiplies them again.
-    """
-    shape = list(matrix.shape)
-    shape[axis : axis + 1] = [shape[axis] // block, block]
-    blocks = matrix.reshape(shape)
-    scale = np.abs(blocks).max(axis=axis + 1) / np.float32(largest)
-    # A block of zeros has scale 0 and integers 0; dividing by the smallest normal number keeps that finite.
-    divisor = np.maximum(np.expand_dims(scale, axis + 1), np.finfo(np.float32).tiny)
-    quantized = np.rint(blocks / divisor).clip(-largest, largest).astype(np.int8)
-    return quantized.reshape(matrix.shape), scale.astype(np.float32)
-
-
-def pack_int4(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
-    """Two integers a byte, the first in the low half, as ONNX stores INT4."""
-    nibbles = values.reshape(-1).view(np.uint8) & np.uint8(0xF)
-    packed: npt.NDArray[np.uint8] = nibbles[0::2] | (nibbles[1::2] << np.uint8(4))
-    return packed
 
 
 def _name(value: ir.Value) -> str:

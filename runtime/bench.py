@@ -25,7 +25,7 @@ from specexport.runtime.stream import Completion
 from specexport.runtime.workloads import Task
 
 _WARM_UP = 12
-_BYTES: dict[StoredAs, float] = {"fp32": 4.0, "fp16": 2.0, "int8": 1.125, "int4": 0.625}
+_BYTES: dict[StoredAs, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.125, "int4": 0.625}
 """Of a weight; quantized ones with their share of a scale."""
 _TRAINING: dict[type[Method], str] = {
     DraftModel: "a smaller model",

@@ -13,7 +13,7 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
-from specexport.contract.model import LoweredAs, Model
+from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.backend import FIRST, Array, Buffers, Graph
 from specexport.runtime.bundle import Bundle
@@ -66,13 +66,14 @@ def cpu_name() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-def open_session(path: Path, threads: int, lowering: LoweredAs) -> Any:
+def open_session(path: Path, threads: int, lowering: LoweredAs, weights: StoredAs) -> Any:
     """An ``onnxruntime.InferenceSession`` over a master graph on the CPU, with the options the engine runs it with.
 
     Args:
         path: the master.
         threads: intra-op threads.
         lowering: of the graph; says which releases compute it right.
+        weights: how its matrices are stored.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
@@ -86,8 +87,8 @@ def open_session(path: Path, threads: int, lowering: LoweredAs) -> Any:
     options.add_session_config_entry("session.force_spinning_stop", "1")
     # Quantized weights are multiplied as integers.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
-    if lowering == "portable":
-        # There is no kernel for integers with one scale a column: undo them once, not in every step.
+    if lowering == "portable" or weights == "fp8":
+        # There is no kernel for numbers with one scale a column: undo them once, not in every step.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -153,7 +154,7 @@ class OnnxRuntimeGraph:
         self, path: Path, model: Model, lowering: LoweredAs, slots: int, buffers: Buffers, threads: int
     ) -> None:
         self._ort = _import_onnxruntime(lowering)
-        self._session = open_session(path, threads, lowering)
+        self._session = open_session(path, threads, lowering, model.precision.weights)
         self._model = model
         self._in_place = lowering == "native"
         self._slots = slots

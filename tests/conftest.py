@@ -82,6 +82,16 @@ def engine(bundle: Callable[[str], Path]) -> Callable[[str], Engine]:
     return get
 
 
+@pytest.fixture(scope="session")
+def uncompiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives a bundle for TensorRT-RTX without engines by its name; see ``tests.engine_bundles``."""
+    from tests.engine_bundles import make
+
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "uncompiled"
+    return lambda name: make(name, root)
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out modules that need the exporter where torch is not installed: their imports alone would fail."""
     if importlib.util.find_spec("torch") is not None or collection_path.suffix != ".py":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from filelock import FileLock
 
 from specexport.cli import main
 from specexport.contract import tensors
@@ -23,8 +21,8 @@ from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
 from specexport.contract.reading import check_files, read_manifest
-from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
+from specexport.exporter.engines import bundle as bundle_module
 from specexport.exporter.engines import compiler as compiler_module
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import EngineOptions, capability
@@ -33,66 +31,16 @@ from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine as SpecEngine
 from specexport.runtime import SamplingParams
-from tests.checkpoints import make_checkpoint, make_heads
+from tests.checkpoints import make_checkpoint
+from tests.engine_bundles import SMALL
 
 pytestmark = pytest.mark.exporter
 
 DEVICES = ((8, 6), (8, 9), (12, 0))
 RTX = EngineOptions("tensorrt-rtx", capabilities=DEVICES)
-SPINE = TokenTree.from_choices([[0], [1], [0, 0]])
 PROMPT = "people went back home and"
 
-# One layer, and heads as large as fused kernels know: compiling takes seconds.
-SMALL: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 256,
-}
-
 Bundles = Callable[[str], Path]
-
-
-@pytest.fixture(scope="session")
-def uncompiled(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
-    """Bundles for TensorRT-RTX without engines: ``precision-lowering-method``."""
-    base = tmp_path_factory.getbasetemp()
-    # The parent is shared by pytest-xdist's workers.
-    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "uncompiled"
-    root.mkdir(exist_ok=True)
-
-    def get(name: str) -> Path:
-        with FileLock(root / ".lock"):
-            return make(name)
-
-    def make(name: str) -> Path:
-        if not (root / name).exists():
-            precision, lowering, method = name.split("-")
-            target, heads = root / "target", root / "heads"
-            if not target.exists():
-                make_heads(heads, make_checkpoint(target, "qwen3", **SMALL), 2, tied=True)
-            speculation: dict[str, Any] = {
-                "draft": {"draft": str(target), "trees": (SPINE,)},
-                "medusa": {"medusa": str(heads), "num_speculative_tokens": 4},
-                "ngram": {"ngram": True, "num_speculative_tokens": 3},
-                "plain": {},
-            }[method]
-            build(
-                BuildOptions(
-                    str(target),
-                    root / name,
-                    **speculation,
-                    precision=precision,  # type: ignore[arg-type]
-                    draft_precision=precision,  # type: ignore[arg-type]
-                    lowering=lowering,  # type: ignore[arg-type]
-                    max_seq_len=192,
-                    backend="tensorrt-rtx",
-                )
-            )
-        return root / name
-
-    return get
 
 
 def _tokens(folder: Path) -> list[int]:
@@ -182,6 +130,48 @@ def test_fp32_attention_is_decomposed_and_said_so(uncompiled: Bundles, tmp_path:
     assert read_manifest(folder).target.engines[0].compute == "fp32"
 
 
+def test_fp8_weights_compile_from_ada_on_and_are_refused_below(uncompiled: Bundles, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(uncompiled("fp8-native-medusa"), tmp_path / "bundle"))
+    before = read_manifest(folder)
+    with pytest.raises(BuildError, match=r"compute_capability is 8\.6, and fp8 weights need 8\.9 \(Ada\) or higher"):
+        compile_bundle(folder, RTX)
+    assert read_manifest(folder) == before
+    report = compile_bundle(folder, EngineOptions("tensorrt-rtx"))  # every device that is new enough
+    assert report.compute_capabilities[0] == "8.9" and "12.0" in report.compute_capabilities
+    (engine,) = read_manifest(folder).target.engines
+    assert engine.compute == "fp16"
+    model = onnx.load(folder / engine.source, load_external_data=False)
+    stored = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    undone = [stored[node.input[0]] for node in model.graph.node if node.op_type == "DequantizeLinear"]
+    assert undone and set(undone) == {onnx.TensorProto.FLOAT8E4M3FN}
+    names = [name for name in stored if name.endswith((".fp8.matmul", ".fp8.tied")) or ".fp8." in name]
+    assert any(name.startswith("model.layers.0.mlp.{gate_proj,up_proj}.weight.") for name in names)
+    assert any(name.startswith("medusa_head.") for name in names)
+
+
+def test_the_compiler_itself_knows_no_fp8_below_ada(
+    uncompiled: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why we refuse it: no kernel of an older device would undo it either."""
+    folder = Path(shutil.copytree(uncompiled("fp8-native-medusa"), tmp_path / "bundle"))
+    monkeypatch.setattr(bundle_module, "check_stored", lambda *_: None)
+    with pytest.raises(BuildError, match=r"Cannot compile for target\(s\) sm86.*fp8_e4m3"):
+        compile_bundle(folder, dataclasses.replace(RTX, capabilities=((8, 6),)))
+
+
+def test_bf16_is_computed_in_bf16(uncompiled: Bundles, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(uncompiled("bf16-native-ngram"), tmp_path / "bundle"))
+    compile_bundle(folder, RTX)
+    manifest = read_manifest(folder)
+    (engine,) = manifest.target.engines
+    assert engine.compute == "bf16" and engine.compute_capabilities == ("8.6", "8.9", "12.0")
+    graph = onnx.load(folder / engine.source, load_external_data=False).graph
+    caches = {v.type.tensor_type.elem_type for v in (*graph.input, *graph.output) if v.name.startswith(tensors.CACHES)}
+    assert caches == {onnx.TensorProto.BFLOAT16}
+    # What is stored in bf16 is read from the master's own weights, and stored no second time.
+    assert not (folder / engine.source).with_suffix(".bin").exists()
+
+
 def test_attention_without_a_fused_kernel_is_decomposed_and_said_so(bundle: Bundles, tmp_path: Path) -> None:
     folder = shutil.copytree(bundle("dice-ngram"), tmp_path / "bundle")  # heads of 8
     assert read_manifest(folder).backend == "onnxruntime"
@@ -240,7 +230,7 @@ def _feed(model: Model, manifest: Manifest, float16: bool) -> dict[str, np.ndarr
 
 
 @pytest.mark.parametrize(
-    "name", ["fp16-native-draft", "int8-native-medusa", "int4-native-ngram", "int8-portable-draft"]
+    "name", ["fp16-native-draft", "int8-native-medusa", "int4-native-ngram", "int8-portable-draft", "fp8-native-medusa"]
 )
 def test_what_is_compiled_computes_what_the_bundle_does(name: str, uncompiled: Bundles, tmp_path: Path) -> None:
     folder = shutil.copytree(uncompiled(name), tmp_path / "bundle")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -242,6 +243,36 @@ def test_step_graph_is_plain_onnx_with_fused_norms(family: Family, step_graph: P
     assert columns(_weight_shape(node) for node in model.graph) == columns(map(_shape, linear_layers(family.eager)))
     capped = family.name == "gemma2"
     assert nodes["Attention"] == (0 if capped else len(family.checkpoint.cache))
+
+
+def test_weights_have_the_names_of_the_model(family: Family, step_graph: Path, propose_graph: Path) -> None:
+    """And are what it holds under them, transposed where they are multiplied."""
+    stored = {name: parameter.detach().numpy() for name, parameter in family.eager.named_parameters()}
+    for path in (step_graph, propose_graph):
+        graph = ir.load(path).graph
+        loops = [node.attributes["body"].as_graph() for node in graph if node.op_type == "Loop"]
+        found: set[str] = set()
+        for value in (value for one in (graph, *loops) for value in one.initializers.values()):
+            assert value.name is not None and value.const_value is not None
+            array, names = value.const_value.numpy(), joined(value.name)
+            if set(names) <= stored.keys():
+                found |= set(names)
+                as_stored = stored[names[0]]
+                if array.shape != as_stored.shape or not np.array_equal(array, as_stored):
+                    as_stored = np.concatenate([stored[name].T for name in names], axis=-1)
+                np.testing.assert_array_equal(array, as_stored, err_msg=value.name)
+            elif value.name.endswith(".folded"):
+                assert value.name.removesuffix(".folded") in stored
+            else:
+                assert array.dtype != np.float32 or array.nbytes < 256, value.name  # a norm of 64 has that
+        assert {name for name, array in stored.items() if array.ndim == 2} <= found
+    assert any(".folded" in name for name in ir.load(step_graph).graph.initializers) == family.name.startswith("gemma")
+
+
+def joined(name: str) -> list[str]:
+    """The matrices in one: ``a.{b,c}.d`` is ``a.b.d`` and ``a.c.d``."""
+    match = re.fullmatch(r"(.*)\{(.*)\}(.*)", name)
+    return [f"{match[1]}{part}{match[3]}" for part in match[2].split(",")] if match else [name]
 
 
 def linear_layers(model: Any) -> list[Any]:

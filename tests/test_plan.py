@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -43,6 +44,10 @@ def test_memory_is_counted(tied: Path, untied: Path) -> None:
     table, norms = 2 * vocab * hidden, 2 * hidden * (2 * layers + 1)
     assert quarter.read - norms == (whole.read - norms) / 2 * (0.5 + 2 / 32)
     assert quarter.weights == quarter.read + table
+    ada = dataclasses.replace(DEVICE, capability="8.9")
+    (eighth,) = plan(str(untied), None, ada, precision="fp8", context=CONTEXT, acceptance=0.5).models
+    columns = 2 * (layers * (2 * 64 + 2 * 32 + 2 * 96 + 64) + vocab)
+    assert eighth.read - norms == (whole.read - norms) / 2 + columns
     # A tied embedding is looked up in fp16 and multiplied as integers: two matrices.
     (both,) = plan(str(tied), None, DEVICE, precision="int8", context=CONTEXT, acceptance=0.5).models
     assert both.weights == both.read + table
@@ -80,6 +85,7 @@ def test_what_does_not_fit_says_so(tied: Path, capsys: pytest.CaptureFixture[str
     ("change", "reason"),
     [
         ({"precision": "fp3"}, "precision is 'fp3'"),
+        ({"precision": "fp8"}, "8.7, and fp8 weights need 8.9"),
         ({"acceptance": 1.0}, "acceptance is 1.0"),
         ({"context": 1}, "max_seq_len is 1"),
     ],

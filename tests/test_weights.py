@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specexport.exporter.weights import WeightsFile, pack_int4, quantize_blocks
+from specexport.exporter.quantize import column_scales, pack_int4, quantize_blocks, quantize_columns
+from specexport.exporter.weights import QUANTIZED, WeightsFile
 from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.exporter
@@ -40,6 +41,17 @@ def test_each_weight_is_restored_within_half_a_step(
     assert np.abs(integers).max() <= largest
     assert np.all(np.abs(restored - matrix) <= np.repeat(scales, block, axis=axis) * 0.5001)
     assert np.all(restored[:64, :16] == 0.0)
+
+
+@given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([1e-6, 1e-3, 1.0, 1e3]))
+def test_fp8_is_as_exact_at_any_scale_and_its_scales_are_the_same_in_half_precision(seed: int, scale: float) -> None:
+    matrix = (np.random.default_rng(seed).standard_normal((64, 16)) * scale).astype(np.float32)
+    matrix[:, 3] = 0.0
+    scales = column_scales(np.abs(matrix).max(axis=0), "fp8")
+    assert np.array_equal(scales, scales.astype(np.float16)) and (scales > 0).all()
+    restored = quantize_columns(matrix, scales, "fp8").astype(np.float32) * scales
+    # Three bits behind the point, and below the normal numbers what lies between two of the smallest.
+    assert np.all(np.abs(restored - matrix) <= np.maximum(np.abs(matrix) * 2**-4, scales * 2**-10))
 
 
 @settings(deadline=None)
@@ -71,7 +83,10 @@ def _model(embedding: np.ndarray, weight: np.ndarray, *, tied: bool) -> ir.Model
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("fp16", 1e-3), ("int8", 0.02), ("int4", 0.2)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [("fp32", 1e-6), ("fp16", 1e-3), ("bf16", 5e-3), ("int8", 0.02), ("int4", 0.2), ("fp8", 0.05)],
+)
 def test_a_stored_graph_computes_what_the_original_does(
     tmp_path: Path, precision: str, tolerance: float, tied: bool
 ) -> None:
@@ -90,8 +105,9 @@ def test_a_stored_graph_computes_what_the_original_does(
     found = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"ids": ids})[0]
     assert np.sqrt(np.mean((found - expected) ** 2)) <= tolerance * np.sqrt(np.mean(expected**2))
     assert weights.report.bytes_written == (tmp_path / "weights.bin").stat().st_size
-    if precision.startswith("int"):
-        assert len(weights.report.quantized) == (3 if tied else 2)
+    if precision in QUANTIZED:
+        looked_up = precision != "fp8"  # which has its table in fp16
+        assert len(weights.report.quantized) == 1 + tied + looked_up
         assert 0 < weights.report.rms_error < tolerance
 
 

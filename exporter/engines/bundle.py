@@ -11,12 +11,24 @@ import msgspec
 from specexport.contract.engines import Commit, ComputedIn, Engine, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import Beside, Method, MlpSpeculator, draft_role
+from specexport.contract.methods import (
+    Beside,
+    Medusa,
+    Method,
+    MlpSpeculator,
+    draft_role,
+)
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.reading import check_files, exchange_manifest, file_entry, read_manifest
 from specexport.exporter.engines.compiler import EngineReport, compile_graph
 from specexport.exporter.engines.library import Library, load_library
-from specexport.exporter.engines.options import Capability, EngineOptions
+from specexport.exporter.engines.options import (
+    FP8_CAPABILITY,
+    Capability,
+    EngineOptions,
+    check_stored,
+    dotted,
+)
 from specexport.exporter.engines.profiles import Job, model_jobs, program_jobs
 from specexport.exporter.engines.source import write_source
 
@@ -70,7 +82,7 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
         )
     library = load_library(options.runtime)
     listed = {entry.path for entry in manifest.files}
-    compiler = _Compiler(folder, listed, options, library, _capabilities(library, options), report)
+    compiler = _Compiler(folder, listed, options, library, _capabilities(library, options, _stored(manifest)), report)
     models = {role: compiler.model(model, manifest) for role, model in manifest.models.items()}
     graphs = manifest.program or _traced_program(folder, manifest)
     program = tuple(compiler.program(graph, manifest) for graph in graphs)
@@ -85,7 +97,7 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
     exchange_manifest(folder, new)
     for stale in listed - {entry.path for entry in new.files}:
         (folder / stale).unlink(missing_ok=True)
-    capabilities = tuple(_text(one) for one in compiler.capabilities)
+    capabilities = tuple(dotted(one) for one in compiler.capabilities)
     return CompileReport(tuple(compiler.reports), library.runtime, library.version, capabilities)
 
 
@@ -141,7 +153,7 @@ class _Compiler:
 
     def _kept(self, engines: tuple[Engine, ...]) -> tuple[Engine, ...]:
         """Engines of other libraries and devices."""
-        mine = tuple(_text(one) for one in self.capabilities)
+        mine = tuple(dotted(one) for one in self.capabilities)
         return tuple(
             engine
             for engine in engines
@@ -166,7 +178,7 @@ class _Compiler:
             source=source.relative_to(self._folder).as_posix(),
             runtime=self._options.runtime,
             version=self._library.version,
-            compute_capabilities=tuple(_text(one) for one in self.capabilities),
+            compute_capabilities=tuple(dotted(one) for one in self.capabilities),
             hardware_compatible=self._options.hardware_compatible,
             version_compatible=self._options.version_compatible,
             stripped=self._options.strip_weights,
@@ -185,33 +197,38 @@ class _Compiler:
 
 
 def default_compute(weights: StoredAs) -> ComputedIn:
-    """What activations are where nobody says: what the weights are, and fp16 where those are integers."""
-    return "fp32" if weights == "fp32" else "fp16"
+    """What activations are where nobody says: what the weights are, and fp16 where those take 8 bits or fewer."""
+    return weights if weights == "fp32" or weights == "bf16" else "fp16"
 
 
-def _text(capability: Capability) -> str:
-    return f"{capability[0]}.{capability[1]}"
+def _stored(manifest: Manifest) -> set[StoredAs]:
+    """How the matrices of a bundle's graphs are stored."""
+    heads = {method.weights for method in manifest.methods if isinstance(method, Medusa)}
+    return heads | {model.precision.weights for model in manifest.models.values()}
 
 
-def _capabilities(library: Library, options: EngineOptions) -> tuple[Capability, ...]:
-    """The devices to compile for, checked against what the library knows."""
+def _capabilities(library: Library, options: EngineOptions, stored: set[StoredAs]) -> tuple[Capability, ...]:
+    """The devices to compile for, checked against what the library and they know."""
     if library.runtime == "tensorrt":
         here = _this_device()
         if options.capabilities and set(options.capabilities) != {here}:
             raise BuildError(
-                f"compute_capability is {', '.join(map(_text, options.capabilities))}, but TensorRT compiles for the "
-                f"device it runs on only, which is {_text(here)}; leave it out, or compile on that device"
+                f"compute_capability is {', '.join(map(dotted, options.capabilities))}, but TensorRT compiles for the "
+                f"device it runs on only, which is {dotted(here)}; leave it out, or compile on that device"
             )
+        check_stored(stored, (here,))
         return (here,)
     members = library.trt.ComputeCapability.__members__
     known = sorted((int(name[2:-1]), int(name[-1])) for name in members if name[2:].isdecimal())
-    chosen = options.capabilities or tuple(one for one in known if one >= (8, 0))
+    least = FP8_CAPABILITY if "fp8" in stored else (8, 0)
+    chosen = options.capabilities or tuple(one for one in known if one >= least)
     unknown = [one for one in chosen if one not in known]
     if unknown:
         raise BuildError(
-            f"compute_capability is {_text(unknown[0])}, which TensorRT-RTX {library.version} does not know; it knows "
-            f"{', '.join(map(_text, known))}. Use --backend tensorrt on that device, or ONNX Runtime"
+            f"compute_capability is {dotted(unknown[0])}, which TensorRT-RTX {library.version} does not know; it knows "
+            f"{', '.join(map(dotted, known))}. Use --backend tensorrt on that device, or ONNX Runtime"
         )
+    check_stored(stored, chosen)
     return tuple(sorted(set(chosen)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,8 @@ RUNTIMES: tuple[EngineRuntime, ...] = ("tensorrt", "tensorrt-rtx")
 COMPUTE: tuple[ComputedIn, ...] = ("fp32", "fp16", "bf16")
 
 Capability = tuple[int, int]
+FP8_CAPABILITY: Capability = (8, 9)
+"""The first to know float8_e4m3fn."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class EngineOptions:
         compute: what activations and the KV cache are; None for fp32 where weights are fp32, bf16 where they are bf16,
             and fp16 elsewhere.
         capabilities: devices to compile for, as ``(major, minor)``. None given: every one that TensorRT-RTX knows from
-            8.0 on, or the device of this machine for TensorRT, which compiles for no other.
+            8.0 on, for fp8 weights from 8.9 on; for TensorRT the device of this machine, as it compiles for no other.
         workspace: most bytes of scratch memory a layer may take; None for all there is.
         timing_cache: a file in which TensorRT keeps how long kernels take; makes a second compilation faster.
         strip_weights: leave weights out of the engine; they are put in from the ONNX graph when it is loaded.
@@ -68,6 +71,30 @@ class EngineOptions:
                 "timing_cache is for TensorRT; TensorRT-RTX times no kernels when it compiles, it chooses them on the "
                 "device"
             )
+
+
+def check_stored(stored: Collection[str], capabilities: Collection[Capability]) -> None:
+    """Checks that devices compute in the types that weights are stored in.
+
+    Args:
+        stored: how a bundle's matrices are stored.
+        capabilities: of the devices.
+
+    Raises:
+        BuildError: one does not; names it.
+    """
+    older = sorted(one for one in capabilities if one < FP8_CAPABILITY)
+    if "fp8" in stored and older:
+        raise BuildError(
+            f"compute_capability is {dotted(older[0])}, and fp8 weights need {dotted(FP8_CAPABILITY)} "
+            "(Ada) or higher, as older GPUs do not know that type; compile for other devices, or build with "
+            "--precision int8, which takes as much memory"
+        )
+
+
+def dotted(capability: Capability) -> str:
+    """``(8, 9)`` as ``8.9``."""
+    return f"{capability[0]}.{capability[1]}"
 
 
 def capability(text: str) -> Capability:

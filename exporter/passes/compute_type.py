@@ -153,6 +153,7 @@ class _Rewriter:
         else:
             attributes = dict(node.attributes)
             if node.op_type == "Cast":
+                self._require_fit(node.inputs[0])
                 attributes["to"] = ir.AttrInt64("to", self._narrow.value)
                 inputs = list(node.inputs)
             else:
@@ -169,16 +170,20 @@ class _Rewriter:
     def _narrow_initializer(self, value: ir.Value) -> ir.Value:
         assert value.const_value is not None and value.name is not None
         array = value.const_value.numpy()
-        if not self._fits(array):
-            raise BuildError(
-                f"{value.name}: its largest weight, {float(np.abs(array).max()):.3g}, does not fit "
-                f"{self._narrow.name.lower()}; compile with --precision bf16 or fp32 instead"
-            )
+        self._require_fit(value)
         name = f"{value.name}.{self._narrow.name.lower()}"
         tensor = self._store(name, self._narrow, array.astype(_TYPES[self._narrow]))
         twin = ir.Value(name=name, type=ir.TensorType(self._narrow), shape=value.shape, const_value=tensor)
         self._graph.register_initializer(twin)
         return twin
+
+    def _require_fit(self, value: ir.Value | None) -> None:
+        array = value.const_value.numpy() if value is not None and value.const_value is not None else None
+        if value is not None and array is not None and not self._fits(array):
+            raise BuildError(
+                f"{value.name}: its largest weight, {float(np.abs(array).max()):.3g}, does not fit "
+                f"{self._narrow.name.lower()}; compile with --compute bf16 or fp32 instead"
+            )
 
     def _finish(self, index: int, value: ir.Value, narrow: bool) -> None:
         """Gives an output the type it is to have, under its own name."""

@@ -4,40 +4,36 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from specexport.exporter.passes.matching import producer
-
 
 def canonical_weights(model: ir.Model) -> None:
-    """Turns ``Transpose(weight)`` under MatMul into a transposed initializer and Gemm into MatMul and Add.
+    """Turns Gemm into MatMul and Add, and ``Transpose(weight)`` into the weight, transposed, under its own name.
 
-    A transposed initializer is a view of the checkpoint's tensor: it costs no memory and is made contiguous when it is
-    written. A weight that something else reads too (an embedding tied to the head) keeps its Transpose, so that it is
-    stored once.
+    A transposed weight is a view of the checkpoint's tensor: it costs no memory and is made contiguous when it is
+    written. One that something else reads too (an embedding tied to the head) keeps its Transpose, so that it is stored
+    once.
     """
     for node in list(model.graph):
         if node.op_type == "Gemm":
             _split_gemm(model.graph, node)
-    transposed: dict[ir.Value, ir.Value] = {}
     for node in list(model.graph):
-        if node.op_type != "MatMul":
-            continue
-        transpose = producer(node.inputs[1], "Transpose")
-        weight = transpose.inputs[0] if transpose is not None else None
-        if weight is None or weight.const_value is None or len(weight.uses()) > 1:
-            continue
-        # Several products may read it: those of tied stages.
-        if weight not in transposed:
-            transposed[weight] = _transposed(model.graph, weight)
-        node.replace_input_with(1, transposed[weight])
+        weight = node.inputs[0] if transposes_weight(node) else None
+        if weight is not None and len(weight.uses()) == 1:
+            _transpose(model.graph, node, weight)
 
 
-def _transposed(graph: ir.Graph, weight: ir.Value) -> ir.Value:
+def transposes_weight(node: ir.Node) -> bool:
+    """Whether a node transposes a matrix that is constant."""
+    weight = node.inputs[0] if node.op_type == "Transpose" else None
+    return weight is not None and weight.const_value is not None and len(weight.const_value.shape) == 2
+
+
+def _transpose(graph: ir.Graph, node: ir.Node, weight: ir.Value) -> None:
     assert weight.const_value is not None
-    name = f"{weight.name}.T"
-    tensor = ir.Tensor(weight.const_value.numpy().T, name=name)
-    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
-    graph.register_initializer(value)
-    return value
+    tensor = ir.Tensor(weight.const_value.numpy().T, name=weight.name)
+    weight.const_value, weight.shape = tensor, tensor.shape
+    for reader, index in list(node.outputs[0].uses()):
+        reader.replace_input_with(index, weight)
+    graph.remove(node, safe=True)
 
 
 def _split_gemm(graph: ir.Graph, node: ir.Node) -> None:

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from specexport.contract import tensors
 from specexport.exporter.passes.matching import needed_only_for
+from specexport.exporter.passes.names import joined_name
 
 
 def merge_linear(model: ir.Model) -> int:
@@ -48,7 +49,7 @@ def _is_weight(value: ir.Value | None) -> bool:
 
 def _join(graph: ir.Graph, x: ir.Value, nodes: list[ir.Node]) -> None:
     weights = [weight for node in nodes if (weight := node.inputs[1]) is not None]
-    name = "+".join(str(weight.name) for weight in weights)
+    name = joined_name([str(weight.name) for weight in weights])
     parts = [weight.const_value for weight in weights if weight.const_value is not None]
     (rows, *_), *_ = shapes = [part.shape.numpy() for part in parts]
     widths = [width for _, width in shapes]
@@ -70,7 +71,9 @@ def _join(graph: ir.Graph, x: ir.Value, nodes: list[ir.Node]) -> None:
     graph.register_initializer(sizes)
     product = ir.node("MatMul", [x, weight], name=f"{name}.product")
     product.outputs[0].name = product.name
-    split = ir.node("Split", [product.outputs[0], sizes], attributes={"axis": -1}, num_outputs=len(nodes), name=name)
+    split = ir.node(
+        "Split", [product.outputs[0], sizes], attributes={"axis": -1}, num_outputs=len(nodes), name=f"{name}.split"
+    )
     old = [node.outputs[0] for node in nodes]
     first = next(node for node in graph if node in nodes)
     ir.convenience.replace_nodes_and_values(graph, first, nodes, [product, split], old, list(split.outputs))

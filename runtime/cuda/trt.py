@@ -99,6 +99,36 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
+def load_engine(trt: Any, logger: Any, runtime: Any, folder: Path, engine: Engine) -> Any:
+    """Reads an engine, and puts its weights in where it was written without them.
+
+    Args:
+        trt: the module.
+        logger: a ``Logger`` of it.
+        runtime: a ``Runtime`` of it.
+        folder: the bundle's.
+        engine: what the manifest says of it.
+
+    Raises:
+        BackendError: the library cannot read it, or its weights do not fit.
+    """
+    if engine.version_compatible:
+        # A version compatible engine carries code that runs on the host; the bundle's hashes vouch for it.
+        runtime.engine_host_code_allowed = True
+    loaded = runtime.deserialize_cuda_engine((folder / engine.file).read_bytes())
+    if loaded is None:
+        raise BackendError(
+            f"{engine.file}: {engine.runtime} {trt.__version__} cannot load the engine (its own message is above); "
+            "compile it on this machine with: specexport compile BUNDLE"
+        )
+    if engine.stripped:
+        refitter = trt.Refitter(loaded, logger)
+        parser = trt.OnnxParserRefitter(refitter, logger)
+        if not parser.refit_from_file(str(folder / engine.source)) or not refitter.refit_cuda_engine():
+            raise BackendError(f"{engine.file}: the weights of {engine.source} do not fit it; compile it again")
+    return loaded
+
+
 @dataclass(frozen=True)
 class _Profile:
     """Where a shape point runs: a loaded engine, and which of its optimization profiles."""
@@ -138,29 +168,12 @@ class EngineExecutor:
         self.workspace = 0
         for engine in engines:
             check_version(engine, str(trt.__version__))
-            loaded = self._load(folder, engine)
+            loaded = load_engine(trt, self._logger, self._runtime, folder, engine)
             for index, point in enumerate(engine.profiles):
                 self._profiles.setdefault(point, _Profile(loaded, index, engine.file))
                 self.workspace = max(self.workspace, int(loaded.get_device_memory_size_for_profile_v2(index)))
         self.points = frozenset(self._profiles)
         self.cache_dtype = _CACHE[engines[0].compute]
-
-    def _load(self, folder: Path, engine: Engine) -> Any:
-        if engine.version_compatible:
-            # A version compatible engine carries code that runs on the host; the bundle's hashes vouch for it.
-            self._runtime.engine_host_code_allowed = True
-        loaded = self._runtime.deserialize_cuda_engine((folder / engine.file).read_bytes())
-        if loaded is None:
-            raise BackendError(
-                f"{engine.file}: {engine.runtime} {self._trt.__version__} cannot load the engine (its own message is "
-                "above); compile it on this machine with: specexport compile BUNDLE"
-            )
-        if engine.stripped:
-            refitter = self._trt.Refitter(loaded, self._logger)
-            parser = self._trt.OnnxParserRefitter(refitter, self._logger)
-            if not parser.refit_from_file(str(folder / engine.source)) or not refitter.refit_cuda_engine():
-                raise BackendError(f"{engine.file}: the weights of {engine.source} do not fit it; compile it again")
-        return loaded
 
     def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
         """See :class:`~specexport.runtime.cuda.executor.Executor`."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specexport.exporter.engines.bundle import CompileReport
     from specexport.exporter.engines.options import EngineOptions
 
-_PRECISIONS = ("fp32", "fp16", "int8", "int4")
+_PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "fp8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-batch-size", type=int, default=8, metavar="B", help="most requests that run at once (default: 8)"
     )
-    parser.add_argument("--precision", choices=_PRECISIONS, default="fp32", help="how matrices are stored")
+    parser.add_argument(
+        "--precision",
+        choices=_PRECISIONS,
+        default="fp32",
+        help="how matrices are stored; fp8 pays on GPUs of compute capability 8.9 or higher only",
+    )
     parser.add_argument(
         "--draft-precision",
         choices=_PRECISIONS,

@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, metavar="DIR_OR_ID", help="folder with a config.json, or hub id")
     parser.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer")
     parser.add_argument("--device", required=True, metavar="NAME", help="such as orin-nano-8gb")
-    parser.add_argument("--precision", choices=("fp16", "bf16", "int8", "int4"), default="int4", help="of the weights")
+    parser.add_argument(
+        "--precision", choices=("fp16", "bf16", "fp8", "int8", "int4"), default="int4", help="of the weights"
+    )
     parser.add_argument("--max-seq-len", type=int, default=4096, metavar="S", help="longest prompt and output")
     parser.add_argument(
         "--acceptance", type=float, default=0.7, metavar="A", help="chance that a draft token is accepted"

@@ -1,0 +1,148 @@
+"""How long things take on a GPU: copies, steps, the gaps between launches, and what transformers takes."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specexport.contract import tensors
+from specexport.contract.engines import ComputedIn
+from specexport.runtime import Completion, Engine
+from specexport.runtime.backend import Graph
+from specexport.runtime.cuda.api import Cuda
+from specexport.runtime.cuda.backend import CudaBackend
+from specexport.runtime.cuda.executor import Enqueue
+from specexport.runtime.cuda.memory import Budget, Plan
+from specexport.runtime.cuda.stream import Stream
+
+COPIED = 1 << 30
+
+
+def on_device(engine: Engine) -> CudaBackend:
+    """The backend of an engine that runs on a GPU."""
+    assert isinstance(engine.backend, CudaBackend)
+    return engine.backend
+
+
+def copy_bandwidth(cuda: Cuda, rounds: int = 10) -> float:
+    """Bytes a second that a copy within the device's memory reads and writes."""
+    stream, needs = Stream(cuda), Plan()
+    nbytes = min(COPIED, Budget(cuda, 0.5).left // 4)
+    needs.add("from", nbytes)
+    needs.add("to", nbytes)
+    memory = needs.allocate(cuda, Budget(cuda, 1.0), "the bandwidth test")
+    start, end = cuda.create_event(), cuda.create_event()
+    times = []
+    for _ in range(rounds):
+        cuda.record(start, stream.handle)
+        cuda.copy(memory["to"].address, memory["from"].address, nbytes, stream.handle)
+        cuda.record(end, stream.handle)
+        cuda.wait(end)
+        times.append(cuda.milliseconds(start, end))
+    for event in (start, end):
+        cuda.destroy_event(event)
+    memory.close()
+    stream.close()
+    return 2e3 * nbytes / min(times)
+
+
+class Watch:
+    """Events around everything that is launched; for measuring what lies between.
+
+    Args:
+        backend: an open one.
+        most: launches that can be watched.
+    """
+
+    def __init__(self, backend: CudaBackend, most: int = 4096) -> None:
+        self._cuda, self._stream = backend.cuda, backend.stream
+        self._events = [(self._cuda.create_event(), self._cuda.create_event()) for _ in range(most)]
+        self._used = 0
+        backend.watch(self._around)
+
+    def _around(self, launch: Enqueue) -> None:
+        start, end = self._events[self._used % len(self._events)]
+        self._used += 1
+        self._cuda.record(start, self._stream.handle)
+        launch()
+        self._cuda.record(end, self._stream.handle)
+
+    def gaps_us(self) -> list[float]:
+        """Microseconds from the end of each launch's work to the beginning of the next; then forgets them."""
+        self._stream.synchronize()
+        used = self._events[: min(self._used, len(self._events))]
+        gaps = [1e3 * self._cuda.milliseconds(a[1], b[0]) for a, b in itertools.pairwise(used)]
+        for pair in self._events:
+            for event in pair:
+                self._cuda.destroy_event(event)
+        return gaps
+
+
+def step_milliseconds(graph: Graph, past: int, rounds: int = 50) -> float:
+    """The median time of a plain step, padded where there is no narrower one, its inputs' and results' way included."""
+    width = graph.widths(1)[0]
+    graph.reserve(past + width)
+    given = graph.inputs(width, width)
+    given[tensors.TREE_MASK][0] = np.tri(width, dtype=np.bool_)
+    given[tensors.INPUT_IDS][:] = 50
+    given[tensors.POSITION_IDS][:] = past
+    given[tensors.PAST_LENGTH][:] = past
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        graph.run(width, width)
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def transformers_speed(
+    target: Path, draft: Path, prompts: list[list[int]], compute: ComputedIn, drafts: int
+) -> float | None:
+    """Tokens a second of ``generate(assistant_model=...)`` on the same GPU after a first text; None if torch sees none.
+
+    Args:
+        target: the checkpoint.
+        draft: the assistant's.
+        prompts: to go on with, 96 tokens each.
+        compute: what both compute in.
+        drafts: K.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[compute]
+    models: list[Any] = []
+    for folder in (target, draft):
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
+        model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+        models.append(model)
+    models[1].generation_config.num_assistant_tokens = drafts
+    models[1].generation_config.num_assistant_tokens_schedule = "constant"
+    models[1].generation_config.assistant_confidence_threshold = 0.0
+    tokens, seconds = 0, 0.0
+    with torch.inference_mode():
+        for index, prompt in enumerate([prompts[0], *prompts]):
+            ids = torch.tensor([prompt], device="cuda")
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            made = models[0].generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=96, assistant_model=models[1]
+            )
+            torch.cuda.synchronize()
+            if index:
+                seconds += time.perf_counter() - start
+                tokens += made.shape[1] - len(prompt)
+    return tokens / seconds
+
+
+def speed(runs: list[Completion]) -> float:
+    """Tokens a second of decoding, prompts aside."""
+    return sum(run.stats.output_tokens for run in runs) / sum(run.stats.decode_seconds for run in runs)

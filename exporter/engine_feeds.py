@@ -1,0 +1,152 @@
+"""Inputs for one run of a graph at a shape point: made up, but such as the engine's loop would give it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from specexport.contract import tensors
+from specexport.contract.engines import Accept, Commit, ComputedIn, Fill, ProgramGraph
+from specexport.contract.model import Model
+from specexport.contract.shapes import ShapePoint
+from specexport.contract.tree import TokenTree
+from specexport.exporter.engines.profiles import Job
+
+Array = npt.NDArray[Any]
+Feed = dict[str, Array]
+
+CACHE_TYPES: dict[ComputedIn, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
+_PAST = 40
+"""Rows that the cache holds before a run, where it has so many."""
+_SPREAD = 3.0
+"""Of made-up logits: wide enough that some draft tokens are accepted and some are not."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of a graph.
+
+    Attributes:
+        graph: the ONNX graph, with symbolic dimensions and without its weights.
+        of: what the bundle says of it.
+        point: the shape.
+        tree: its tokens; of as many nodes as the point has tokens.
+        vocab: the target's.
+        compute: what the caches hold.
+        random: where numbers come from.
+    """
+
+    graph: onnx.GraphProto
+    of: Model | ProgramGraph
+    point: ShapePoint
+    tree: TokenTree
+    vocab: int
+    compute: ComputedIn
+    random: np.random.Generator
+
+    @property
+    def past(self) -> int:
+        """Rows in the cache."""
+        return max(0, min(_PAST, self.point.cache - self.written))
+
+    @property
+    def written(self) -> int:
+        """Rows that the run writes."""
+        return self.point.tokens if isinstance(self.of, Commit) else self.point.fed
+
+    def feed(self) -> Feed:
+        """An array for each of the graph's inputs, in float32 where they are caches."""
+        known = _MADE[type(self.of)](self)
+        sizes = Job((self.point,), self.vocab).sizes[0]
+        made: Feed = {}
+        for value in self.graph.input:
+            shape = tuple(dim.dim_value or sizes.get(dim.dim_param, 0) for dim in value.type.tensor_type.shape.dim)
+            if value.name.startswith(tensors.CACHES):
+                rows = self.random.standard_normal(shape, np.float32)
+                made[value.name] = rows.astype(CACHE_TYPES[self.compute]).astype(np.float32)
+            else:
+                dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+                made[value.name] = np.broadcast_to(known[value.name], shape).astype(dtype)
+        return made
+
+
+def _model(call: Call) -> dict[str, npt.ArrayLike]:
+    """Of a step graph, and of a propose graph: greedy but for the probabilities it reports."""
+    assert isinstance(call.of, Model)
+    tokens = call.point.tokens
+    return {
+        tensors.INPUT_IDS: call.random.integers(0, min(call.vocab, call.of.vocab_size), tokens),
+        tensors.POSITION_IDS: call.past + call.tree.depths,
+        tensors.TREE_MASK: call.tree.mask,
+        tensors.PAST_LENGTH: call.past,
+        tensors.LOGITS_ROWS: np.arange(tokens)[tokens - call.point.rows :],
+        tensors.LAST_ROW: tokens - 1,
+        tensors.NUM_DRAFT_TOKENS: call.point.drafts,
+        # The least noise draws the most probable token, whatever the rounding of the others.
+        tensors.UNIFORM: 0.0,
+        **_SAMPLING,
+    }
+
+
+def _accept(call: Call) -> dict[str, npt.ArrayLike]:
+    assert isinstance(call.of, Accept)
+    parents = np.array(call.tree.parents)
+    logits = _SPREAD * call.random.standard_normal((len(parents), call.vocab)).astype(np.float32)
+    # What the target finds probable, so that something is accepted; each node its own rank among its siblings.
+    likely = np.argsort(-logits[parents[1:]], axis=-1)
+    ids = likely[:, : call.of.candidates]
+    tokens = likely[np.arange(len(likely)), np.array(call.tree.ranks[1:], np.int64)]
+    if call.of.candidates == 1:
+        ids = tokens[:, None]
+    probs = call.random.dirichlet(np.ones(ids.shape[1]), len(ids)) if len(ids) else np.zeros(ids.shape)
+    return {
+        tensors.LOGITS: logits,
+        tensors.PARENTS: parents,
+        tensors.TREE_MASK: call.tree.mask,
+        tensors.DRAFT_TOKENS: tokens,
+        tensors.DRAFT_IDS: ids,
+        tensors.DRAFT_PROBS: probs,
+        tensors.UNIFORM: call.random.random(1 if call.of.rule == "typical" else len(parents)),
+        tensors.THRESHOLD: 0.09,
+        tensors.ALPHA: 0.3,
+        **_SAMPLING,
+    }
+
+
+def _fill(call: Call) -> dict[str, npt.ArrayLike]:
+    assert isinstance(call.of, Fill)
+    depth, candidates = call.point.drafts, call.of.candidates
+    ids = np.stack([call.random.permutation(call.vocab)[:candidates] for _ in range(depth)])
+    return {
+        tensors.DRAFT_TOKENS: ids[:, call.random.integers(candidates)][:, None],
+        tensors.DRAFT_IDS: ids[:, None],
+        tensors.DRAFT_PROBS: call.random.dirichlet(np.ones(candidates), depth)[:, None],
+        tensors.TREE_DEPTHS: call.tree.depths[1:],
+        tensors.TREE_RANKS: np.array(call.tree.ranks[1:], np.int64),
+    }
+
+
+def _commit(call: Call) -> dict[str, npt.ArrayLike]:
+    nodes = np.arange(len(call.tree))
+    path = nodes[call.tree.mask[-1]]
+    return {tensors.PAST_LENGTH: call.past, tensors.PATH: np.pad(path, (0, len(nodes) - len(path)))}
+
+
+_SAMPLING: dict[str, npt.ArrayLike] = {
+    tensors.TEMPERATURE: 0.8,
+    tensors.TOP_K: 0,
+    tensors.TOP_P: 0.95,
+    tensors.MIN_P: 0.0,
+}
+_MADE: dict[type, Callable[[Call], dict[str, npt.ArrayLike]]] = {
+    Model: _model,
+    Accept: _accept,
+    Fill: _fill,
+    Commit: _commit,
+}

@@ -1,0 +1,56 @@
+"""Gives weights the names they have in the model that transformers loads, so that they can be looked up there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import onnx_ir as ir
+from onnxscript.optimizer import FOLDED_FROM_KEY
+
+_PREFIXES = {"model.": "", "heads_projection.": "medusa_head.lm_head.", "heads.": "medusa_head."}
+"""What the traced modules call their parts, and what checkpoints call them; heads as in those of Medusa-2."""
+
+
+def name_weights(model: ir.Model, aliases: Mapping[str, str]) -> None:
+    """Renames the initializers of a graph that was just traced and optimized.
+
+    Parameters lose what the traced module put before their names. A constant that the optimizer made of one parameter
+    (Gemma's norms are 1 + weight) is named after that parameter, with ``.folded`` behind it.
+
+    Args:
+        model: changed in place.
+        aliases: names in the traced module of parameters that have another one too, which is the one to use.
+    """
+    for value in list(model.graph.initializers.values()):
+        name = _in_checkpoint(aliases.get(value.name or "", value.name)) or _folded(value.meta.get(FOLDED_FROM_KEY, ()))
+        if name is not None:
+            value.name = _free(model.graph, name)
+
+
+def joined_name(names: list[str]) -> str:
+    """The name of several matrices in one: ``layers.0.mlp.{gate_proj,up_proj}.weight``."""
+    parts = [name.split(".") for name in names]
+    shortest = min(len(part) for part in parts)
+    head = next((at for at in range(shortest) if len({part[at] for part in parts}) > 1), shortest)
+    tail = next((at for at in range(shortest - head) if len({part[-1 - at] for part in parts}) > 1), shortest - head)
+    middle = ",".join(".".join(part[head : len(part) - tail]) for part in parts)
+    first = parts[0]
+    return ".".join([*first[:head], f"{{{middle}}}", *first[len(first) - tail :]])
+
+
+def _in_checkpoint(name: str | None) -> str | None:
+    """A parameter's name in the checkpoint; None for what is no parameter."""
+    return next((to + name[len(of) :] for of, to in _PREFIXES.items() if name and name.startswith(of)), None)
+
+
+def _folded(made_of: Iterable[str]) -> str | None:
+    parameters = [name for name in map(_in_checkpoint, made_of) if name is not None]
+    return f"{parameters[0]}.folded" if len(parameters) == 1 else None
+
+
+def _free(graph: ir.Graph, name: str) -> str:
+    number, found = 1, name
+    while found in graph.initializers:
+        number += 1
+        found = f"{name}.{number}"
+    return found

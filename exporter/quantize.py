@@ -1,0 +1,69 @@
+"""Matrices in fewer bits: the arithmetic, without files or graphs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+Float8 = ml_dtypes.float8_e4m3fn
+_LARGEST_INT8 = np.float32(127)
+_LARGEST_FLOAT8 = np.float32(448)
+_SMALLEST_EXPONENT, _LARGEST_EXPONENT = -24, 15
+"""Of powers of two that fp16 holds."""
+
+
+def quantize_blocks(
+    matrix: npt.NDArray[np.float32], axis: int, block: int, largest: int
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+    """Symmetric round-to-nearest with one scale for every ``block`` consecutive weights along ``axis``.
+
+    Returns:
+        int8 integers in ``-largest..largest``, shaped like ``matrix``, and fp32 scales, shaped like ``matrix`` with
+        ``axis`` divided by ``block``. ONNX DequantizeLinear with ``block_size`` multiplies them again.
+    """
+    shape = list(matrix.shape)
+    shape[axis : axis + 1] = [shape[axis] // block, block]
+    blocks = matrix.reshape(shape)
+    scale = np.abs(blocks).max(axis=axis + 1) / np.float32(largest)
+    # A block of zeros has scale 0 and integers 0; dividing by the smallest normal number keeps that finite.
+    divisor = np.maximum(np.expand_dims(scale, axis + 1), np.finfo(np.float32).tiny)
+    quantized = np.rint(blocks / divisor).clip(-largest, largest).astype(np.int8)
+    return quantized.reshape(matrix.shape), scale.astype(np.float32)
+
+
+def pack_int4(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
+    """Two integers a byte, the first in the low half, as ONNX stores INT4."""
+    nibbles = values.reshape(-1).view(np.uint8) & np.uint8(0xF)
+    packed: npt.NDArray[np.uint8] = nibbles[0::2] | (nibbles[1::2] << np.uint8(4))
+    return packed
+
+
+def column_scales(largest: npt.NDArray[np.float32], kind: Literal["int8", "fp8"]) -> npt.NDArray[np.float32]:
+    """One scale for each column of a matrix, from the largest magnitude in it; none is 0, which TensorRT refuses.
+
+    Those of fp8 are powers of two: floating point is as exact at any scale, and a power of two is the same number in
+    fp32, fp16 and bf16, so that a graph in fp32 and an engine in fp16 multiply the same weights.
+    """
+    scales: npt.NDArray[np.float32]
+    if kind == "int8":
+        scales = np.where(largest > 0, np.maximum(largest / _LARGEST_INT8, np.finfo(np.float32).tiny), np.float32(1))
+    else:
+        exponent = np.ceil(np.log2(np.maximum(largest, np.finfo(np.float32).tiny) / _LARGEST_FLOAT8))
+        scales = np.exp2(exponent.clip(_SMALLEST_EXPONENT, _LARGEST_EXPONENT)).astype(np.float32)
+    return scales
+
+
+def quantize_columns(
+    matrix: npt.NDArray[np.float32], scales: npt.NDArray[np.float32], kind: Literal["int8", "fp8"]
+) -> npt.NDArray[np.generic]:
+    """A matrix ``[K,N]`` over its columns' scales ``[N]``, rounded to int8 or to float8_e4m3fn."""
+    scaled = matrix / scales
+    rounded: npt.NDArray[np.generic]
+    if kind == "int8":
+        rounded = np.rint(scaled).clip(-_LARGEST_INT8, _LARGEST_INT8).astype(np.int8)
+    else:
+        rounded = scaled.clip(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).astype(Float8)
+    return rounded

@@ -1,0 +1,59 @@
+"""Small bundles for TensorRT-RTX: ``precision-lowering-method``, written without engines and compiled by the tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from specexport.contract.tree import TokenTree
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
+from tests.checkpoints import make_checkpoint, make_heads
+
+SPINE = TokenTree.from_choices([[0], [1], [0, 0]])
+
+# One layer, and heads as large as fused kernels know: compiling takes seconds.
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+}
+
+
+def make(name: str, root: Path) -> Path:
+    """The bundle of a name in ``root``, which processes may share; made if it is not there yet."""
+    root.mkdir(exist_ok=True)
+    with FileLock(root / ".lock"):
+        if not (root / name).exists():
+            _build(name, root)
+    return root / name
+
+
+def _build(name: str, root: Path) -> None:
+    precision, lowering, method = name.split("-")
+    target, heads = root / "target", root / "heads"
+    if not target.exists():
+        make_heads(heads, make_checkpoint(target, "qwen3", **SMALL), 2, tied=True)
+    speculation: dict[str, Any] = {
+        "draft": {"draft": str(target), "trees": (SPINE,)},
+        "medusa": {"medusa": str(heads), "num_speculative_tokens": 4},
+        "ngram": {"ngram": True, "num_speculative_tokens": 3},
+        "plain": {},
+    }[method]
+    build(
+        BuildOptions(
+            str(target),
+            root / name,
+            **speculation,
+            precision=precision,  # type: ignore[arg-type]
+            draft_precision=precision,  # type: ignore[arg-type]
+            lowering=lowering,  # type: ignore[arg-type]
+            max_seq_len=192,
+            max_batch_size=1,
+            backend="tensorrt-rtx",
+        )
+    )

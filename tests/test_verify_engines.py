@@ -1,0 +1,247 @@
+"""``specexport verify`` on engines: which are compared, what it says where none can be, and that a wrong one fails.
+
+There is no GPU, so in the place of TensorRT's runner stands one that runs the ONNX graphs engines are compiled from, in
+half precision on the CPU: other graphs than those they are compared with, and of an engine's interface.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import onnxruntime
+import pytest
+from polygraphy.backend.base import BaseRunner
+from polygraphy.common import FormattedArray, TensorMetadata
+
+from specexport.contract import tensors
+from specexport.contract.engines import Engine
+from specexport.contract.errors import BackendError
+from specexport.contract.reading import read_manifest
+from specexport.exporter import verify as module
+from specexport.exporter import verify_engines
+from specexport.exporter.engines import bundle as bundle_module
+from specexport.exporter.engines.bundle import compile_bundle
+from specexport.exporter.engines.compiler import EngineReport
+from specexport.exporter.engines.options import EngineOptions
+from specexport.exporter.verify import verify
+from specexport.exporter.verify_engines import Subject, compare_engines, runnable
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.cuda.api import Cuda
+from tests.cuda_stand_in import StandIn
+
+pytestmark = pytest.mark.exporter
+
+Bundles = Callable[[str], Path]
+_TYPES = {
+    "tensor(float16)": np.float16,
+    "tensor(float)": np.float32,
+    "tensor(int64)": np.int64,
+    "tensor(bool)": np.bool_,
+}
+
+
+class SourceRunner(BaseRunner):  # type: ignore[misc]
+    """Polygraphy's ``TrtRunner``, as far as it is used, over the ONNX graph of an engine."""
+
+    def __init__(self, folder: Path, engine: Engine, spoil: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__(name="stand-in")
+        self._path, self._engine, self._spoil = folder / engine.source, engine, spoil
+
+    def activate_impl(self) -> None:
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.log_severity_level = 3
+        self._session = onnxruntime.InferenceSession(str(self._path), options)
+        self._profile = 0
+
+    def get_input_metadata_impl(self) -> Any:
+        return TensorMetadata()
+
+    def set_profile(self, index: int) -> None:
+        self._profile = index
+
+    def infer_impl(self, feed_dict: dict[str, FormattedArray], return_raw_buffers: bool) -> Any:
+        assert return_raw_buffers
+        point = self._engine.profiles[self._profile]
+        types = {value.name: _TYPES[value.type] for value in self._session.get_inputs()}
+        given = {name: np.frombuffer(raw.array, types[name]).reshape(raw.shape) for name, raw in feed_dict.items()}
+        assert given.keys() == types.keys()
+        if tensors.INPUT_IDS in given:
+            assert given[tensors.INPUT_IDS].shape == (1, point.tokens)
+        names = [value.name for value in self._session.get_outputs()]
+        outputs = dict(zip(names, self._session.run(names, given), strict=True))
+        self._spoil(outputs)
+        self.inference_time = 0.0
+        raw = {name: FormattedArray(array.view(np.uint8).reshape(-1), array.shape) for name, array in outputs.items()}
+        return OrderedDict(raw)
+
+    def deactivate_impl(self) -> None:
+        del self._session
+
+
+def _right(_outputs: dict[str, Any]) -> None:
+    """Leaves an engine's outputs as they are."""
+
+
+@pytest.fixture
+def compiled(uncompiled: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundles:
+    """Gives bundles that list engines; their files say nothing."""
+
+    def write(source: Path, output: Path, *_: Any) -> EngineReport:
+        output.write_bytes(b"engine")
+        return EngineReport(output.name, 1, 1, 0, None, 6, 0.0)
+
+    monkeypatch.setattr(bundle_module, "compile_graph", write)
+
+    def get(name: str) -> Path:
+        folder = Path(shutil.copytree(uncompiled(name), tmp_path / name))
+        compile_bundle(folder, EngineOptions("tensorrt-rtx", capabilities=((8, 6), (8, 9))))
+        return folder
+
+    return get
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+    """Puts an imaginary GPU of a capability into the machine."""
+    return lambda capability: monkeypatch.setattr(Cuda, "load", lambda: Cuda(StandIn(capability=capability)))
+
+
+@pytest.mark.parametrize("name", ["fp16-native-draft", "int8-native-medusa"])
+def test_every_engine_is_compared_and_a_wrong_one_is_found(
+    name: str, compiled: Bundles, gpu: Callable[[tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = compiled(name)
+    manifest = read_manifest(folder)
+    gpu((8, 9))
+    _, subjects = runnable(manifest)
+    assert [subject.engine for subject in subjects] == list(manifest.engines)
+    opened = Bundle.open(folder)
+
+    def compare(which: list[Subject], spoil: Callable[[dict[str, Any]], None]) -> Any:
+        return compare_engines(opened, which, lambda engine: SourceRunner(folder, engine, spoil), lambda *_: None)
+
+    right = compare(subjects, _right)
+    assert right.wrong == []
+    assert (right.engines, right.shapes) == (len(subjects), sum(len(s.engine.profiles) for s in subjects))
+    assert right.worst < 0.5
+
+    def spoiled(output: str, change: Callable[[np.ndarray], None]) -> Callable[[dict[str, Any]], None]:
+        def spoil(outputs: dict[str, Any]) -> None:
+            outputs[output] = outputs[output].copy()
+            change(outputs[output])
+
+        return spoil
+
+    def roll(array: np.ndarray) -> None:
+        array[...] = np.roll(array, 1, axis=-1)
+
+    def add(array: np.ndarray) -> None:
+        array += 1
+
+    def touch(array: np.ndarray) -> None:
+        array[..., 0, 0] += 1  # a row that the run must not write
+
+    for subject in subjects:
+        one = msgspec.structs.replace(subject.engine, profiles=subject.engine.profiles[:1])
+        first = dataclasses.replace(subject, engine=one)
+        outputs = {value.name for value in _session(folder / subject.engine.source).get_outputs()}
+        row = tensors.present_value(0)
+        changes = {tensors.LOGITS: roll, tensors.CANDIDATES: add, row: roll, tensors.DRAFT_PROBS: roll}
+        changes |= {tensors.DRAFT_TOKENS: add, tensors.TOKENS: add, tensors.TREE_IDS: add}
+        tried = {output: change for output, change in changes.items() if output in outputs}
+        assert tried
+        for output, change in tried.items():
+            (wrong,) = compare([first], spoiled(output, change)).wrong
+            assert subject.engine.file in wrong and output in wrong
+        if row in outputs:
+            assert f"{row} before" in compare([first], spoiled(row, touch)).wrong[0]
+
+
+def _session(path: Path) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(str(path))
+
+
+def test_a_wrong_engine_fails_the_verdict(
+    compiled: Bundles, gpu: Callable[[tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = compiled("fp16-portable-ngram")
+    gpu((8, 9))
+
+    def run_with(spoil: Callable[[dict[str, Any]], None]) -> None:
+        runner = lambda _library, folder: lambda engine: SourceRunner(folder, engine, spoil)  # noqa: E731
+        monkeypatch.setattr(verify_engines, "tensorrt_runner", runner)
+
+    run_with(_right)
+    passed, sentence, numbers = module._engines(Bundle.open(folder), lambda *_: None)
+    assert passed and "compute what their ONNX graphs do" in sentence
+    assert numbers["engines"] == len(read_manifest(folder).engines)
+
+    def nothing(outputs: dict[str, Any]) -> None:
+        if tensors.LOGITS in outputs:
+            outputs[tensors.LOGITS][:] = np.nan
+
+    run_with(nothing)
+    report = verify(folder, max_tokens=1)
+    assert not report.passed
+    wrong = next(check for check in report.checks if check.name == "engines")
+    assert wrong.passed is False
+    assert "differ from their ONNX graphs; target/step.fp16.tensorrt-rtx" in wrong.sentence
+
+
+def test_where_engines_cannot_run_it_says_that_they_were_not_compared(
+    compiled: Bundles, gpu: Callable[[tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = compiled("fp16-portable-plain")
+
+    def no_driver() -> Cuda:
+        raise BackendError("no NVIDIA driver was found")
+
+    monkeypatch.setattr(Cuda, "load", no_driver)
+    report = verify(folder, max_tokens=1)
+    assert report.passed and report.verdict == "passed what could be checked"
+    (check,) = (check for check in report.checks if check.name == "engines")
+    assert check.passed is None
+    assert check.sentence == "the engines were not compared with their ONNX graphs: no NVIDIA driver was found"
+    manifest = read_manifest(folder)
+    gpu((9, 0))
+    with pytest.raises(BackendError, match=r"were compiled for compute capability 8\.6, 8\.9, and this GPU is"):
+        runnable(manifest)
+    gpu((8, 9))
+    old = tuple(msgspec.structs.replace(engine, version="1.2.0") for engine in manifest.target.engines)
+    target = msgspec.structs.replace(manifest.target, engines=old)
+    with pytest.raises(BackendError, match=r"compiled by tensorrt-rtx 1\.2\.0"):
+        runnable(msgspec.structs.replace(manifest, target=target))
+
+
+def test_bfloat16_goes_in_and_out_as_bytes() -> None:
+    """Polygraphy's NumPy has no bfloat16: caches are given and read as bytes of it."""
+    import onnx
+
+    text = "g (float[1,1,4,2] past_key.0) => (float[1,1,4,2] present_key.0) { present_key.0 = Identity(past_key.0) }"
+    model = onnx.parser.parse_graph(text.replace("past_key.0", "past_key").replace("present_key.0", "present_key"))
+    model.input[0].name, model.output[0].name = "past_key.0", "present_key.0"
+
+    class Echo(BaseRunner):  # type: ignore[misc]
+        def infer_impl(self, feed_dict: Any, return_raw_buffers: bool) -> Any:
+            self.inference_time = 0.0
+            given = feed_dict["past_key.0"]
+            doubled = 2 * given.array.view(ml_dtypes.bfloat16)
+            return {"present_key.0": FormattedArray(doubled.view(np.uint8), given.shape)}
+
+        def set_profile(self, index: int) -> None: ...
+
+    rows = np.arange(8, dtype=np.float32).reshape(1, 1, 4, 2)
+    with verify_engines.EngineRunner(Echo(), "bf16", model) as runner:
+        feed = {"past_key.0": rows, "profile": np.array(0), "rows": np.array([1, 3])}
+        found = runner.infer(feed, check_inputs=False)
+    np.testing.assert_array_equal(found["present_key.0"], 2 * rows[:, :, 1:3])
+    np.testing.assert_array_equal(found["present_key.0 before"], 2 * rows[:, :, :1])
