@@ -34,8 +34,8 @@ DRAFT_PROBS = "draft_probs"  # float32, as DRAFT_IDS       q of those tokens; su
 
 # --- propose graph of an MLP speculator (takes INPUT_IDS [B,1] and the sampling inputs above, with UNIFORM [B,D,T]) ---
 # Of D stages the first looks at the tree's root, stage d at the T nodes at depth d that have children; of those after a
-# tree's depth nothing is read. DRAFT_TOKENS, DRAFT_IDS and DRAFT_PROBS of stage d are [B,T], [B,T,M], with one row for
-# the first stage.
+# tree's depth nothing is read. DRAFT_TOKENS, DRAFT_IDS and DRAFT_PROBS of stage d are [B,T], [B,T,M], with one row
+# for the first stage.
 HIDDEN_STATE = "hidden_state"  # float32 [B,H]  what the target's head read at the last token in its cache
 LEVEL_PARENTS = "level_parents"  # int64 [B,D,T]  of each node, which one of the level before; not read for the root
 LEVEL_RANKS = "level_ranks"  # int64 [B,D,T]  which of that one's continuations it is: 0 the drawn one, then the best
