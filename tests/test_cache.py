@@ -223,13 +223,13 @@ def test_stages_that_are_whole_are_not_run_again(tmp_path: Path) -> None:
 def test_an_unfinished_build_goes_on_after_its_finished_stages(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specexport.exporter import build
+    from specexport.exporter import models
 
     target = str(make_checkpoint(tmp_path / "target", "llama", **_DICE))
     draft = str(make_checkpoint(tmp_path / "draft", "llama", **_DICE, seed=1))
     options: dict[str, Any] = {"max_model_len": 48, "threads": 1, "max_batch_size": 1, "measure": False}
     loaded: list[str] = []
-    real = build.load_checkpoint
+    real = models.load_checkpoint
 
     def load(source: str) -> Any:
         loaded.append(source)
@@ -237,7 +237,7 @@ def test_an_unfinished_build_goes_on_after_its_finished_stages(
             raise KeyboardInterrupt
         return real(source)
 
-    monkeypatch.setattr(build, "load_checkpoint", load)
+    monkeypatch.setattr(models, "load_checkpoint", load)
     with pytest.raises(KeyboardInterrupt):
         LLM(target, speculative_config={"model": draft}, **options)
     (left,) = (cache / "bundles").glob(".*.unfinished")

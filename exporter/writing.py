@@ -1,0 +1,109 @@
+"""A traced model written: one weights file, its master and a static graph for each shape point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from specexport.contract.model import CacheLayer, Graph, Model, PointGraph, PrecisionInfo
+from specexport.contract.shapes import ShapePoint
+from specexport.exporter import static, trace
+from specexport.exporter.checkpoint import (
+    Checkpoint,
+)
+from specexport.exporter.weights import QUANTIZED, Precision, WeightsFile, WeightsReport
+
+Progress = Callable[[str, int, int], None]
+"""Called with a step's name, how much of it is done, and how much there is in all."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A traced graph of a checkpoint: all of its layers or the first ones.
+
+    Attributes:
+        name: of its files.
+        model: the master.
+        at: where it runs.
+        cache: its attention layers.
+        parameters: how many it has.
+    """
+
+    name: str
+    model: ir.Model
+    at: tuple[ShapePoint, ...]
+    cache: tuple[trace.CacheShape, ...]
+    parameters: int
+
+
+def write_models(
+    folder: Path,
+    parts: list[Part],
+    checkpoint: Checkpoint,
+    precision: Precision,
+    heads: Precision | None,
+    block_size: int | None,
+    progress: Progress,
+) -> list[Model]:
+    """Writes one weights file, masters and static graphs into ``folder`` and describes them."""
+    folder.mkdir()
+    role = folder.name
+    total = 4 * checkpoint.parameters
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done = min(total, done + size)
+        progress(f"writing the {role}'s weights ({precision})", done, total)
+
+    reports = []
+    with WeightsFile(folder / "weights.bin", advance) as weights:
+        for part in parts:
+            weights.externalize(part.model.graph, precision, block_size, heads)
+            reports.append(weights.report)
+            weights.report = WeightsReport()
+    progress(f"writing the {role}'s weights ({precision})", total, total)
+    count, pinned, made = sum(len(part.at) for part in parts), 0, []
+    for part, report in zip(parts, reports, strict=True):
+        passes.RemoveUnusedNodesPass()(part.model)
+        master = folder / f"{part.name}.onnx"
+        ir.save(part.model, master)
+        graphs = []
+        for point in part.at:
+            file = folder / f"{part.name}.{point}.onnx"
+            static.pin(master, point, file)
+            graphs.append(PointGraph(point=point, file=f"{role}/{file.name}"))
+            pinned += 1
+            progress(f"pinning the {role}'s shape points", pinned, count)
+        made.append(
+            Model(
+                family=checkpoint.family,
+                source=str(checkpoint.path.resolve()) if Path(checkpoint.source).is_dir() else checkpoint.source,
+                parameters=part.parameters,
+                vocab_size=checkpoint.vocab_size,
+                max_positions=checkpoint.max_positions,
+                precision=_precision_info(precision, block_size, report),
+                cache=tuple(
+                    CacheLayer(heads=c.heads, key_size=c.key_size, value_size=c.value_size) for c in part.cache
+                ),
+                weights=f"{role}/weights.bin",
+                graph=Graph(master=f"{role}/{part.name}.onnx", points=tuple(graphs)),
+            )
+        )
+    return made
+
+
+def _precision_info(precision: Precision, block_size: int | None, report: WeightsReport) -> PrecisionInfo:
+    quantized = precision in QUANTIZED
+    return PrecisionInfo(
+        weights=precision,
+        compute="fp32",
+        cache="fp32",
+        block_size=block_size if quantized and precision != "fp8" else None,
+        weight_rms_error=report.rms_error if quantized else None,
+        not_quantized=report.left,
+    )
