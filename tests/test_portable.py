@@ -67,7 +67,11 @@ def _everything(graph: Graph, tree: TokenTree) -> list[dict[str, Any]]:
     return made
 
 
-@pytest.mark.parametrize("name", PORTABLE)
+# Of a vocabulary for a text as long as a chunk, and one way to propose; the other one runs in test_step_program.
+TWINS = tuple(name for name in PORTABLE if name != "dice-mixed")
+
+
+@pytest.mark.parametrize("name", TWINS)
 def test_steps_make_what_native_ones_do(name: str, bundle: Bundles) -> None:
     folders = bundle(name), bundle(f"{name}-portable")
     (method,) = read_manifest(folders[0]).methods
@@ -79,7 +83,7 @@ def test_steps_make_what_native_ones_do(name: str, bundle: Bundles) -> None:
                 np.testing.assert_array_equal(portable[tensors.CANDIDATES], native[tensors.CANDIDATES])
 
 
-@pytest.mark.parametrize("name", PORTABLE)
+@pytest.mark.parametrize("name", TWINS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_texts_and_proposals_are_those_of_native_bundles(
     name: str, temperature: float, engine: Callable[[str], Engine]
