@@ -20,10 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decode import machine
-from benchmarks.pair import bundle, inflated_pair
-from specexport.commands.build import Bars, build_progress
+from benchmarks.pair import bundle, inflated_pair, with_curve
 from specexport.runtime import Engine, SamplingParams, Stream
-from specexport.runtime.measure import is_measured, measure_into
 
 MAX_SEQ_LEN = 512
 
@@ -75,9 +73,7 @@ def main(args: argparse.Namespace) -> int:
     measured: list[Point] = []
     for precision in args.precisions.split(","):
         folder = bundle(target, draft, args.work, precision, (args.k,), MAX_SEQ_LEN, 32)
-        if args.measure or not is_measured(folder, args.threads):
-            with build_progress(Console(stderr=True)) as progress:
-                measure_into(folder, threads=args.threads, progress=Bars(progress))
+        with_curve(folder, args.threads, anew=args.measure)
         # Every prompt is read each time: what a prefix cache saves is not what is asked here.
         with Engine.load(folder, threads=args.threads, check_hashes=False, prefix_cache=False) as engine:
             prompts = [engine.encode(json.loads(line)["text"])[: args.prompt_tokens] for line in lines]

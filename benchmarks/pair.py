@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, WIDTH_PER_LAYER, inflate, inflate_heads, inflate_speculator
 from specexport.commands.build import Bars, build_progress
 from specexport.contract.errors import BundleError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
+from specexport.runtime.measure import is_measured, measure_into
 
 TARGET_PARAMETERS, DRAFT_PARAMETERS = 290e6, 25e6
 MAX_POSITIONS = 8192
@@ -122,14 +125,20 @@ def bundle(
     )
 
 
+def with_curve(folder: Path, threads: int, anew: bool = False) -> Path:
+    """A bundle after its steps were timed on this machine (``tune batch``); once, unless anew."""
+    if anew or not is_measured(folder, threads):
+        with build_progress(Console(stderr=True)) as progress:
+            measure_into(folder, threads=threads, progress=Bars(progress))
+    return folder
+
+
 def built(out: Path, target: Path, **options: Any) -> Path:
     """A bundle with these options, built if there is none that this version reads."""
     try:
         read_manifest(out)
     except BundleError:
         print(f"building {out}", file=sys.stderr)
-        from rich.console import Console
-
         if out.exists():
             shutil.rmtree(out)
         with build_progress(Console(stderr=True)) as progress:

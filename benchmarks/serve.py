@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.decode import machine
 from benchmarks.pair import bundle as pair_bundle
-from benchmarks.pair import inflated_pair
+from benchmarks.pair import inflated_pair, with_curve
 from benchmarks.serving import Process, quantile, server
 
 
@@ -72,6 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
     if served is None:
         target, draft = inflated_pair(arguments.models, arguments.work)
         served = pair_bundle(target, draft, arguments.work, arguments.precision, (4,), 1024)
+        with_curve(served, arguments.threads)
     lines = arguments.prompts.read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"][: arguments.prompt_chars] for line in lines if line.strip()]
     prompts = [texts[index % len(texts)] for index in range(arguments.requests)]
