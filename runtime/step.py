@@ -95,7 +95,7 @@ class StepProgram(Protocol):
     def prefill(self, sequence: SlotView) -> bool:
         """Reads up to one chunk of a prompt beyond what the slot's cache holds; whether there is more to read.
 
-        A proposer reads it after the target, if the sequence has a tree to fill.
+        A proposer reads as much of it, if the sequence has a tree to fill.
         """
 
     def step(self, sequences: Sequence[SlotView]) -> Step:
@@ -224,7 +224,7 @@ class HostProgram:
         return self._target.filled(slot)
 
     def prefill(self, sequence: SlotView) -> bool:
-        """See :class:`StepProgram`; the target reads first, all but the last token, which is the first step's root."""
+        """See :class:`StepProgram`; the target reads all but the last token, which is the first step's root."""
         slot, tokens, chunk = sequence.slot, sequence.tokens, self._chunk
         proposing = sequence.method if len(sequence.tree) > 1 else None
         done, top, rows = self._target.filled(slot), sequence.params.prompt_logprobs, 1
@@ -250,8 +250,9 @@ class HostProgram:
                 sequence.prompt_logprobs += token_logprobs(made[tensors.LOGITS][0], range(len(part)), after, top)
             if sequence.method is not None:
                 self._proposer(sequence.method).observe(slot, {name: array[0] for name, array in made.items()}, last)
-            return done + len(part) < len(tokens) - 1 or proposing is not None
-        return proposing is not None and self._proposer(proposing).prefill(sequence)
+        more = done + len(part) < len(tokens) - 1
+        # The proposer's chunk is read beside the target's: by turns, prompts would keep a full batch waiting twice.
+        return (proposing is not None and self._proposer(proposing).prefill(sequence)) or more
 
     def move(self, source: int, to: int, method: str | None) -> None:
         """See :class:`StepProgram`."""
