@@ -96,7 +96,7 @@ async def _load(
     places = asyncio.Semaphore(arguments.concurrency)
     extra = {"ignore_eos": True, "include_speculation": True}
     if draft_tokens is not None:
-        extra["num_speculative_tokens"] = draft_tokens
+        extra["speculative"] = {"num_speculative_tokens": draft_tokens}
     async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="EMPTY", timeout=3600, max_retries=0) as client:
 
         async def one(prompt: str) -> int:

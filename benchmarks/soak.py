@@ -129,7 +129,7 @@ async def _one(client: httpx.AsyncClient, draw: random.Random) -> str:
         "n": draw.choice((1, 1, 1, 2)),
         "logprobs": draw.choice((None, None, 3)),
         "stop": draw.choice((None, ["e"])),
-        "num_speculative_tokens": draw.choice((None, 0)),
+        "speculative": {"num_speculative_tokens": draw.choice((None, 0))},
         "seed": draw.choice((None, 1)),
         "stream": draw.random() < 0.6,
         "timeout": draw.choice((None, None, None, 0.05)),

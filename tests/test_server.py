@@ -172,7 +172,10 @@ def test_logprobs_are_the_engines(tiny: Served, client: openai.OpenAI) -> None:
 def test_speculation_is_chosen_and_reported_on_request(client: openai.OpenAI) -> None:
     found = []
     for count in (0, 2, 7):
-        body = {"ignore_eos": True, "num_speculative_tokens": count, "include_speculation": True}
+        speculative = (
+            {"method": "draft_model", "num_speculative_tokens": count} if count else {"num_speculative_tokens": 0}
+        )
+        body = {"ignore_eos": True, "speculative": speculative, "include_speculation": True}
         made = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, temperature=0.0, extra_body=body)
         assert made.usage is not None
         told = made.usage.model_dump()["speculation"]
@@ -365,8 +368,19 @@ def test_metrics_count_what_happened(http: httpx.Client, client: openai.OpenAI, 
         ("completions", {"prompt": [5, 999_999]}, "prompt", "the prompt holds token 999999"),
         ("completions", {"prompt": [5] * 512}, "prompt", "the context holds 512"),
         ("completions", {"prompt": "a", "stream_options": {}}, "stream_options", "without stream"),
-        ("completions", {"prompt": "a", "speculative_method": "magic"}, "speculative_method", "built for draft_model"),
-        ("completions", {"prompt": "a", "num_speculative_tokens": 3}, "num_speculative_tokens", "built for 1, 2, 4, 7"),
+        (
+            "completions",
+            {"prompt": "a", "speculative": {"method": "magic"}},
+            "speculative.method",
+            "built for draft_model",
+        ),
+        (
+            "completions",
+            {"prompt": "a", "speculative": {"num_speculative_tokens": 3}},
+            "speculative.num_speculative_tokens",
+            "built for 1, 2, 4, 7",
+        ),
+        ("completions", {"prompt": "a", "speculative": {"k": 3}}, "speculative.k", "not known"),
         ("completions", {"prompt": "\ud800"}, "prompt", "unicode"),
         ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
         ("chat/completions", {"messages": [{"role": "cat"}]}, "messages.0.role", "system"),

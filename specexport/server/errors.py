@@ -21,7 +21,8 @@ _PARAMS = {
     "the prompt holds ": "prompt",
     "the JSON schema ": "response_format",
     "a hypothesis was given": "prediction",
-    "method is ": "speculative_method",
+    "method is ": "speculative.method",
+    "num_speculative_tokens is ": "speculative.num_speculative_tokens",
 }
 """What the engine's messages are about, in the words of the API."""
 _LATER = {"Retry-After": "5"}

@@ -41,6 +41,15 @@ class StreamOptions(_Request):
     include_usage: bool = Field(False, description="Send a last chunk with the usage of the whole request.")
 
 
+class SpeculativeOptions(_Request):
+    """What of the bundle's speculation a request takes; vLLM's names of ``speculative_config``."""
+
+    method: str | None = Field(None, max_length=64, description="One of the bundle's ways to speculate.")
+    num_speculative_tokens: int | None = Field(
+        None, ge=0, le=_LARGEST, description="One of the sizes the bundle was built for; 0 decodes plainly."
+    )
+
+
 class Generation(_Request):
     """What completions and chats have in common."""
 
@@ -65,10 +74,7 @@ class Generation(_Request):
         default_factory=list, description="Tokens that end the output."
     )
     ignore_eos: bool = Field(False, description="Go on past the end of text.")
-    speculative_method: str | None = Field(None, max_length=64, description="One of the bundle's ways to speculate.")
-    num_speculative_tokens: int | None = Field(
-        None, ge=0, le=_LARGEST, description="One of the sizes the bundle was built for; 0 decodes plainly."
-    )
+    speculative: SpeculativeOptions = Field(default_factory=SpeculativeOptions, description="How to speculate.")
     include_speculation: bool = Field(False, description="Add what speculation did to the usage.")
     timeout: float | None = Field(
         None, gt=0, le=86400, description="Seconds, waiting included; at most the server's own."
@@ -88,7 +94,7 @@ class CompletionRequest(Generation):
     logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="Give each token's log-probability and those of this many others."
     )
-    echo: bool = Field(False, description="Begin the text with the prompt; without logprobs only.")
+    echo: bool = Field(False, description="Begin the text with the prompt.")
     best_of: Unsupported = None
     suffix: Unsupported = None
 

@@ -101,10 +101,11 @@ class Service:
         return self.engine.start(await asyncio.to_thread(made), min(limits, default=None))
 
     def _choice(self, given: Generation, prediction: str | None) -> Choice:
-        own, method, tokens = self.engine.frontend.choice, given.speculative_method, given.num_speculative_tokens
-        for name, value in (("speculative_method", method), ("prediction", prediction)):
+        own, method = self.engine.frontend.choice, given.speculative.method
+        tokens = given.speculative.num_speculative_tokens
+        for name, value in (("speculative.method", method), ("prediction", prediction)):
             if tokens == 0 and value is not None:
-                raise ApiError(400, f"{name}: given with num_speculative_tokens 0", param=name)
+                raise ApiError(400, f"{name}: given with speculative.num_speculative_tokens 0", param=name)
         if tokens == 0:
             return Choice(speculation=False)
         if prediction is not None:
