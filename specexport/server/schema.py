@@ -74,7 +74,7 @@ class Generation(_Request):
         default_factory=list, description="Tokens that end the output."
     )
     ignore_eos: bool = Field(False, description="Go on past the end of text.")
-    speculative: SpeculativeOptions = Field(default_factory=SpeculativeOptions, description="How to speculate.")
+    speculative: SpeculativeOptions | None = Field(None, description="How to speculate; None as the server does.")
     include_speculation: bool = Field(False, description="Add what speculation did to the usage.")
     timeout: float | None = Field(
         None, gt=0, le=86400, description="Seconds, waiting included; at most the server's own."

@@ -20,7 +20,14 @@ from specexport.frontend import Choice
 from specexport.runtime import Chunk, SamplingParams, Stats, Stream
 from specexport.server.errors import ApiError, api_error
 from specexport.server.metrics import Metrics
-from specexport.server.schema import ChatRequest, CompletionTokensDetails, Generation, SpeculationUsage, Usage
+from specexport.server.schema import (
+    ChatRequest,
+    CompletionTokensDetails,
+    Generation,
+    SpeculationUsage,
+    SpeculativeOptions,
+    Usage,
+)
 
 _GONE = 499
 """Nginx's status for a client that hung up; nobody reads it."""
@@ -101,8 +108,8 @@ class Service:
         return self.engine.start(await asyncio.to_thread(made), min(limits, default=None))
 
     def _choice(self, given: Generation, prediction: str | None) -> Choice:
-        own, method = self.engine.frontend.choice, given.speculative.method
-        tokens = given.speculative.num_speculative_tokens
+        own, asked = self.engine.frontend.choice, given.speculative or SpeculativeOptions()
+        method, tokens = asked.method, asked.num_speculative_tokens
         for name, value in (("speculative.method", method), ("prediction", prediction)):
             if tokens == 0 and value is not None:
                 raise ApiError(400, f"{name}: given with speculative.num_speculative_tokens 0", param=name)
