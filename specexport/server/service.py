@@ -25,7 +25,6 @@ from specexport.server.schema import (
     CompletionTokensDetails,
     Generation,
     SpeculationUsage,
-    SpeculativeOptions,
     Usage,
 )
 
@@ -108,8 +107,8 @@ class Service:
         return self.engine.start(await asyncio.to_thread(made), min(limits, default=None))
 
     def _choice(self, given: Generation, prediction: str | None) -> Choice:
-        own, asked = self.engine.frontend.choice, given.speculative or SpeculativeOptions()
-        method, tokens = asked.method, asked.num_speculative_tokens
+        own, asked = self.engine.frontend.choice, given.speculative
+        method, tokens = (asked.method, asked.num_speculative_tokens) if asked is not None else (None, None)
         for name, value in (("speculative.method", method), ("prediction", prediction)):
             if tokens == 0 and value is not None:
                 raise ApiError(400, f"{name}: given with speculative.num_speculative_tokens 0", param=name)
