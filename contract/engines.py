@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
 from specexport.contract.shapes import ShapePoint
 
-Backend = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
-"""What a bundle is meant to run on."""
+Backend = Literal["onnxruntime", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
+"""What a bundle is meant to run on, and what runs one."""
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 EngineRuntime = Literal["tensorrt", "tensorrt-rtx"]
 """The libraries that compile engines and run them; neither runs the other's."""
+ENGINE_RUNTIMES: tuple[EngineRuntime, ...] = get_args(EngineRuntime)
 ComputedIn = Literal["fp32", "fp16", "bf16"]
 Capability = Annotated[str, Meta(pattern="^[1-9][0-9]?[.][0-9]$")]
 """A CUDA compute capability, such as ``8.9``."""
@@ -42,8 +44,9 @@ class Engine(_Strict, frozen=True, kw_only=True):
         compute: what activations and the KV cache are.
         profiles: the shapes it runs at, in the order of its optimization profiles, each with min = opt = max. A propose
             graph is compiled for K = 1: to draft K tokens it is called K times, each time with the last two tokens of
-            the text and what was drafted so far, so that the weights are stored once and any K will do. A step graph
-            may lack the profile of one token; plain decoding then runs padded to the narrowest tree.
+            the text and what was drafted so far, so that the weights are stored once and any K will do. That of an MLP
+            speculator is compiled for all its stages. A step graph may lack the profile of one token; plain decoding
+            then runs padded to the narrowest tree.
     """
 
     file: str

@@ -60,7 +60,7 @@ def cache_buckets(max_seq_len: int, widest: int) -> tuple[int, ...]:
     """Sizes a slot's cache grows through, in rows, ascending.
 
     Attention over a static cache costs for its whole length, so a short text must not pay for a long declared context:
-    sizes grow by about 1.4x from 256 rows. The last one leaves room for a whole step of ``widest`` tokens that starts
+    sizes grow by about 1.4x from 128 rows. The last one leaves room for a whole step of ``widest`` tokens that starts
     at the last row of the context, so that a step at the end of the context runs at the same shape as any other.
 
     Args:
@@ -69,10 +69,10 @@ def cache_buckets(max_seq_len: int, widest: int) -> tuple[int, ...]:
     """
     top = -(-(max_seq_len + widest) // _BUCKET_GRAIN) * _BUCKET_GRAIN
     sizes: list[int] = []
-    size = 256
+    size = 128
     while size < top:
         sizes.append(size)
-        # 256, 384, 512, 768, 1024, 1536, ...: powers of two and the midpoints between them.
+        # 128, 192, 256, 384, 512, 768, ...: powers of two and the midpoints between them.
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return (*sizes, top)
 
@@ -83,6 +83,17 @@ def batch_points(most: int) -> tuple[int, ...]:
     while sizes[-1] * 2 < most:
         sizes.append(sizes[-1] * 2)
     return tuple(dict.fromkeys((*sizes, most)))
+
+
+def speculator_points(points: Collection[ShapePoint]) -> list[ShapePoint]:
+    """Those of an MLP speculator's points that a GPU runs; ascending.
+
+    They are of all its stages, and of every width of a level but one node, unless that is all there is. Others would
+    hold the weights once more; shallower trees and narrower levels are filled there as well.
+    """
+    stages = max(point.drafts for point in points)
+    whole = sorted(point for point in points if point.drafts == stages)
+    return [point for point in whole if point.tokens > 1] or whole
 
 
 def window(slots: Collection[int], sizes: Sequence[int]) -> range:

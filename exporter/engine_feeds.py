@@ -24,6 +24,8 @@ Feed = dict[str, Array]
 CACHE_TYPES: dict[ComputedIn, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 _PAST = 40
 """Rows that the cache holds before a run, where it has so many."""
+FIRST_CHOICES = 3
+"""Of the most probable tokens: those that a speculator's levels go on from."""
 _SPREAD = 3.0
 """Of made-up logits: wide enough that some draft tokens are accepted and some are not."""
 
@@ -61,9 +63,19 @@ class Call:
         return self.point.tokens if isinstance(self.of, Commit) else self.point.fed
 
     def feed(self) -> Feed:
-        """An array for each of the graph's inputs, in float32 where they are caches."""
+        """An array for each of the graph's inputs, in float32 where they are caches; slots are given different ones."""
+        slots = [self._slot() for _ in range(self.point.batch)]
+        made: Feed = {}
+        for value in self.graph.input:
+            names = [dim.dim_param for dim in value.type.tensor_type.shape.dim]
+            parts = [slot[value.name] for slot in slots]
+            made[value.name] = np.concatenate(parts, names.index("B")) if "B" in names else parts[0]
+        return made
+
+    def _slot(self) -> Feed:
+        """The inputs of one slot."""
         known = _MADE[type(self.of)](self)
-        sizes = Job((self.point,), self.vocab).sizes[0]
+        sizes = Job((self.point,), self.vocab).sizes[0] | {"B": 1}
         made: Feed = {}
         for value in self.graph.input:
             shape = tuple(dim.dim_value or sizes.get(dim.dim_param, 0) for dim in value.type.tensor_type.shape.dim)
@@ -79,6 +91,8 @@ class Call:
 def _model(call: Call) -> dict[str, npt.ArrayLike]:
     """Of a step graph, and of a propose graph: greedy but for the probabilities it reports."""
     assert isinstance(call.of, Model)
+    if not call.of.cache:
+        return _speculator(call)
     tokens = call.point.tokens
     return {
         tensors.INPUT_IDS: call.random.integers(0, min(call.vocab, call.of.vocab_size), tokens),
@@ -92,6 +106,28 @@ def _model(call: Call) -> dict[str, npt.ArrayLike]:
         tensors.UNIFORM: 0.0,
         **_SAMPLING,
     }
+
+
+def _speculator(call: Call) -> dict[str, npt.ArrayLike]:
+    """Of the propose graph of an MLP speculator, over levels that are full; tokens are chosen as a draft's are."""
+    assert isinstance(call.of, Model)
+    levels = (call.point.drafts, call.point.tokens)
+    parents = call.random.integers(0, levels[1], levels)
+    parents[:2] = 0  # the root is alone
+    return {
+        tensors.HIDDEN_STATE: call.random.standard_normal(_width(call, tensors.HIDDEN_STATE)),
+        tensors.INPUT_IDS: call.random.integers(0, call.of.vocab_size),
+        tensors.LEVEL_PARENTS: parents,
+        tensors.LEVEL_RANKS: call.random.integers(0, FIRST_CHOICES, levels),
+        tensors.UNIFORM: 0.0,
+        **_SAMPLING,
+    }
+
+
+def _width(call: Call, name: str) -> int:
+    """The last dimension of an input."""
+    found = next(value for value in call.graph.input if value.name == name)
+    return int(found.type.tensor_type.shape.dim[-1].dim_value)
 
 
 def _accept(call: Call) -> dict[str, npt.ArrayLike]:

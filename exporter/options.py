@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from specexport.contract.engines import Backend
+from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES, Backend
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MAX_LOOKUP
 from specexport.contract.model import LoweredAs
+from specexport.contract.shapes import batch_points
 from specexport.contract.tree import TokenTree
-from specexport.exporter.engines.options import RUNTIMES, EngineOptions, check_stored
+from specexport.exporter.engines.options import EngineOptions, check_batches, check_stored
 from specexport.exporter.weights import PRECISIONS, Precision
 
 LOWERINGS: tuple[LoweredAs, ...] = ("native", "portable")
-BACKENDS: tuple[Backend, ...] = ("onnxruntime", *RUNTIMES)
 DEFAULT_BLOCK_SIZE = 32
 DEFAULT_MAX_BATCH_SIZE = 8
 MAX_BATCH_SIZE = 64
@@ -59,7 +59,7 @@ class BuildOptions:
         posterior_threshold: epsilon of typical acceptance, where a request asks for that and does not say.
         posterior_alpha: its alpha.
         backend: what the bundle is meant to run on. For others than ``onnxruntime`` it also has the step program's
-            graphs.
+            graphs, which decide on the device what is accepted.
         engines: how to compile them; None to leave that to ``specexport compile`` on the device.
         overwrite: replace an existing bundle.
         resume: go on from the stages that an earlier build finished before it was killed; for outputs whose name stands
@@ -109,7 +109,8 @@ class BuildOptions:
             raise BuildError(f"backend is {self.backend}, and engines for {self.engines.runtime} were asked for")
         if self.engines is not None:
             check_stored((self.precision, self.proposing_precision), self.engines.capabilities)
-        if self.inputs_embeds and self.backend != "onnxruntime":
+            check_batches(self.engines.batch_sizes, batch_points(self.max_batch_size))
+        if self.inputs_embeds and self.backend in ENGINE_RUNTIMES:
             raise BuildError(
                 f"inputs_embeds was given with backend {self.backend}, whose engines read tokens alone; leave one out"
             )
@@ -120,8 +121,6 @@ class BuildOptions:
             raise BuildError("draft and universal_draft were both given; a bundle has one draft, so give one of them")
         if self.draft_medusa is not None and self.draft is None:
             raise BuildError("draft_medusa was given without draft; they are heads of a draft model")
-        if self.mlp_speculator is not None and self.backend != "onnxruntime":
-            raise BuildError(f"backend is {self.backend}, for which MLP speculators are not compiled; use onnxruntime")
         proposing = (self.draft, self.universal_draft, self.self_draft_layers, self.medusa, self.mlp_speculator)
         if all(source is None for source in proposing):
             if self.trees:

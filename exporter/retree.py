@@ -115,9 +115,10 @@ def _exchanged(folder: Path, manifest: Manifest, target: Model, changed: Method)
 
 
 def _with_level_points(folder: Path, method: MlpSpeculator, batches: Sequence[int]) -> MlpSpeculator:
-    """An MLP speculator with every depth of its trees pinned at every width of their levels."""
+    """An MLP speculator with every depth of its trees, and all its stages, pinned at every width of their levels."""
     trees, draft = method.token_trees(), method.draft
-    for depth, width in itertools.product({tree.depth for tree in trees}, {tree.level_width for tree in trees}):
+    depths, widths = {method.stages, *(tree.depth for tree in trees)}, {tree.level_width for tree in trees}
+    for depth, width in itertools.product(depths, widths):
         draft = _with_points(folder, draft, (width, 0, depth), batches, [0])
     return msgspec.structs.replace(method, draft=draft)
 

@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
@@ -33,9 +33,15 @@ from specexport.graphs.step import CandidatesModule, StepModule
 
 OPSETS: dict[LoweredAs, int] = {"native": 24, "portable": 20}
 """TensorRT 10.3, which JetPack 6 ships, and ONNX Runtimes for Python 3.10 know operators up to opset 20."""
+PROGRAM_OPSET = 18
+"""Of the accept and fill graphs. ONNX Runtime registers CUDA kernels by operator version, and of this one it has those
+of all their operators; for Equal, ReduceMax and ReduceMin newer ones came late (``docs/gpu.md``)."""
 
 # Sizes to trace with: all different from one another and from 0 and 1, which torch.export would specialise on.
-_B, _T, _S, _R, _DONE = 2, 5, 24, 3, 4
+_B, _T, _S, _DONE = 2, 5, 24, 4
+
+_Inputs = dict[str, tuple[torch.Tensor, dict[int, Any]]]
+"""Inputs by name: an example of each, and the names of its symbolic dimensions (``torch.export.Dim``)."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,16 @@ def _trace_step(
     )
 
 
+def _sampling(batch: Any) -> _Inputs:
+    """The sampling parameters, a number a slot each."""
+    return {
+        tensors.TEMPERATURE: (torch.ones(_B), {0: batch}),
+        tensors.TOP_K: (torch.zeros(_B, dtype=torch.int64), {0: batch}),
+        tensors.TOP_P: (torch.full((_B,), 0.9), {0: batch}),
+        tensors.MIN_P: (torch.zeros(_B), {0: batch}),
+    }
+
+
 def trace_draft_pass(
     model: torch.nn.Module,
     shapes: Sequence[CacheShape],
@@ -152,11 +168,7 @@ def trace_draft_pass(
         tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
         tensors.UNIFORM: (torch.full((_B,), 0.5), {0: b}),
         tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
-        tensors.TEMPERATURE: (torch.ones(_B), {0: b}),
-        tensors.TOP_K: (torch.zeros(_B, dtype=torch.int64), {0: b}),
-        tensors.TOP_P: (torch.ones(_B), {0: b}),
-        tensors.MIN_P: (torch.zeros(_B), {0: b}),
-    }
+    } | _sampling(b)
     return _trace(
         model,
         DraftPass(model, layers, vocab_size, input_vocab, max_positions),
@@ -184,21 +196,9 @@ def trace_speculator(speculator: MlpSpeculator, lowering: LoweredAs = "native") 
         tensors.LEVEL_PARENTS: (torch.zeros(levels, dtype=torch.int64), {0: b, 2: t}),
         tensors.LEVEL_RANKS: (torch.zeros(levels, dtype=torch.int64), {0: b, 2: t}),
         tensors.UNIFORM: (torch.full(levels, 0.5), {0: b, 2: t}),
-        tensors.TEMPERATURE: (torch.ones(_B), {0: b}),
-        tensors.TOP_K: (torch.zeros(_B, dtype=torch.int64), {0: b}),
-        tensors.TOP_P: (torch.ones(_B), {0: b}),
-        tensors.MIN_P: (torch.zeros(_B), {0: b}),
-    }
-    module = SpeculatorModule(speculator)
-    return _trace(
-        module,
-        module,
-        tuple(tensor for tensor, _ in inputs.values()),
-        tuple(dims for _, dims in inputs.values()),
-        list(inputs),
-        [tensors.of_stage(kind, stage) for stage in range(stages) for kind in tensors.DRAFTED],
-        lowering,
-    )
+    } | _sampling(b)
+    outputs = [tensors.of_stage(kind, stage) for stage in range(stages) for kind in tensors.DRAFTED]
+    return _trace_named(SpeculatorModule(speculator), inputs, outputs, lowering)
 
 
 def trace_accept(rule: Literal["lossless", "typical"], max_children: int, candidates: int) -> ir.Model:
@@ -218,12 +218,7 @@ def trace_accept(rule: Literal["lossless", "typical"], max_children: int, candid
         tensors.TREE_MASK: (torch.ones(_B, nodes, nodes, dtype=torch.bool).tril(), {0: b, 1: n, 2: n}),
         tensors.DRAFT_TOKENS: (torch.ones(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
     }
-    sampling = {
-        tensors.TEMPERATURE: (torch.ones(_B), {0: b}),
-        tensors.TOP_K: (torch.zeros(_B, dtype=torch.int64), {0: b}),
-        tensors.TOP_P: (torch.full((_B,), 0.9), {0: b}),
-        tensors.MIN_P: (torch.zeros(_B), {0: b}),
-    }
+    sampling = _sampling(b)
     module: torch.nn.Module
     if rule == "lossless":
         module = AcceptModule(max_children)
@@ -237,14 +232,7 @@ def trace_accept(rule: Literal["lossless", "typical"], max_children: int, candid
         module = TypicalModule()
         thresholds = {name: (torch.full((_B,), 0.3), {0: b}) for name in (tensors.THRESHOLD, tensors.ALPHA)}
         inputs = verified | {tensors.UNIFORM: (torch.full((_B, 1), 0.5), {0: b})} | sampling | thresholds
-    return _trace(
-        module,
-        module,
-        tuple(tensor for tensor, _ in inputs.values()),
-        tuple(dims for _, dims in inputs.values()),
-        list(inputs),
-        [tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH],
-    )
+    return _trace_named(module, inputs, [tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH], opset=PROGRAM_OPSET)
 
 
 def trace_fill(candidates: int) -> ir.Model:
@@ -259,15 +247,8 @@ def trace_fill(candidates: int) -> ir.Model:
         tensors.TREE_DEPTHS: (torch.ones(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
         tensors.TREE_RANKS: (torch.zeros(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
     }
-    module = FillModule()
-    return _trace(
-        module,
-        module,
-        tuple(tensor for tensor, _ in inputs.values()),
-        tuple(dims for _, dims in inputs.values()),
-        list(inputs),
-        [tensors.TREE_TOKENS, tensors.TREE_IDS, tensors.TREE_PROBS],
-    )
+    outputs = [tensors.TREE_TOKENS, tensors.TREE_IDS, tensors.TREE_PROBS]
+    return _trace_named(FillModule(), inputs, outputs, opset=PROGRAM_OPSET)
 
 
 def trace_commit(shapes: Sequence[CacheShape]) -> ir.Model:
@@ -289,6 +270,18 @@ def row_names(layers: int) -> list[str]:
     return [f"row.{kind}.{layer}" for layer in range(layers) for kind in ("key", "value")]
 
 
+def _trace_named(
+    module: torch.nn.Module,
+    inputs: _Inputs,
+    output_names: list[str],
+    lowering: LoweredAs = "native",
+    opset: int | None = None,
+) -> ir.Model:
+    """Traces a module whose inputs are single tensors."""
+    examples, dims = zip(*inputs.values(), strict=True)
+    return _trace(module, module, examples, dims, list(inputs), output_names, lowering, opset)
+
+
 def _trace(
     model: torch.nn.Module,
     module: torch.nn.Module,
@@ -297,6 +290,7 @@ def _trace(
     input_names: list[str],
     output_names: list[str],
     lowering: LoweredAs = "native",
+    opset: int | None = None,
 ) -> ir.Model:
     leaves = torch.utils._pytree.tree_leaves(example)
     # torch.export takes inputs that are one tensor for one input, and leaves the others unread.
@@ -308,7 +302,7 @@ def _trace(
                 module.eval(),
                 example,
                 dynamo=True,
-                opset_version=OPSETS[lowering],
+                opset_version=opset or OPSETS[lowering],
                 custom_translation_table=translations(),
                 dynamic_shapes=dynamic_shapes,
                 input_names=input_names,

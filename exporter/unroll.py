@@ -48,7 +48,7 @@ def unroll(model: ir.Model, trips: int) -> None:
     stacked = [_stack(graph, loop, name, list(values)) for name, values in enumerate(zip(*scanned, strict=True))]
     old, new = list(loop.outputs), [*carried, *stacked]
     for value, replacement in zip(old, new, strict=True):
-        replacement.type = value.type
+        replacement.type = value.type or replacement.type
         if value.shape is not None:
             replacement.shape = ir.Shape([trips if getattr(dim, "value", dim) == "K" else dim for dim in value.shape])
     ir.convenience.replace_nodes_and_values(graph, loop, [loop], [], old, new)
@@ -77,7 +77,8 @@ def _copy(
     always = _constant(graph, f"going.{trip}", np.array(True))
     known = {**shared, iteration: index, _condition: always, **dict(zip(inputs, carried, strict=True))}
     for node in body:
-        outputs = [ir.Value(name=f"{out.name}.{trip}", type=out.type) for out in node.outputs]
+        # Symbolic sizes differ from pass to pass.
+        outputs = [ir.Value(name=f"{out.name}.{trip}", type=out.type, shape=_known(out)) for out in node.outputs]
         copy = ir.node(
             node.op_type,
             [known.get(value, value) if value is not None else None for value in node.inputs],
@@ -88,6 +89,13 @@ def _copy(
         graph.insert_before(loop, copy)
         known.update(zip(node.outputs, outputs, strict=True))
     return [known[value] for value in body.outputs[1:]]
+
+
+def _known(value: ir.Value) -> ir.Shape | None:
+    """A value's shape with the sizes that are numbers, the others unknown; it is kept with its type alone."""
+    if value.shape is None or value.type is None:
+        return None
+    return ir.Shape([size if isinstance(size, int) else None for size in value.shape])
 
 
 def _constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from specexport.contract.errors import BuildError, RequestError, SpecExportError
 from specexport.contract.methods import (
-    HYPOTHESIS,
     DraftModel,
     Medusa,
     MedusaDraft,
@@ -29,9 +22,11 @@ from specexport.contract.reading import check_files, read_manifest
 from specexport.exporter import verify_engines as engines
 from specexport.exporter import verify_logits as logits
 from specexport.exporter.locate import locate
+from specexport.exporter.verify_decoding import compare_decoding
 from specexport.exporter.verify_graphs import check_graphs
+from specexport.exporter.verify_report import Check, Numbers, VerifyReport
 from specexport.exporter.verify_speculator import compare_speculator, speculator_limits
-from specexport.runtime import Engine, SamplingParams
+from specexport.runtime import Engine
 from specexport.runtime.bundle import Bundle
 
 DEFAULT_PROMPTS = (
@@ -46,79 +41,14 @@ DEFAULT_PROMPTS = (
 _LONGEST_PROMPT = 224
 """Tokens of a prompt that are used. The original model reads each text anew for every step, so length costs time."""
 
-_SEEDED_PROMPTS = 2
-_SAMPLED = SamplingParams(temperature=0.8, seed=20240229, ignore_eos=True)
-
 _HEAD_STEPS = 6
 """Tokens decoded after each prompt to see what heads propose; the model reads the text anew for each."""
-
-_MAX_DIFFERENCES = 3
-"""A prompt whose texts differ this often is broken; more would only cost time."""
-_SLIP = 9
-"""One token in so many of the hypotheses that are tried is wrong."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a check's name, how much of it is done, and how much there is in all."""
 
-Numbers = dict[str, float]
 Outcome = tuple[bool, str, Numbers]
 """Whether a check passed, one sentence, and what was measured."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that was looked at.
-
-    Attributes:
-        name: ``files``, ``graphs``, ``engines``, ``logits``, ``embeds``, ``draft``, ``medusa``, ``speculator`` or
-            ``speculation``.
-        passed: None if it could not be run.
-        sentence: what was found, or why it was not run.
-        numbers: what was measured.
-    """
-
-    name: str
-    passed: bool | None
-    sentence: str
-    numbers: Numbers = field(default_factory=dict)
-
-    @property
-    def result(self) -> str:
-        """In words."""
-        return "not run" if self.passed is None else "passed" if self.passed else "failed"
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """Every check of a bundle, in order."""
-
-    bundle: Path
-    checks: tuple[Check, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether no check failed."""
-        return all(check.passed is not False for check in self.checks)
-
-    @property
-    def verdict(self) -> str:
-        """In words."""
-        if not self.passed:
-            return "failed"
-        return "passed" if all(check.passed for check in self.checks) else "passed what could be checked"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report for JSON; numbers that are not finite, which JSON has no words for, are null."""
-        checks = [
-            {
-                "name": check.name,
-                "result": check.result,
-                "sentence": check.sentence,
-                "numbers": {name: x if math.isfinite(x) else None for name, x in check.numbers.items()},
-            }
-            for check in self.checks
-        ]
-        return {"bundle": str(self.bundle), "verdict": self.verdict, "passed": self.passed, "checks": checks}
 
 
 class _NotRunError(Exception):
@@ -365,113 +295,22 @@ def _agreement(found: logits.Agreement, limits: logits.Limits) -> str:
 # --- speculation ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Difference:
-    """Where plain and speculative decoding part: the text so far and what each goes on with, None for an end."""
-
-    text: list[int]
-    plain: int | None
-    speculative: int | None
-
-
 def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progress: Progress) -> Outcome:
-    work = logits.decodings(bundle.manifest, texts)
-    tokens = 0
-    differences: list[_Difference] = []
-    lengths: list[float] = []
-    with Engine.load(bundle.folder, check_hashes=False, backend="onnxruntime", cost_curve=False) as engine:
-        for index, (text, (method, size)) in enumerate(work):
-            compared, found, length = _compare_decoding(engine, text, method, size, max_tokens)
-            tokens += compared
-            differences += found
-            lengths.append(length)
-            progress("speculation", index, len(work) + 1)
-        repeated = all(_repeats(engine, text, max_tokens) for text in texts[:_SEEDED_PROMPTS])
-    limits = logits.LIMITS[bundle.manifest.target.precision.weights]
-    real = [difference for difference in differences if not _tied(bundle, difference, limits)]
-    numbers: Numbers = {"tokens": tokens, "ties": len(differences) - len(real), "differences": len(real)}
-    if lengths:
-        numbers["acceptance_length"] = sum(lengths) / len(lengths)
-    if real:
-        first = real[0]
+    found = compare_decoding(bundle, texts, max_tokens, lambda done, total: progress("speculation", done, total))
+    numbers: Numbers = {"tokens": found.tokens, "ties": found.ties, "differences": len(found.differences)}
+    if found.acceptance_length is not None:
+        numbers["acceptance_length"] = found.acceptance_length
+    if found.differences:
+        first = found.differences[0]
         sentence = (
             f"speculation changes greedy output: after {len(first.text)} tokens it goes on with token "
-            f"{first.speculative} where plain decoding has {first.plain} ({len(real)} such places)"
+            f"{first.speculative} where plain decoding has {first.plain} ({len(found.differences)} such places)"
         )
-    elif work:
-        ties = len(differences)
-        sentence = f"greedy output is the same with speculation and without, {tokens} tokens" + (
-            f" ({ties} numerical tie{'s' if ties > 1 else ''} aside)" if ties else ""
+    elif found.acceptance_length is not None:
+        sentence = f"greedy output is the same with speculation and without, {found.tokens} tokens" + (
+            f" ({found.ties} numerical tie{'s' if found.ties > 1 else ''} aside)" if found.ties else ""
         )
     else:
         sentence = "the bundle has no way to speculate, so there is nothing to compare"
-    seeded = "the same text twice" if repeated else "different texts"
-    return not real and repeated, f"{sentence}; a seed gives {seeded}", numbers
-
-
-def _compare_decoding(
-    engine: Engine, prompt: list[int], method: str, size: int, max_tokens: int
-) -> tuple[int, list[_Difference], float]:
-    """Decodes a prompt greedily both ways; where they part, goes on from the plain text to see the rest of it too.
-
-    Returns:
-        Tokens compared, where they differed, and the acceptance length of the first run.
-    """
-    text, room, length = list(prompt), max_tokens, 0.0
-    found: list[_Difference] = []
-    while room > 0 and len(text) < engine.manifest.max_seq_len and len(found) < _MAX_DIFFERENCES:
-        params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
-        plain = engine.generate(text, params, speculation=False).token_ids
-        # A hypothesis that is right but for some of its tokens; other methods need none.
-        expected = [token if at % _SLIP else 0 for at, token in enumerate(plain, 1)] if method == HYPOTHESIS else None
-        completion = engine.generate(text, params, method=method, num_speculative_tokens=size, hypothesis=expected)
-        fast, length = completion.token_ids, length or completion.stats.acceptance_length
-        same = _common(plain, fast)
-        text, room = [*text, *plain[:same]], room - same
-        if same == len(plain) == len(fast):
-            break
-        a, b = (tokens[same] if same < len(tokens) else None for tokens in (plain, fast))
-        found.append(_Difference(text, a, b))
-        if a is None:
-            break
-        text, room = [*text, a], room - 1
-    return len(text) - len(prompt), found, length
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens two texts share."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
-
-
-def _tied(bundle: Bundle, difference: _Difference, limits: logits.Limits) -> bool:
-    """Whether two tokens' logits are so close that the verify step and the plain step may round them differently."""
-    if difference.plain is None or difference.speculative is None:
-        return False
-    gap = logits.logit_gap(bundle, difference.text, difference.plain, difference.speculative)
-    return gap <= limits.rounding
-
-
-def _repeats(engine: Engine, text: list[int], max_tokens: int) -> bool:
-    params = _SAMPLED.replace(max_tokens=max_tokens)
-    # The first one reads the prompt. With one that is read already, heads and speculators have a plain step first.
-    _, first, second = (engine.generate(text, params).token_ids for _ in range(3))
-    return first == second
-
-
-# --- report -----------------------------------------------------------------------------------------------------------
-
-_STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
-
-
-def render(report: VerifyReport) -> RenderableType:
-    """The report as a table with a verdict below it."""
-    table = Table(title=str(report.bundle), title_justify="left", show_edge=False)
-    table.add_column("check")
-    table.add_column("result", no_wrap=True)
-    table.add_column("what was found")
-    for check in report.checks:
-        # As Text: a path may hold what rich would take for markup.
-        table.add_row(check.name, Text(check.result, _STYLES[check.result]), Text(check.sentence))
-    style = _STYLES["failed" if not report.passed else "passed" if report.verdict == "passed" else "not run"]
-    return Group(table, "", Text(f"verdict: {report.verdict}", style))
+    seeded = "the same text twice" if found.repeated else "different texts"
+    return not found.differences and found.repeated, f"{sentence}; a seed gives {seeded}", numbers

@@ -24,12 +24,12 @@ from polygraphy.datatype import DataType
 from polygraphy.logger import G_LOGGER
 
 from specexport.contract import tensors
-from specexport.contract.engines import ComputedIn, Engine, EngineRuntime, ProgramGraph
+from specexport.contract.engines import ENGINE_RUNTIMES, ComputedIn, Engine, ProgramGraph
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.exporter.engine_feeds import CACHE_TYPES, Array, Call, Feed
+from specexport.exporter.engine_feeds import CACHE_TYPES, FIRST_CHOICES, Array, Call, Feed
 from specexport.exporter.engines.library import Library, load_library
 from specexport.exporter.quality import relative_rms
 from specexport.runtime.bundle import Bundle
@@ -91,7 +91,7 @@ def runnable(manifest: Manifest) -> tuple[Library, list[Subject]]:
         SpecExportError: there is no GPU, no library, or no engine for them; says which.
     """
     device = Cuda.load().device
-    runtime: EngineRuntime = manifest.engines[0].runtime if manifest.backend == "onnxruntime" else manifest.backend
+    runtime = next((one for one in ENGINE_RUNTIMES if one == manifest.backend), manifest.engines[0].runtime)
     graphs: list[tuple[str, Model | ProgramGraph]] = [(m.graph.master, m) for m in manifest.models.values()]
     graphs += [(graph.file, graph) for graph in manifest.program]
     library = load_library(runtime)
@@ -149,6 +149,7 @@ def _compare(bundle: Bundle, subject: Subject, runner: BaseRunner, result: Engin
 
     def compare(reference: Feed, found: Feed) -> OrderedDict[str, bool]:
         index = len(seen)
+        found = _on_the_same_tokens(reference, found, given[index])
         compared = {name: _difference(name, reference, found, limit) for name in reference}
         name, worst = max(compared.items(), key=lambda item: item[1])
         seen.append((name, worst))
@@ -189,15 +190,38 @@ def _tree(manifest: Manifest, point: ShapePoint, of_model: bool) -> TokenTree:
 # --- differences ------------------------------------------------------------------------------------------------------
 
 
+def _on_the_same_tokens(reference: Feed, found: Feed, given: Feed) -> Feed:
+    """What was found, but for what a speculator's stages say after other tokens than the reference's.
+
+    A level's tokens are those that the stage before it ranked. Where two of them nearly tie, rounding exchanges them;
+    what follows cannot be compared, and stands as the reference has it.
+    """
+    if tensors.LEVEL_PARENTS not in given:
+        return found
+    parents, ranks = given[tensors.LEVEL_PARENTS], given[tensors.LEVEL_RANKS]
+    slots = np.arange(len(parents))[:, None]
+    same, found = np.ones((len(parents), 1), np.bool_), dict(found)
+    for stage in range(1, parents.shape[1]):
+        above = tensors.of_stage(tensors.DRAFT_IDS, stage - 1)
+        theirs, ours = (made[above][slots, parents[:, stage], ranks[:, stage]] for made in (reference, found))
+        same = same[slots, parents[:, stage]] & (theirs == ours)
+        for name in (tensors.of_stage(kind, stage) for kind in tensors.DRAFTED):
+            rows = same if found[name].ndim == same.ndim else same[..., None]
+            found[name] = np.where(rows, found[name], reference[name])
+    return found
+
+
 def _difference(name: str, reference: Feed, found: Feed, limit: float) -> float:
     """How far an output is from the reference's, over what is allowed."""
     ours, theirs = found[name], reference[name]
     if ours.shape != theirs.shape or not np.isfinite(ours).all():
         return np.inf
-    if name == tensors.DRAFT_TOKENS and tensors.DRAFT_IDS in reference:
+    kind = name.partition(".")[0]  # a speculator's outputs have their stage behind it
+    ids = name.replace(tensors.DRAFT_TOKENS, tensors.DRAFT_IDS)
+    if kind == tensors.DRAFT_TOKENS and ids in reference:
         # Drawn with the least noise: the most probable token, or one that ties with it.
-        return 0.0 if (reference[tensors.DRAFT_IDS][..., :3] == ours[..., None]).any(-1).all() else np.inf
-    if name in (tensors.CANDIDATES, tensors.DRAFT_IDS):
+        return 0.0 if (reference[ids][..., :FIRST_CHOICES] == ours[..., None]).any(-1).all() else np.inf
+    if kind in (tensors.CANDIDATES, tensors.DRAFT_IDS):
         shared = (ours[..., :, None] == theirs[..., None, :]).any(-1).mean()
         return float((1 - shared) / (1 - _SHARED))
     if ours.dtype.kind != "f" or name.endswith(_BEFORE):

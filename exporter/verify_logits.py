@@ -14,7 +14,7 @@ from polygraphy.logger import G_LOGGER
 
 from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import DraftModel, Medusa, MedusaDraft, SelfDraft, UniversalDraft, method_name
+from specexport.contract.methods import DraftModel, Medusa, MedusaDraft, SelfDraft, UniversalDraft
 from specexport.contract.tree import TokenTree
 from specexport.exporter.quality import energy, relative_rms
 from specexport.exporter.verify_runners import (
@@ -133,18 +133,12 @@ def _scale(logits: Array) -> float:
 def rounds(manifest: Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
     """Texts, each with a number of draft tokens: every text and every width of a step at least once."""
     sizes = sorted({width - 1 for method in manifest.methods for width in method.widths()}) or [0]
-    return _paired(texts, sizes)
+    return paired(texts, sizes)
 
 
-def _paired(texts: Sequence[list[int]], others: Sequence[_Other]) -> list[tuple[list[int], _Other]]:
+def paired(texts: Sequence[list[int]], others: Sequence[_Other]) -> list[tuple[list[int], _Other]]:
     """Each text and each of the others at least once."""
     return [(texts[i % len(texts)], others[i % len(others)]) for i in range(max(len(texts), len(others)))]
-
-
-def decodings(manifest: Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], tuple[str, int]]]:
-    """Texts, each with a method and a number of draft tokens: every method's every tree at least once."""
-    ways = [(method_name(m), len(tree) - 1) for m in manifest.methods for tree in m.token_trees()]
-    return _paired(texts, ways) if ways else []
 
 
 def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]], limits: Limits) -> LogitsResult:
@@ -221,7 +215,7 @@ def propose(bundle: Bundle, method: DraftModel, texts: Sequence[list[int]]) -> l
     proposer = DraftModelProposer(graph, bundle.manifest)
     params, random = SamplingParams(temperature=0.0), np.random.default_rng(0)
     made = []
-    for start, tree in _paired(texts, [TokenTree.chain(tree.depth + 1) for tree in method.token_trees()]):
+    for start, tree in paired(texts, [TokenTree.chain(tree.depth + 1) for tree in method.token_trees()]):
         text, K = list(start), tree.depth
         for kept in (K, 1, 0):
             if len(text) + K > bundle.manifest.max_seq_len:

@@ -23,6 +23,7 @@ def _threshold(scores: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor
     Returns:
         float32 ``[B,N,1]``; minus infinity where even all of them weigh too little.
     """
+    # The bounds have no last axis of one: with it TensorRT-RTX 1.7 did not finish compiling the graph in minutes.
     low = torch.full_like(wanted, _LOWEST)
     high = torch.full_like(wanted, 1.0)
     for _ in range(_HALVINGS):

@@ -45,7 +45,7 @@ def draw_candidate(
     best, ids = torch.topk(logits, candidates, dim=-1)  # sorted, ties by lower id
     rank = torch.arange(candidates)
     probs = (best / temperature[..., None]).softmax(-1)
-    in_top_k = (rank < top_k[..., None]) | (top_k[..., None] == 0)
+    in_top_k = (rank < top_k[..., None]) | (top_k[..., None] < 1)  # not == 0: ONNX Runtime's Equal came late to CUDA
     probs = torch.where(in_top_k, probs, 0.0)
     probs = probs / probs.sum(-1, keepdim=True)
     before = probs.cumsum(-1) - probs
@@ -71,9 +71,11 @@ def place_of_rank(ids: torch.Tensor, drawn: torch.Tensor, ranks: torch.Tensor) -
     Returns:
         int64 ``[...]``, below M.
     """
-    place = ((ids == drawn[..., None]) * torch.arange(ids.shape[-1])).sum(-1)
+    # Without ==, as in draw_candidate.
+    is_drawn = (ids <= drawn[..., None]) & (ids >= drawn[..., None])
+    place = (is_drawn * torch.arange(ids.shape[-1])).sum(-1)
     beside = torch.where(ranks <= place, ranks - 1, ranks)
-    return torch.where(ranks == 0, place, beside)
+    return torch.where(ranks < 1, place, beside)
 
 
 class DraftPass(torch.nn.Module):

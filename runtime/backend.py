@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from specexport.contract import tensors
+from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import BackendError, RequestError
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import DraftModel, Medusa, MedusaDraft, MlpSpeculator
@@ -43,6 +44,9 @@ class Graph(Protocol):
 
     def widths(self, slots: int) -> tuple[int, ...]:
         """T of the steps that compute logits of every token, ascending, for a window of so many slots."""
+
+    def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
+        """K and T of the runs of a propose graph, ascending, for a window of so many slots."""
 
     @property
     def cache_bytes(self) -> int:
@@ -100,8 +104,8 @@ class Backend(Protocol):
         """Why not in a better way, if there is one; else empty."""
 
     @property
-    def batches(self) -> bool:
-        """Whether it runs as many slots as the bundle was built for where nobody says how many; else one."""
+    def default_slots(self) -> int:
+        """How many slots it runs where nobody says how many, one of the bundle's batch sizes."""
 
     @property
     def device(self) -> str:
@@ -134,10 +138,8 @@ class Backend(Protocol):
         """Frees everything that was opened; then does nothing."""
 
 
-BackendName = Literal["onnxruntime", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 DEFAULT_UTILIZATION = 0.9
 """Of a device's memory; the rest is left to what drivers and libraries take without saying."""
-BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 
 
 def open_backend(bundle: Bundle, name: str | None, threads: int | None, gpu_memory_utilization: float) -> Backend:
@@ -145,7 +147,7 @@ def open_backend(bundle: Bundle, name: str | None, threads: int | None, gpu_memo
 
     Args:
         bundle: the bundle.
-        name: one of :data:`BACKENDS`; None for the one it was built for.
+        name: one of :data:`~specexport.contract.engines.BACKENDS`; None for the one it was built for.
         threads: for CPU backends; None for every core this process may use.
         gpu_memory_utilization: for GPU backends, the part of the device's memory that may be used, other programs'
             included.

@@ -96,12 +96,12 @@ class Engine:
             suffix_store_tokens: tokens of earlier outputs that the method ``suffix`` looks in too, at about half a
                 kilobyte each; the oldest go first. 0 for none. It changes how much is accepted, never what is said.
             max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest, on a GPU
-                for its smallest. Engines run one.
+                for its smallest. Engines run those they were compiled for (``compile --engine-batch-sizes``).
             prefix_cache: a prompt that begins like a text the cache still holds is read from where they part.
             cost_curve: choose how much each step speculates by what steps cost on this device, if the bundle knows it
                 (``specexport tune batch``). A request's ``num_speculative_tokens`` is then the most it gets; otherwise,
                 alone, it is what it gets.
-            backend: what runs it, one of ``runtime.backend.BACKENDS``; None for what it was built for.
+            backend: what runs it, one of ``contract.engines.BACKENDS``; None for what it was built for.
             gpu_memory_utilization: for GPU backends, the part of the device's memory that may be in use once the bundle
                 is loaded, other programs' included.
 
@@ -120,8 +120,7 @@ class Engine:
             )
         running = open_backend(opened, backend, threads, gpu_memory_utilization)
         try:
-            most = manifest.batch_sizes[-1] if running.batches else manifest.batch_sizes[0]
-            slots = most if max_batch_size is None else max_batch_size
+            slots = running.default_slots if max_batch_size is None else max_batch_size
             if slots not in manifest.batch_sizes:
                 built = ", ".join(map(str, manifest.batch_sizes))
                 raise RequestError(

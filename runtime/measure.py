@@ -101,7 +101,7 @@ def measure(
         progress: called with a name, how much is done and how much there is.
     """
     manifest = bundle.manifest
-    sizes = manifest.batch_sizes if backend.batches else manifest.batch_sizes[:1]
+    sizes = tuple(size for size in manifest.batch_sizes if size <= backend.default_slots)
     target = backend.open(manifest.target, sizes[-1], step_buffers(manifest))
     names = [method_name(method) for method in manifest.methods]
     proposers = {

@@ -106,11 +106,15 @@ class OnnxRuntimeBackend:
 
     execution = "host"
     fallback = ""
-    batches = True
 
     def __init__(self, bundle: Bundle, threads: int | None) -> None:
         self._bundle = bundle
         self._threads = threads or available_cores()
+
+    @property
+    def default_slots(self) -> int:
+        """See :class:`~specexport.runtime.backend.Backend`; all, as slots that are not used take no memory."""
+        return self._bundle.manifest.batch_sizes[-1]
 
     @property
     def device(self) -> str:
@@ -180,6 +184,10 @@ class OnnxRuntimeGraph:
     def widths(self, slots: int) -> tuple[int, ...]:
         """See :class:`~specexport.runtime.backend.Graph`."""
         return tuple(sorted({p.tokens for p in self._points if p.batch == slots and p.rows == p.tokens}))
+
+    def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
+        """See :class:`~specexport.runtime.backend.Graph`."""
+        return tuple(sorted({(p.drafts, p.tokens) for p in self._points if p.batch == slots and p.drafts}))
 
     @property
     def cache_bytes(self) -> int:

@@ -129,6 +129,7 @@ class HostProgram:
     ) -> None:
         self._execution = execution
         self._chunk = manifest.prefill_chunk
+        self._longest = manifest.max_seq_len
         self._last_position = manifest.target.max_positions - 1
         self._target = target
         self._speculations = speculations
@@ -228,31 +229,37 @@ class HostProgram:
         slot, tokens, chunk = sequence.slot, sequence.tokens, self._chunk
         proposing = sequence.method if len(sequence.tree) > 1 else None
         done, top, rows = self._target.filled(slot), sequence.params.prompt_logprobs, 1
+        slots = range(slot, slot + 1)
         if top is not None:  # a prefill chunk has logits after its last token alone
-            chunk = rows = self._widths[1][-1]
+            slots = window([slot], self.sizes)
+            chunk = rows = self._widths[len(slots)][-1]
         part = tokens[done : min(done + chunk, len(tokens) - 1)]
         if part:
-            slots = range(slot, slot + 1)
-            self._target.reserve(done + chunk)
+            at = slot - slots.start
+            self._target.reserve(max(done, *(self._running_rows(other) for other in slots)) + chunk)
             given = self._target.inputs(chunk, rows, slots=slots)
-            _read_in(given, 0, sequence, done, len(part))
-            given[tensors.POSITION_IDS][0] = self._positions(done, TokenTree.chain(chunk))
-            given[tensors.PAST_LENGTH][0] = done
+            _read_in(given, at, sequence, done, len(part))
+            given[tensors.POSITION_IDS][at] = self._positions(done, TokenTree.chain(chunk))
+            given[tensors.PAST_LENGTH][at] = done
             if top is None:
-                given[tensors.LOGITS_ROWS][0] = len(part) - 1
+                given[tensors.LOGITS_ROWS][at] = len(part) - 1
             else:
-                given[tensors.TREE_MASK][0] = TokenTree.chain(chunk).mask
+                given[tensors.TREE_MASK][at] = TokenTree.chain(chunk).mask
             made = self._target.run(chunk, rows, slots=slots)
             self._target.commit(slot, done, range(len(part)))
             last = 0 if top is None else len(part) - 1
             if top is not None:
                 after = tokens[done + 1 : done + len(part) + 1]
-                sequence.prompt_logprobs += token_logprobs(made[tensors.LOGITS][0], range(len(part)), after, top)
+                sequence.prompt_logprobs += token_logprobs(made[tensors.LOGITS][at], range(len(part)), after, top)
             if sequence.method is not None:
-                self._proposer(sequence.method).observe(slot, {name: array[0] for name, array in made.items()}, last)
+                self._proposer(sequence.method).observe(slot, {name: array[at] for name, array in made.items()}, last)
         more = done + len(part) < len(tokens) - 1
         # The proposer's chunk is read beside the target's: by turns, prompts would keep a full batch waiting twice.
         return (proposing is not None and self._proposer(proposing).prefill(sequence)) or more
+
+    def _running_rows(self, slot: int) -> int:
+        """The rows of a slot that a run it has no part in must leave alone; what is beyond the context is nobody's."""
+        return min(self._target.filled(slot), self._longest - 1)
 
     def move(self, source: int, to: int, method: str | None) -> None:
         """See :class:`StepProgram`."""

@@ -32,7 +32,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks is no installed package
 
-from benchmarks.gpu.checks import Check, launches, lossless, parity, tree_commit  # noqa: E402
+from benchmarks.gpu.checks import Check, launches, lossless, parity, together, tree_commit  # noqa: E402
 from benchmarks.gpu.machine import Folder, Found, compiled, find  # noqa: E402
 from benchmarks.gpu.timing import copy_bandwidth  # noqa: E402
 from specexport.contract.engines import ComputedIn  # noqa: E402
@@ -40,6 +40,7 @@ from specexport.contract.errors import SpecExportError  # noqa: E402
 from specexport.runtime.cuda.api import Cuda, Device  # noqa: E402
 
 K = 4
+SLOTS = 4
 SAMPLES, QUICK_SAMPLES = 3000, 400
 
 
@@ -138,7 +139,7 @@ def _on_demo_models(
 ) -> list[Work]:
     samples = QUICK_SAMPLES if args.quick else SAMPLES
 
-    def demo(name: str, **speculation: Any) -> Folder:
+    def demo(name: str, slots: int = 1, **speculation: Any) -> Folder:
         def make() -> Path:
             from benchmarks.pair import built  # torch and transformers come with it
 
@@ -149,13 +150,15 @@ def _on_demo_models(
                 precision=compute,
                 draft_precision=compute,
                 max_seq_len=512,
-                max_batch_size=1,
+                max_batch_size=slots,
                 lowering=lowering,
+                backend="onnxruntime-cuda",  # with the step program's graphs; engines of those are compiled too
             )
 
-        return lambda: compiled(make, found, device, compute)
+        return lambda: compiled(make, found, device, compute, slots)
 
     pair = demo("draft", draft=str(args.models / "demo-draft"), num_speculative_tokens=K)
+    batch = demo("draft-batch", SLOTS, draft=str(args.models / "demo-draft"), num_speculative_tokens=K)
     heads = demo("medusa", medusa=str(args.models / "demo-medusa"))
     backend, name = found.backend, f"{lowering} {compute}"
     return [
@@ -163,6 +166,7 @@ def _on_demo_models(
         Work(f"{name}, demo pair: texts", lambda: lossless(pair(), backend, texts, samples)),
         Work(f"{name}, demo target with heads: texts", lambda: lossless(heads(), backend, texts, samples)),
         Work(f"{name}, demo target with heads: commits", lambda: tree_commit(heads(), backend, compute, texts[0])),
+        Work(f"{name}, demo pair: requests", lambda: together(batch(), backend, SLOTS, compute, texts)),
         Work(f"{name}, demo pair: launches", lambda: launches(pair(), backend, texts)),
     ]
 
@@ -189,6 +193,7 @@ def _benchmark(
             max_seq_len=512,
             max_batch_size=1,
             lowering=lowering,
+            backend="onnxruntime-cuda",
         )
 
     compute: ComputedIn = "fp32" if found.engines is None else default_compute(args.precision)

@@ -49,8 +49,9 @@ from specexport.training.distill import (
     sample_texts,
 )
 from specexport.training.draft import new_llama
-from specexport.training.heads import HeadOptions, head_accuracy, new_heads, train_heads
+from specexport.training.heads import head_accuracy, new_heads, train_heads
 from specexport.training.loop import Loss, Schedule, Trained, muon_and_adamw, train
+from specexport.training.options import HeadOptions
 from specexport.training.setup import Place, Watch
 
 VOCAB_SIZE = 4096

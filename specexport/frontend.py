@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from specexport.cache import cached_bundle, locked
+from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.runtime import Engine, SamplingParams, Stream
@@ -193,7 +194,7 @@ def _built(
     options: dict[str, Any] = {"target": model, **(build_options(config) if config is not None else {})}
     if max_model_len is not None:
         options["max_seq_len"] = max_model_len
-    if backend in ("tensorrt", "tensorrt-rtx"):  # the others run any bundle
+    if backend not in (None, "onnxruntime"):  # which runs any bundle
         options["backend"] = backend
     doubled = next((name for name in build if name in options), None)
     if doubled is not None:
@@ -219,7 +220,7 @@ def _build(options: dict[str, Any], output: Path) -> None:
 
 def _engines(backend: str | None) -> Any:
     """How to compile a bundle's graphs, for a backend that runs engines."""
-    if backend is None:
+    if backend not in ENGINE_RUNTIMES:
         return None
     from specexport.exporter.engines.options import EngineOptions
 

@@ -43,7 +43,7 @@ class LLM:
         seed: makes requests without a seed of their own reproducible, by their order; None draws fresh ones.
         tensor_parallel_size: 1; a model is not split over devices.
         gpu_memory_utilization: share of a GPU's memory that may be taken, in (0, 1]. Bundles for the CPU take none.
-        backend: what runs it, one of ``runtime.backend.BACKENDS``; None for what the bundle was built for.
+        backend: what runs it, one of ``contract.engines.BACKENDS``; None for what the bundle was built for.
         threads: CPU threads; None for every core.
         measure: time steps and proposals on this device if the bundle does not know them yet, a minute at most as a
             rule, so that batches speculate as much as pays (``specexport tune batch``). None does it for models that

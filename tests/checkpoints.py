@@ -20,7 +20,7 @@ from specexport.exporter.mlp_speculator import save_speculator
 from specexport.graphs.medusa import MedusaHeads
 from specexport.graphs.mlp_speculator import MlpSpeculator
 from specexport.training.data import Windows
-from specexport.training.heads import run_model
+from specexport.training.hidden import run_model
 from specexport.training.mlp_speculator import speculator_loss
 
 VOCAB = 320
@@ -39,7 +39,7 @@ _TEXT = """
 """
 
 # Four heads of 16, two of them sharing keys and values, unless the family knows no such thing.
-_GROUPED: dict[str, Any] = {
+GROUPED: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -47,16 +47,16 @@ _GROUPED: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": MAX_POSITIONS,
 }
-_UNGROUPED = {key: value for key, value in _GROUPED.items() if key != "num_key_value_heads"}
+_UNGROUPED = {key: value for key, value in GROUPED.items() if key != "num_key_value_heads"}
 
 _CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **_GROUPED},
-    "mistral": {"model_type": "mistral", **_GROUPED, "sliding_window": WINDOW},
-    "qwen2": {"model_type": "qwen2", **_GROUPED, "tie_word_embeddings": True},
-    "qwen3": {"model_type": "qwen3", **_GROUPED, "head_dim": 24, "tie_word_embeddings": True},
+    "llama": {"model_type": "llama", **GROUPED},
+    "mistral": {"model_type": "mistral", **GROUPED, "sliding_window": WINDOW},
+    "qwen2": {"model_type": "qwen2", **GROUPED, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", **GROUPED, "head_dim": 24, "tie_word_embeddings": True},
     "gemma2": {
         "model_type": "gemma2",
-        **_GROUPED,
+        **GROUPED,
         "head_dim": 24,
         "query_pre_attn_scalar": 20,
         "sliding_window": WINDOW,
@@ -66,27 +66,27 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gemma3": {
         "model_type": "gemma3_text",
-        **_GROUPED,
+        **GROUPED,
         "head_dim": 24,
         "query_pre_attn_scalar": 20,
         "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "phi3": {"model_type": "phi3", **_GROUPED, "partial_rotary_factor": 0.5},
+    "phi3": {"model_type": "phi3", **GROUPED, "partial_rotary_factor": 0.5},
     "opt": {"model_type": "opt", **_UNGROUPED, "ffn_dim": 96, "word_embed_proj_dim": 48},
     "gpt2": {"model_type": "gpt2", **_UNGROUPED, "n_inner": 96},
     "gpt_neox": {"model_type": "gpt_neox", **_UNGROUPED, "rotary_pct": 0.25},
     "granite": {
         "model_type": "granite",
-        **_GROUPED,
+        **GROUPED,
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.2,
         "residual_multiplier": 0.6,
         "logits_scaling": 2.0,
         "tie_word_embeddings": True,
     },
-    "smollm3": {"model_type": "smollm3", **_GROUPED, "no_rope_layers": [1, 0], "tie_word_embeddings": True},
-    "olmo2": {"model_type": "olmo2", **_GROUPED},
+    "smollm3": {"model_type": "smollm3", **GROUPED, "no_rope_layers": [1, 0], "tie_word_embeddings": True},
+    "olmo2": {"model_type": "olmo2", **GROUPED},
 }
 
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)

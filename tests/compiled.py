@@ -19,7 +19,13 @@ from tests.tensorrt_stand_in import TensorRT
 
 
 def compiled(
-    source: Path, folder: Path, *, program: Sequence[ce.ProgramGraph] = (), plain: bool = False, **changes: Any
+    source: Path,
+    folder: Path,
+    *,
+    program: Sequence[ce.ProgramGraph] = (),
+    plain: bool = False,
+    batches: Sequence[int] = (1,),
+    **changes: Any,
 ) -> Path:
     """A copy of a bundle with engines.
 
@@ -28,6 +34,7 @@ def compiled(
         folder: where to copy it, unless it lies there already.
         program: the step program's graphs, which are in the folder.
         plain: whether the target also runs one token at a time.
+        batches: batch sizes of steps.
         changes: of what the manifest says of every engine.
     """
     shutil.copytree(source, folder, dirs_exist_ok=True)
@@ -48,11 +55,11 @@ def compiled(
         return ce.Engine(**(described | changes))
 
     def with_engines(model: Model) -> Model:
-        jobs = model_jobs(model, manifest, plain=plain)
+        jobs = model_jobs(model, manifest, batches, plain=plain)
         return msgspec.structs.replace(model, engines=tuple(engine(model.graph.master, job) for job in jobs))
 
     def program_engines(graph: ce.ProgramGraph) -> ce.ProgramGraph:
-        jobs = program_jobs(graph, manifest)
+        jobs = program_jobs(graph, manifest, batches)
         return msgspec.structs.replace(graph, engines=tuple(engine(graph.file, job) for job in jobs))
 
     new: Manifest = msgspec.structs.replace(

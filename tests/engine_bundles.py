@@ -43,6 +43,7 @@ def _build(name: str, root: Path) -> None:
         "medusa": {"medusa": str(heads), "num_speculative_tokens": 4},
         "ngram": {"ngram": True, "num_speculative_tokens": 3},
         "both": {"draft": str(target), "medusa": str(heads), "num_speculative_tokens": 3},
+        "batch": {"draft": str(target), "trees": (SPINE,)},
         "plain": {},
     }[method]
     build(
@@ -54,7 +55,7 @@ def _build(name: str, root: Path) -> None:
             draft_precision=precision,  # type: ignore[arg-type]
             lowering=lowering,  # type: ignore[arg-type]
             max_seq_len=192,
-            max_batch_size=1,
+            max_batch_size=4 if method == "batch" else 1,
             backend="tensorrt-rtx",
         )
     )

@@ -44,7 +44,7 @@ CONTEXT = 512
 DICE_VOCAB = 12
 DICE_PROMPT = (5, 8, 5, 8)
 # One layer and few tokens: tens of thousands of texts take seconds, and every text of three tokens is common enough.
-_DICE: dict[str, Any] = {
+DICE: dict[str, Any] = {
     "vocab_size": DICE_VOCAB,
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -121,19 +121,29 @@ RECIPES = {
         embeds=True,
     ),
     "granite-embeds": Recipe("granite", None, heads="target", trees=(_SMALL,), lowering="portable", embeds=True),
-    "dice-self": Recipe("llama", None, (1, 3), 5, {**_DICE, "num_hidden_layers": 2}, self_draft=1),
-    "dice-lookahead": Recipe("llama", None, config=_DICE, lookahead=(3, 3, 3)),
-    **{f"dice-{draft}": Recipe("llama", draft, (1, 3), 5, _DICE) for draft in ("equal", "near", "bad")},
-    "dice-tree": Recipe("llama", "near", config=_DICE, trees=(_SPINE,)),
-    "dice-mixed": Recipe("llama", "near", config=_DICE, trees=(_SPINE, _SMALL_SPINE), lookups=("ngram",)),
-    "dice-medusa": Recipe("llama", None, config=_DICE, heads="target", trees=(_BUSHY,)),
-    "dice-medusa-draft": Recipe("llama", "near", config=_DICE, heads="draft", trees=(_BUSHY,)),
-    "dice-mlp": Recipe("llama", None, config=_DICE, trees=(_BUSHY,), speculator=True),
-    "dice-ngram": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("ngram",)),
-    "dice-suffix": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("suffix",)),
-    "dice-hypothesis": Recipe("llama", None, (1, 3), 5, _DICE, lookups=("hypothesis",)),
+    "dice-self": Recipe("llama", None, (1, 3), 5, {**DICE, "num_hidden_layers": 2}, self_draft=1),
+    "dice-lookahead": Recipe("llama", None, config=DICE, lookahead=(3, 3, 3)),
+    **{f"dice-{draft}": Recipe("llama", draft, (1, 3), 5, DICE) for draft in ("equal", "near", "bad")},
+    "dice-tree": Recipe("llama", "near", config=DICE, trees=(_SPINE,)),
+    "dice-mixed": Recipe("llama", "near", config=DICE, trees=(_SPINE, _SMALL_SPINE), lookups=("ngram",)),
+    "dice-medusa": Recipe("llama", None, config=DICE, heads="target", trees=(_BUSHY,)),
+    "dice-medusa-draft": Recipe("llama", "near", config=DICE, heads="draft", trees=(_BUSHY,)),
+    "dice-mlp": Recipe("llama", None, config=DICE, trees=(_BUSHY,), speculator=True),
+    "dice-ngram": Recipe("llama", None, (1, 3), 5, DICE, lookups=("ngram",)),
+    "dice-suffix": Recipe("llama", None, (1, 3), 5, DICE, lookups=("suffix",)),
+    "dice-hypothesis": Recipe("llama", None, (1, 3), 5, DICE, lookups=("hypothesis",)),
 }
-BATCHED = ("llama-near", "gpt2-tree", "qwen3-medusa", "qwen3-medusa-draft", "qwen3-lookup", "dice-near")
+BATCHED = (
+    "llama-near",
+    "gpt2-tree",
+    "qwen3-medusa",
+    "qwen3-medusa-draft",
+    "qwen3-lookup",
+    "dice-near",
+    "dice-mixed",
+    "dice-medusa",
+    "dice-mlp",
+)
 RECIPES |= {f"{name}-batch": dataclasses.replace(RECIPES[name], batch=8) for name in BATCHED}
 """With eight slots."""
 PORTABLE = (
@@ -144,6 +154,7 @@ PORTABLE = (
     "qwen3-medusa",
     "qwen3-medusa-draft",
     "dice-mixed",
+    "dice-mixed-batch",
 )
 """These are there lowered portably too, as ``{name}-portable``."""
 RECIPES |= {f"{name}-portable": dataclasses.replace(RECIPES[name], lowering="portable") for name in PORTABLE}

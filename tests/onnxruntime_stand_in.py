@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnxruntime as real
+import pytest
 
+from specexport.runtime.cuda import api, ort
 from tests.cuda_stand_in import StandIn
 
 CUDA = "CUDAExecutionProvider"
@@ -23,6 +27,7 @@ class OnnxRuntimeGpu:
         refuse_capture: whether sessions that capture are refused.
         without_libraries: sessions silently run on the CPU, as where CUDA's libraries cannot be loaded.
         providers: the options of every session opened.
+        runs: how often any session ran.
     """
 
     __version__ = real.__version__
@@ -34,6 +39,7 @@ class OnnxRuntimeGpu:
         self.refuse_capture = False
         self.without_libraries = False
         self.providers: list[dict[str, str]] = []
+        self.runs = 0
         self.SessionOptions = real.SessionOptions
 
     def get_available_providers(self) -> list[str]:
@@ -51,6 +57,18 @@ class OnnxRuntimeGpu:
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
         session = real.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         return Session(self, session, int(given["user_compute_stream"]))
+
+
+@contextmanager
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnnxRuntimeGpu]:
+    """Puts an imaginary GPU, and onnxruntime for it, into the machine; nothing may be left on it."""
+    cuda = StandIn()
+    module = OnnxRuntimeGpu(cuda)
+    monkeypatch.setattr(api.Cuda, "load", lambda: api.Cuda(cuda))
+    monkeypatch.setattr(ort, "import_onnxruntime", lambda: module)
+    yield module
+    gc.collect()
+    assert cuda.leaks == []
 
 
 class Session:
@@ -82,6 +100,7 @@ class Session:
         known = self._graphs.setdefault(options.get_run_config_entry("gpu_graph_id"), binding)
         assert known is binding, "a captured run would be replayed over other memory"
         assert not self._module.cuda.capturing, "onnxruntime's runs cannot be captured from outside"
+        self._module.runs += 1
         self._module.cuda.give(self._stream, lambda: self._session.run_with_iobinding(binding.real), *binding.spans)
 
 

@@ -7,14 +7,19 @@ are those of the real package; a test compares them where that is installed.
 from __future__ import annotations
 
 import enum
+import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
+import pytest
 
 from specexport.contract import tensors
+from specexport.runtime.cuda import api, libraries
 from tests.cuda_stand_in import StandIn
 
 WORKSPACE = 1000
@@ -55,6 +60,18 @@ class TensorRT:
 
     def Runtime(self, logger: Any) -> Runtime:
         return Runtime(self)
+
+
+@contextmanager
+def installed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[TensorRT]:
+    """Puts an imaginary GPU, and TensorRT for a bundle's folder, into the machine; nothing may be left on it."""
+    cuda = StandIn()
+    module = TensorRT(cuda, folder)
+    monkeypatch.setattr(api.Cuda, "load", lambda: api.Cuda(cuda))
+    monkeypatch.setattr(libraries, "import_tensorrt", lambda runtime, version_compatible: module)
+    yield module
+    gc.collect()
+    assert cuda.leaks == []
 
 
 class Runtime:

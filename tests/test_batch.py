@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ from specexport.runtime.request import Request
 from specexport.runtime.slots import Slots
 from specexport.runtime.step import ROOT, HostProgram, Step
 from tests.reference import chi_square_p, text_distribution, warped
+from tests.threads import in_threads
 
 SLOTS = 8
 DICE_PROMPT, DICE_VOCAB = (5, 8, 5, 8), 12
 TIE = 1e-4
-JOIN = 120.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 BUNDLES = ("llama-near-batch", "llama-near-batch-portable", "gpt2-tree-batch", "qwen3-medusa-batch",
            "qwen3-medusa-draft-batch", "qwen3-mlp", "qwen3-lookup-batch")  # fmt: skip
@@ -296,19 +295,7 @@ def test_threads_share_the_slots(generous: Callable[..., Engine]) -> None:
     one = generous("llama-near-batch")
     asked = prompts(9, 40, 80)
     alone = [one.generate(prompt, GREEDY).token_ids for prompt in asked]
-    together: dict[int, tuple[int, ...]] = {}
-
-    def work(mine: range) -> None:
-        for i in mine:
-            together[i] = one.generate(asked[i], GREEDY).token_ids
-
-    threads = [threading.Thread(target=work, args=(range(start, 40, 12),), daemon=True) for start in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(JOIN)
-        assert not thread.is_alive()
-    assert [together[i] for i in range(40)] == alone
+    assert in_threads(12, 40, lambda number: one.generate(asked[number], GREEDY).token_ids) == alone
 
 
 @pytest.mark.parametrize("how", ["close", "cancel", "drop"])

@@ -19,8 +19,8 @@ from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME
 from specexport.contract.reading import check_files, read_manifest, write_manifest
 from specexport.runtime import BundleError, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
+from tests.manifests import Document, rewritten
 
-Document = dict[str, Any]
 CURRENT = b'{"format_version": %d' % FORMAT_VERSION
 
 
@@ -28,14 +28,6 @@ CURRENT = b'{"format_version": %d' % FORMAT_VERSION
 def copy(bundle: Callable[[str], Path], tmp_path: Path) -> Path:
     """A bundle to do harm to."""
     return shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
-
-
-def rewritten(folder: Path, change: Callable[[Document], object]) -> None:
-    """Changes the manifest's JSON."""
-    path = folder / MANIFEST_NAME
-    document = json.loads(path.read_text(encoding="utf-8"))
-    change(document)
-    path.write_text(json.dumps(document), encoding="utf-8")
 
 
 def at(document: Document, place: str) -> tuple[Any, Any]:

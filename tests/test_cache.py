@@ -18,19 +18,12 @@ from specexport.cache import cache_folder, cached_bundle
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.exporter.stages import RECORDS, Stages
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import VOCAB, make_checkpoint
+from tests.make_bundles import DICE
 
 pytestmark = pytest.mark.exporter
 
-_DICE: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
+SMALL = {**DICE, "vocab_size": VOCAB}
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +137,7 @@ def test_a_missing_model_is_named() -> None:
 def test_llm_builds_speculates_and_finds_it_again(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = make_checkpoint(tmp_path / "target", "llama", **_DICE)
+    target = make_checkpoint(tmp_path / "target", "llama", **SMALL)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     texts = []
@@ -225,8 +218,8 @@ def test_an_unfinished_build_goes_on_after_its_finished_stages(
 ) -> None:
     from specexport.exporter import models
 
-    target = str(make_checkpoint(tmp_path / "target", "llama", **_DICE))
-    draft = str(make_checkpoint(tmp_path / "draft", "llama", **_DICE, seed=1))
+    target = str(make_checkpoint(tmp_path / "target", "llama", **SMALL))
+    draft = str(make_checkpoint(tmp_path / "draft", "llama", **SMALL, seed=1))
     options: dict[str, Any] = {"max_model_len": 48, "threads": 1, "max_batch_size": 1, "measure": False}
     loaded: list[str] = []
     real = models.load_checkpoint

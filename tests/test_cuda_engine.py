@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,9 +13,9 @@ import pytest
 
 from specexport.contract.errors import BackendError, RequestError
 from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
-from specexport.runtime.cuda import api, ort
+from specexport.runtime.cuda import ort
 from tests.cuda_stand_in import StandIn
-from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu
+from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu, installed
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)
@@ -25,14 +24,8 @@ BUNDLES = ("llama-near", "llama-near-portable", "gpt2-tree", "gpt2-tree-portable
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnnxRuntimeGpu]:
-    """An imaginary GPU, and onnxruntime for it; nothing may be left on it."""
-    cuda = StandIn()
-    module = OnnxRuntimeGpu(cuda)
-    monkeypatch.setattr(api.Cuda, "load", lambda: api.Cuda(cuda))
-    monkeypatch.setattr(ort, "import_onnxruntime", lambda: module)
-    yield module
-    gc.collect()
-    assert cuda.leaks == []
+    with installed(monkeypatch) as module:
+        yield module
 
 
 def _load(folder: Path, **options: Any) -> Engine:
@@ -82,6 +75,8 @@ def test_several_requests_at_once_say_what_each_says_alone(
             there.stream(prompt, GREEDY.replace(max_tokens=8 + 4 * at), speculation=at != 2)
             for at, prompt in enumerate(prompts)
         ]
+        for stream in streams:
+            stream.start()
         for at, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
             said = [token for chunk in stream for token in chunk.token_ids]
             expected = alone.generate(prompt, GREEDY.replace(max_tokens=8 + 4 * at), speculation=False).token_ids

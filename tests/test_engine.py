@@ -15,13 +15,12 @@ import pytest
 from specexport.contract.manifest import Manifest
 from specexport.contract.reading import write_manifest
 from specexport.runtime import Chunk, Completion, Engine, RequestError, SamplingParams, Stats, Stream
+from tests.threads import JOIN, in_thread, in_threads
 
 NAME = "llama-near"
 PROMPT = (17, 180, 33, 250, 64, 99, 201)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=24, ignore_eos=True)
-JOIN = 120.0
-"""Seconds after which a thread that should have ended is taken to hang."""
 
 Engines = Callable[[str], Engine]
 
@@ -58,25 +57,6 @@ def with_ends(*tokens: int) -> Callable[[Manifest], Manifest]:
     """A manifest whose end-of-text tokens are these."""
     replace = msgspec.structs.replace
     return lambda manifest: replace(manifest, tokenizer=replace(manifest.tokenizer, eos_token_ids=tokens))
-
-
-def in_thread(work: Callable[[], Any]) -> Any:
-    """Does something in another thread and gives back what it returned or raised."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except Exception as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(JOIN)
-    assert not thread.is_alive(), "hangs"
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return outcome[0]
 
 
 # --- seeds ------------------------------------------------------------------------------------------------------------
@@ -422,19 +402,7 @@ def test_a_stream_closed_while_it_waits_for_its_turn_never_runs(own: Engine) -> 
 def test_threads_get_what_they_would_get_alone(own: Engine) -> None:
     requests = [(PROMPT[i % 5 :], SAMPLED.replace(seed=i, max_tokens=5 + i % 7)) for i in range(40)]
     alone = [own.generate(prompt, params).token_ids for prompt, params in requests]
-    together: dict[int, tuple[int, ...]] = {}
-
-    def work(mine: range) -> None:
-        for i in mine:
-            together[i] = own.generate(*requests[i]).token_ids
-
-    threads = [threading.Thread(target=work, args=(range(start, 40, 2),), daemon=True) for start in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(JOIN)
-        assert not thread.is_alive()
-    assert [together[i] for i in range(40)] == alone
+    assert in_threads(2, 40, lambda number: own.generate(*requests[number]).token_ids) == alone
 
 
 def test_a_closed_engine_refuses_requests(bundle: Callable[[str], Path]) -> None:

@@ -104,6 +104,36 @@ def test_every_graph_of_a_bundle_compiles(name: str, uncompiled: Bundles, tmp_pa
     assert _tokens(folder) == before  # the ONNX graphs are there still, and run
 
 
+MODELS = ("step", "propose")
+"""How the engines of models are called; those of the step program have no weights to hold."""
+
+
+def test_several_slots_are_compiled_into_one_engine_that_holds_the_weights_once(
+    uncompiled: Bundles, tmp_path: Path
+) -> None:
+    """Every slot's prompt is read by itself, so that shapes of one slot and of several lie side by side."""
+    folder = shutil.copytree(uncompiled("fp16-native-batch"), tmp_path / "bundle")
+    one = dataclasses.replace(RTX, capabilities=((8, 9),))
+    alone = compile_bundle(folder, one)
+    report = compile_bundle(folder, dataclasses.replace(one, batch_sizes=(4,)))
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, hashes=True)
+    engines = {engine.file.split(".")[0]: engine for engine in manifest.engines}
+    assert engines["target/step"].source == "target/step.slots.fp16.onnx"
+    shapes = {name: [(at.batch, at.tokens) for at in engine.profiles] for name, engine in engines.items()}
+    assert shapes["target/step"] == [(1, 64), (4, 2), (4, 4)]
+    assert shapes["draft/propose"] == [(1, 64), (4, 2)]
+    assert shapes["program/accept"] == [(4, 2), (4, 4)]
+    assert shapes["program/fill"] == shapes["program/commit"] == [(4, 4)]
+    models = [each for each in zip(alone.engines, report.engines, strict=True) if each[0].file.startswith(MODELS)]
+    assert len(models) == 2
+    for before, after in models:
+        assert after.size < 1.2 * before.size, before.file
+    assert report.engines[0].attentions == 1 and report.engines[0].decomposed is None
+    with pytest.raises(BuildError, match=r"engine_batch_sizes has 3, and the bundle is built for 1, 2, 4"):
+        compile_bundle(folder, dataclasses.replace(one, batch_sizes=(1, 3)))
+
+
 def test_engines_of_several_devices_lie_side_by_side(uncompiled: Bundles, tmp_path: Path) -> None:
     folder = shutil.copytree(uncompiled("fp16-portable-plain"), tmp_path / "bundle")
     one, other = (dataclasses.replace(RTX, capabilities=(device,)) for device in ((8, 9), (12, 0)))
@@ -278,7 +308,7 @@ def test_a_weight_beyond_half_precision_is_refused(tmp_path: Path) -> None:
 def test_one_token_has_a_profile_where_asked_for(uncompiled: Bundles) -> None:
     manifest = read_manifest(uncompiled("int4-native-both"))
     for plain, expected in ((False, [4, 64]), (True, [1, 4, 64])):
-        (job,) = model_jobs(manifest.target, manifest, plain=plain)
+        (job,) = model_jobs(manifest.target, manifest, (1,), plain=plain)
         assert [profile.tokens for profile in job.profiles] == expected
         assert job.fixed == {"B": 1, "S": 256}
 

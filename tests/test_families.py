@@ -27,7 +27,7 @@ from specexport.exporter import check, compose, trace
 from specexport.exporter.checkpoint import Checkpoint, load_checkpoint
 from specexport.exporter.weights import WeightsFile
 from specexport.graphs.propose import MAX_CANDIDATES, draw_candidate
-from tests.checkpoints import FAMILIES, LAYERS_DIFFER, MAX_POSITIONS, VOCAB, WINDOW, make_checkpoint
+from tests.checkpoints import FAMILIES, GROUPED, LAYERS_DIFFER, MAX_POSITIONS, VOCAB, WINDOW, make_checkpoint
 
 pytestmark = pytest.mark.exporter
 
@@ -436,41 +436,33 @@ def test_a_token_the_noise_rounds_past_is_still_a_kept_one() -> None:
     assert int(token) in ids[0, :3].tolist()
 
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_POSITIONS,
-}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "no attention": ("mamba", {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}),
     "attention in some layers": (
         "qwen3_next",
-        {**SIZES, "head_dim": 16, "num_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
+        {**GROUPED, "head_dim": 16, "num_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
     ),
-    "attention sinks": ("gpt_oss", {**SIZES, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "attention sinks": ("gpt_oss", {**GROUPED, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "ALiBi": ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
     "ALiBi, another": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}),
-    "attention of its own": ("falcon", {**SIZES, "alibi": True}),
-    "two softmaxes": ("diffllama", SIZES),
+    "attention of its own": ("falcon", {**GROUPED, "alibi": True}),
+    "two softmaxes": ("diffllama", GROUPED),
     # These say in their mask only how far back a token sees, and farther than a short text can show.
     "window in the mask": (
         "phimoe",
-        {**SIZES, "num_local_experts": 4, "sliding_window": 64, "rope_parameters": PLAIN_ROPE},
+        {**GROUPED, "num_local_experts": 4, "sliding_window": 64, "rope_parameters": PLAIN_ROPE},
     ),
     "window in the mask of some layers": (
         "qwen2_moe",
-        {**SIZES, "num_experts": 4, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
+        {**GROUPED, "num_experts": 4, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
     ),
     "chunks": (
         "llama4_text",
-        {**SIZES, "num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 64},
+        {**GROUPED, "num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 64},
     ),
-    "bidirectional": ("gemma3_text", {**SIZES, "head_dim": 16, "use_bidirectional_attention": True}),
+    "bidirectional": ("gemma3_text", {**GROUPED, "head_dim": 16, "use_bidirectional_attention": True}),
 }
 
 
@@ -495,7 +487,7 @@ def test_keys_shared_between_layers_are_cached_by_each(tmp_path: Path) -> None:
     make_checkpoint(
         tmp_path,
         "gemma3n_text",
-        **{**SIZES, "num_hidden_layers": 4},
+        **{**GROUPED, "num_hidden_layers": 4},
         head_dim=16,
         num_kv_shared_layers=2,
         layer_types=["sliding_attention", "full_attention"] * 2,
@@ -516,7 +508,7 @@ def test_keys_shared_between_layers_are_cached_by_each(tmp_path: Path) -> None:
 def test_values_may_be_narrower_than_keys(tmp_path: Path) -> None:
     """Latent attention as MiniCPM 3 and the DeepSeek models have it."""
     latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    sizes = {**SIZES, "num_hidden_layers": 1, "num_key_value_heads": 4}
+    sizes = {**GROUPED, "num_hidden_layers": 1, "num_key_value_heads": 4}
     make_checkpoint(tmp_path, "minicpm3", **sizes, **latent)
     loaded = load_checkpoint(str(tmp_path))
     assert [(layer.key_size, layer.value_size) for layer in loaded.cache] == [(24, 16)]

@@ -20,6 +20,7 @@ import pytest
 from benchmarks import pair
 from benchmarks.gpu import checks, machine, timing
 from benchmarks.gpu.machine import Found
+from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.reading import read_manifest
 from specexport.runtime.cuda import api, graph, libraries, ort, trt
@@ -72,9 +73,10 @@ def test_checks_pass_where_the_gpu_is_right(name: str, bundle: Callable[[str], P
         *checks.lossless(folder, "onnxruntime-cuda", texts, 60),
         *checks.tree_commit(folder, "onnxruntime-cuda", "fp32", TEXT),
         *checks.launches(folder, "onnxruntime-cuda", texts),
+        *checks.together(bundle("llama-near-batch"), "onnxruntime-cuda", 4, "fp32", texts),
     ]
     judged = {check.name: check.passed for check in found if check.name != "host gaps a step"}
-    assert len(judged) == 7
+    assert len(judged) == 8
     assert all(judged.values()), found
     assert "captured" in str(next(check for check in found if check.name == "capture active").expected)
 
@@ -97,6 +99,23 @@ def test_checks_fail_where_it_is_wrong(
     monkeypatch.setattr(graph.DeviceGraph, "run", wrong)
     assert [check.passed for check in checks.parity(folder, "onnxruntime-cuda", "fp32", texts)] == [False, False, False]
     assert checks.lossless(folder, "onnxruntime-cuda", texts, 10)[0].passed is False
+
+
+def test_slots_that_spoil_each_other_are_found(
+    bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step writes over the first rows of a slot that it has no part in, as its prompt is just being read."""
+    inputs = graph.DeviceGraph.inputs
+
+    def spoiling(self: Any, *shape: Any, **more: Any) -> Any:
+        given = inputs(self, *shape, **more)
+        given[tensors.PAST_LENGTH][:] = 0
+        return given
+
+    folder, texts = bundle("llama-near-batch"), [TEXT, " ".join(reversed(TEXT.split()))]
+    assert checks.together(folder, "onnxruntime-cuda", 4, "fp32", texts)[0].passed
+    monkeypatch.setattr(graph.DeviceGraph, "inputs", spoiling)
+    assert checks.together(folder, "onnxruntime-cuda", 4, "fp32", texts)[0].passed is False
 
 
 def test_two_samples_of_one_distribution() -> None:
@@ -191,18 +210,26 @@ def test_one_table_of_every_library(
     monkeypatch.setattr(trt, "import_tensorrt", lambda *_, **__: _tensorrt_rtx("SM89"))
     monkeypatch.setattr(libraries, "import_tensorrt", lambda *_, **__: engines_run)
     monkeypatch.setattr(
-        pair, "built", lambda out, *_, **__: bundle("llama-near" if "draft" in out.name else "qwen3-medusa")
+        pair,
+        "built",
+        lambda out, *_, **__: bundle(
+            "llama-near-batch" if "batch" in out.name else "llama-near" if "draft" in out.name else "qwen3-medusa"
+        ),
     )
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"text": TEXT}) + "\n", encoding="utf-8")
 
-    def engines(made: Callable[[], Path], found: Found, *_: Any) -> Path:
+    def engines(made: Callable[[], Path], found: Found, _device: Any, _compute: Any, slots: int) -> Path:
         if found.engines == "tensorrt":
             raise RuntimeError("specexport compile: no")
         if found.engines is None:
             return made()
         engines_run.folder = tmp_path / made().name
-        return engines_run.folder if engines_run.folder.exists() else compiled(made(), engines_run.folder)
+        return (
+            engines_run.folder
+            if engines_run.folder.exists()
+            else compiled(made(), engines_run.folder, batches=(slots,))
+        )
 
     monkeypatch.setattr(script, "compiled", engines)
     monkeypatch.setattr(script, "copy_bandwidth", lambda _: 1e12)
@@ -223,8 +250,8 @@ def test_one_table_of_every_library(
     report = json.loads(written.read_text())
     assert report["backends"].keys() == {"onnxruntime-cuda", "tensorrt", "tensorrt-rtx"}
     by_backend = Counter((check["backend"], check["passed"]) for check in report["checks"])
-    assert by_backend["tensorrt", False] == 10  # five things in two types
-    for name, count in (("onnxruntime-cuda", 10), ("tensorrt-rtx", 20)):
+    assert by_backend["tensorrt", False] == 12  # six things in two types
+    for name, count in (("onnxruntime-cuda", 11), ("tensorrt-rtx", 22)):
         judged = {c["name"]: c["passed"] for c in report["checks"] if c["backend"] == name}
         assert len(judged) == count
         assert all(passed is not False for what, passed in judged.items() if "host gaps" not in what), judged

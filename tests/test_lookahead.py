@@ -14,7 +14,6 @@ import pytest
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError, BundleError, RequestError
-from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import Lookahead, guess_tree
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
@@ -22,6 +21,7 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposers import SlotView
 from specexport.runtime.proposers.lookahead import LookaheadProposer, NgramPool, Trajectory
 from specexport.runtime.record import recorded
+from tests.manifests import rewritten
 
 Engines = Callable[[str], Engine]
 NAME = "qwen3-lookahead"
@@ -259,10 +259,7 @@ def test_what_cannot_be_is_refused(
     bundle: Callable[[str], Path], tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
     folder = shutil.copytree(bundle(NAME), tmp_path / "bundle")
-    path = folder / MANIFEST_NAME
-    document = json.loads(path.read_text(encoding="utf-8"))
-    document["methods"][0].update(change)
-    path.write_text(json.dumps(document), encoding="utf-8")
+    rewritten(folder, lambda document: document["methods"][0].update(change))
     with pytest.raises(BundleError, match=reason):
         read_manifest(folder)
 

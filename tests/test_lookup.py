@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError, BundleError, RequestError
-from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import Ngram, Suffix
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
@@ -26,6 +25,7 @@ from specexport.runtime.proposers.base import Chains
 from specexport.runtime.proposers.ngram import NgramIndex, NgramProposer
 from specexport.runtime.proposers.suffix import OutputStore, SuffixAutomaton, SuffixProposer
 from specexport.runtime.record import recorded
+from tests.manifests import rewritten
 
 Engines = Callable[[str], Engine]
 NAME = "qwen3-lookup"
@@ -376,10 +376,7 @@ def test_what_a_lookup_cannot_be_is_refused(
     bundle: Callable[[str], Path], tmp_path: Path, name: str, change: dict[str, Any], reason: str
 ) -> None:
     folder = shutil.copytree(bundle(f"dice-{name}"), tmp_path / "bundle")
-    path = folder / MANIFEST_NAME
-    document = json.loads(path.read_text(encoding="utf-8"))
-    document["methods"][0].update(change)
-    path.write_text(json.dumps(document), encoding="utf-8")
+    rewritten(folder, lambda document: document["methods"][0].update(change))
     with pytest.raises(BundleError, match=reason):
         read_manifest(folder)
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,16 @@ from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.methods import MlpSpeculator
-from specexport.contract.model import Graph, Model, PointGraph, PrecisionInfo
 from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter import methods, trace
 from specexport.exporter.build import build
+from specexport.exporter.engines.compiler import compile_graph
+from specexport.exporter.engines.library import load_library
+from specexport.exporter.engines.options import EngineOptions
+from specexport.exporter.engines.profiles import model_jobs
+from specexport.exporter.engines.source import write_source
 from specexport.exporter.mlp_speculator import load_speculator, read_speculator, require_fit
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.retree import set_default_tree
@@ -96,8 +101,12 @@ class OneGraph:
 
     sizes = (1, 2)
 
-    def __init__(self, path: Path, method: MlpSpeculator) -> None:
-        self._session, self._make = onnxruntime.InferenceSession(path), speculator_buffers(method)
+    def __init__(self, path: Path) -> None:
+        sizes: Any = SimpleNamespace(candidates=64, stages=STAGES, hidden=H)
+        self._session, self._make = onnxruntime.InferenceSession(path), speculator_buffers(sizes)
+
+    def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
+        return ((STAGES, 1), (STAGES, TREE.level_width))
 
     def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = range(1)) -> dict[str, Any]:
         self._given, made = self._make(ShapePoint(len(slots), tokens, 0, rows, drafts))
@@ -120,8 +129,7 @@ def test_the_graph_fills_a_tree_as_the_formulas_say(
     outline = read_speculator(str(folder))
     require_fit(outline, hidden=H, vocab=VOCAB)
     ir.save(trace.trace_speculator(load_speculator(outline), lowering), tmp_path / "propose.onnx")
-    method = stub(TREE)
-    proposer = MlpSpeculatorProposer(OneGraph(tmp_path / "propose.onnx", method), method)  # type: ignore[arg-type]
+    proposer = MlpSpeculatorProposer(OneGraph(tmp_path / "propose.onnx"))  # type: ignore[arg-type]
     states = np.random.default_rng(1).normal(0, 1.5, (2, H)).astype(np.float32)
     sampled = SamplingParams(temperature=0.8, top_k=40, top_p=0.97, min_p=0.001)
     views = [
@@ -162,24 +170,6 @@ def expected(logits: npt.NDArray[np.float32], params: SamplingParams, noise: flo
     q = np.zeros(VOCAB)
     q[ids] = probs
     return [int(token), *(int(other) for other in ids if other != token)], q
-
-
-def stub(tree: TokenTree) -> MlpSpeculator:
-    """A method of which nothing but its sizes is asked."""
-    points = tuple(PointGraph(point=ShapePoint(1, width, 0, 0, STAGES), file="") for width in (1, tree.level_width))
-    precision = PrecisionInfo(weights="fp32", compute="fp32", cache="fp32")
-    model = Model(
-        family="mlp_speculator",
-        source="",
-        parameters=1,
-        vocab_size=VOCAB,
-        max_positions=64,
-        precision=precision,
-        cache=(),
-        weights="",
-        graph=Graph(master="", points=points),
-    )
-    return MlpSpeculator(trees=(tree.choices,), candidates=64, stages=STAGES, hidden=H, draft=model)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -330,15 +320,48 @@ def test_trees_are_as_wide_as_the_checkpoint_says(tmp_path: Path, speculators: C
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_bundle_says_what_its_checkpoint_does(
-    tmp_path: Path, target: Path, speculators: Callable[[bool, bool], Path]
-) -> None:
-    folder, out = speculators(True, True), tmp_path / "bundle"
-    build(
+@pytest.fixture(scope="module")
+def quantized(
+    tmp_path_factory: pytest.TempPathFactory, target: Path, speculators: Callable[[bool, bool], Path]
+) -> Path:
+    """A bundle for two slots with a speculator in int8, its stages tied."""
+    return build(
         BuildOptions(
-            target=str(target), mlp_speculator=str(folder), output=out, max_seq_len=128, max_batch_size=1, block_size=16
+            target=str(target),
+            mlp_speculator=str(speculators(True, True)),
+            output=tmp_path_factory.mktemp("quantized") / "bundle",
+            max_seq_len=128,
+            trees=(TREE,),
+            max_batch_size=2,
+            block_size=16,
         )
     )
+
+
+def test_its_engine_is_compiled(quantized: Path, tmp_path: Path) -> None:
+    """One, of all stages, for steps of one slot and of several."""
+    folder = copytree(quantized, tmp_path / "bundle")
+    manifest = read_manifest(folder)
+    model = manifest.models["speculator"]
+    (job,) = model_jobs(model, manifest, manifest.batch_sizes, plain=False)
+    assert job.profiles == tuple(ShapePoint(slots, TREE.level_width, 0, 0, STAGES) for slots in (1, 2))
+    master = folder / model.graph.master
+    source, options = master.with_name("propose.fp16.onnx"), EngineOptions("tensorrt-rtx", capabilities=((8, 9),))
+    write_source(master, source, "fp16", job.drafts, job.fixed)
+    graph = onnx.load(source, load_external_data=False).graph
+    kinds = {one.name: one.data_type for one in graph.initializer}
+    tables = [kinds[node.input[0]] for node in graph.node if node.op_type == "Gather" and node.input[0] in kinds]
+    assert onnx.TensorProto.FLOAT16 in tables and onnx.TensorProto.INT8 not in tables
+    library, engine = load_library("tensorrt-rtx"), folder / "engine"
+    report = compile_graph(source, engine, job.sizes, library, options, options.capabilities, lambda *_: None)
+    assert report.profiles == len(job.profiles)
+    assert report.size == engine.stat().st_size > 1000
+
+
+def test_a_bundle_says_what_its_checkpoint_does(
+    quantized: Path, tmp_path: Path, speculators: Callable[[bool, bool], Path]
+) -> None:
+    folder, out = speculators(True, True), quantized
     report = verify(out, prompts=("the words of a text", "other words"), max_tokens=8)
     assert report.verdict == "passed", report
     (check,) = (check for check in report.checks if check.name == "speculator")
@@ -404,12 +427,8 @@ def test_build_inspect_and_refusals(
     found = compare_speculator(target, speculators(False, False), manifest, method, made)
     assert found.positions >= 12
     assert found.share >= speculator_limits(manifest, method).agreement
-    for more, reason in (
-        (["--backend", "tensorrt-rtx"], "for which MLP speculators are not compiled"),
-        (["--tree", "mc_sim_7b_63"], "4 deep, and .* holds 3 stages"),
-    ):
-        assert main([*words[:-1], str(tmp_path / "no"), *more]) == 1
-        assert re.search(reason, " ".join(capsys.readouterr().err.split()))
+    assert main([*words[:-1], str(tmp_path / "no"), "--tree", "mc_sim_7b_63"]) == 1
+    assert re.search("4 deep, and .* holds 3 stages", " ".join(capsys.readouterr().err.split()))
     assert not (tmp_path / "no").exists()
     with pytest.raises(RequestError, match=r"a speculator was given, but .* was built without one"):
         verify(bundle("qwen3-medusa"), mlp_speculator=str(speculators(False, False)))

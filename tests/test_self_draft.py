@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,10 @@ import pytest
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError
-from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import SelfDraft
 from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine, SamplingParams
+from tests.manifests import Document, rewritten
 
 pytestmark = pytest.mark.exporter
 Engines = Callable[[str], Engine]
@@ -79,10 +78,11 @@ def test_layers_it_cannot_have_are_refused(tmp_path: Path, capsys: pytest.Captur
 
 def test_its_shape_points_are_checked(bundle: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(bundle(NAME), tmp_path / "bundle")
-    path = folder / MANIFEST_NAME
-    document = json.loads(path.read_text(encoding="utf-8"))
-    graph = document["methods"][0]["draft"]["graph"]
-    graph["points"] = [point for point in graph["points"] if point["point"]["tokens"] < 64]
-    path.write_text(json.dumps(document), encoding="utf-8")
+
+    def narrow(document: Document) -> None:
+        graph = document["methods"][0]["draft"]["graph"]
+        graph["points"] = [point for point in graph["points"] if point["point"]["tokens"] < 64]
+
+    rewritten(folder, narrow)
     with pytest.raises(Exception, match="no shape point of the self_draft has 64 tokens"):
         read_manifest(folder)

@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
 from specexport.commands.run import describe
-from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter.engines import program
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.budget import Budget
-from specexport.runtime.cuda import api, libraries
 from specexport.runtime.cuda.executor import Enqueue
 from specexport.runtime.request import Request
 from specexport.runtime.step import ROOT
+from specexport.runtime.stream import Completion, Stream, completed
 from tests.compiled import compiled
-from tests.cuda_stand_in import StandIn
-from tests.tensorrt_stand_in import TensorRT
+from tests.step_program import GREEDY, SAMPLED, TYPICAL, WAYS, program_of, same, says_what_it_says
+from tests.tensorrt_stand_in import TensorRT, installed
 
 pytestmark = pytest.mark.exporter  # it traces the step program's graphs
-
-GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, top_k=40, seed=5, ignore_eos=True)
-TYPICAL = SAMPLED.replace(acceptance="typical", posterior_threshold=0.3)
-WAYS = {
-    "dice-near": ("draft_model",),
-    "dice-mixed": ("draft_model", "ngram"),
-    "dice-mixed-portable": ("draft_model", "ngram"),
-    "dice-self": ("self_draft",),
-    "dice-medusa": ("medusa",),
-    "dice-medusa-draft": ("medusa_draft",),
-}
-"""Bundles, and the methods of theirs whose steps stay on the device."""
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TensorRT]:
-    cuda = StandIn()
-    module = TensorRT(cuda, tmp_path / "bundle")
-    monkeypatch.setattr(api.Cuda, "load", lambda: api.Cuda(cuda))
-    monkeypatch.setattr(libraries, "import_tensorrt", lambda runtime, version_compatible: module)
-    yield module
-    gc.collect()
-    assert cuda.leaks == []
+    with installed(monkeypatch, tmp_path / "bundle") as module:
+        yield module
 
 
 @pytest.fixture
@@ -57,58 +37,34 @@ def load(
     accept_graph: Callable[[str, int], bytes],
     gpu: TensorRT,
     monkeypatch: pytest.MonkeyPatch,
-) -> Callable[[str], Engine]:
-    """Loads a copy of a bundle with engines of its models and of the step program's graphs."""
+) -> Load:
+    """Loads a copy of a bundle with engines of its models and of the step program's graphs, for so many slots."""
     monkeypatch.setattr(program, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
 
-    def get(name: str) -> Engine:
+    def get(name: str, slots: int = 1) -> Engine:
         shutil.copytree(bundle(name), gpu.folder)
-        manifest = read_manifest(gpu.folder)
-        graphs = program.write_program(gpu.folder, manifest.methods, manifest.target.cache, manifest.lowering)
-        return Engine.load(compiled(bundle(name), gpu.folder, program=graphs))
+        return Engine.load(compiled(bundle(name), gpu.folder, program=program_of(gpu.folder), batches=(slots,)))
 
     return get
 
 
-def _same(ours: Any, theirs: Any) -> None:
-    assert ours.token_ids == theirs.token_ids
-    assert (ours.stats.steps, ours.stats.drafted, ours.stats.accepted, ours.stats.accepted_at) == (
-        theirs.stats.steps,
-        theirs.stats.drafted,
-        theirs.stats.accepted,
-        theirs.stats.accepted_at,
-    )
+class Load(Protocol):
+    """Loads a copy of a bundle with engines."""
+
+    def __call__(self, name: str, slots: int = 1) -> Engine: ...
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_says_what_the_cpu_says(
-    name: str, load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: TensorRT
-) -> None:
-    """Greedy, lossless and typical acceptance of chains and trees, the same noise: the same tokens."""
-    cpu = engine(name)
-    with load(name) as there:
+def test_says_what_the_cpu_says(name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+    # Both new, as heads propose nothing where the whole prompt is in the cache.
+    with load(name) as there, Engine.load(bundle(name), threads=1) as cpu:
         assert there.backend.execution == "graph per step", there.backend.fallback
         with gpu.cuda.sealed():
-            for params, prompt in (
-                (GREEDY, [7, 9, 11]),
-                (SAMPLED, list(range(12)) * 2),
-                (TYPICAL, [5] * 20),
-                (GREEDY, [5]),
-            ):
-                for method in (*WAYS[name], None):
-                    ours = there.generate(prompt, params, method=method, speculation=method is not None)
-                    _same(ours, cpu.generate(prompt, params, method=method, speculation=method is not None))
-                    assert ours.stats.execution == "graph per step"
-            for count in (len(tree) - 1 for tree in there.speculations[WAYS[name][0]].trees):
-                ours, theirs = (
-                    one.generate([7, 9, 11], SAMPLED, method=WAYS[name][0], num_speculative_tokens=count)
-                    for one in (there, cpu)
-                )
-                _same(ours, theirs)
+            says_what_it_says(there, cpu, WAYS[name], "graph per step")
 
 
 @pytest.mark.parametrize("name", ["dice-near", "dice-mixed", "dice-medusa"])
-def test_a_step_is_one_launch_and_one_wait(name: str, load: Callable[[str], Engine], gpu: TensorRT) -> None:
+def test_a_step_is_one_launch_and_one_wait(name: str, load: Load, gpu: TensorRT) -> None:
     with load(name) as there:
         there.generate([5, 6, 7, 8], GREEDY)
         gpu.cuda.calls.clear()
@@ -120,8 +76,19 @@ def test_a_step_is_one_launch_and_one_wait(name: str, load: Callable[[str], Engi
         assert set(gpu.cuda.calls) == {"cudaGraphLaunch", "cudaStreamSynchronize"}
 
 
+def test_a_speculator_is_a_launch_and_a_wait_of_its_own(load: Load, gpu: TensorRT) -> None:
+    with load("dice-mlp") as there:
+        there.generate([5, 6, 7, 8], GREEDY)
+        gpu.cuda.calls.clear()
+        with gpu.cuda.sealed():
+            done = there.generate([5, 6, 7, 8], GREEDY)  # nothing of the prompt is to be read again
+        assert done.stats.steps_with_draft > 1
+        for call in ("cudaGraphLaunch", "cudaStreamSynchronize"):
+            assert gpu.cuda.calls.count(call) == done.stats.steps + done.stats.steps_with_draft
+
+
 def test_requests_that_the_host_looks_into_share_graphs_and_caches(
-    load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: TensorRT
+    load: Load, engine: Callable[[str], Engine], gpu: TensorRT
 ) -> None:
     """One after another in the same slot, each going on from what the last one's steps left in the caches."""
     cpu = engine("dice-mixed")
@@ -144,18 +111,16 @@ def test_requests_that_the_host_looks_into_share_graphs_and_caches(
                 texts = [[*text, *done.token_ids] for text, done in zip(texts, found, strict=True)]
 
 
-def test_lookahead_is_driven_from_the_host(
-    load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: TensorRT
-) -> None:
+def test_lookahead_is_driven_from_the_host(load: Load, engine: Callable[[str], Engine], gpu: TensorRT) -> None:
     with load("dice-lookahead") as there:
         ours = there.generate([7, 9, 11], GREEDY)
         assert ours.stats.execution == "graph per engine"
-        _same(ours, engine("dice-lookahead").generate([7, 9, 11], GREEDY))
+        same(ours, engine("dice-lookahead").generate([7, 9, 11], GREEDY))
         assert there.generate([7, 9, 11], GREEDY, speculation=False).stats.execution == "graph per step"
 
 
 def test_trees_that_a_budget_hands_out_run_in_larger_steps(
-    load: Callable[[str], Engine], bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    load: Load, bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chains of two draft tokens, which nothing was captured for, proposed from the host."""
 
@@ -168,33 +133,37 @@ def test_trees_that_a_budget_hands_out_run_in_larger_steps(
         for params in (GREEDY, SAMPLED):
             ours = there.generate([7, 9, 11], params)
             assert ours.stats.execution == "graph per step"
-            _same(ours, cpu.generate([7, 9, 11], params))
+            same(ours, cpu.generate([7, 9, 11], params))
 
 
+def _poison(engine: Engine) -> None:
+    """Fills everything on the device but the caches with nonsense before each launch from now on."""
+    backend: Any = engine.backend
+    memories = [*(graph._memory for graph in backend.graphs), backend._steps._memory]
+    regions = [memory._regions[name] for memory in memories for name in memory._regions if not name.startswith("cache")]
+
+    def poisoned(launch: Enqueue) -> None:
+        for region in regions:
+            backend.cuda.fill(region.address, 0xA5, region.nbytes, backend.stream.handle)
+        launch()
+
+    backend.watch(poisoned)
+
+
+@pytest.mark.parametrize("name", ["dice-mixed", "dice-mlp"])
 def test_nothing_is_left_over_from_the_step_before(
-    load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: TensorRT
+    name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT
 ) -> None:
     """Every input, output and scratch byte on the device is poisoned before each step, the caches alone are kept."""
-    with load("dice-mixed") as there:
-        backend: Any = there.backend
-        memories = [*(graph._memory for graph in backend.graphs), backend._steps._memory]
-        regions = [
-            memory._regions[name] for memory in memories for name in memory._regions if not name.startswith("cache")
-        ]
-
-        def poisoned(launch: Enqueue) -> None:
-            for region in regions:
-                backend.cuda.fill(region.address, 0xA5, region.nbytes, backend.stream.handle)
-            launch()
-
-        backend.watch(poisoned)
+    with load(name) as there, Engine.load(bundle(name), threads=1) as cpu:
+        _poison(there)
         for params in (GREEDY, SAMPLED):
-            _same(there.generate([7, 9, 11], params), engine("dice-mixed").generate([7, 9, 11], params))
+            same(there.generate([7, 9, 11], params), cpu.generate([7, 9, 11], params))
 
 
 @pytest.mark.parametrize(("most", "execution"), [(25, "graph per engine"), (0, "plain")])
 def test_without_one_graph_a_step_it_does_the_next_best_and_says_why(
-    most: int, execution: str, load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: TensorRT
+    most: int, execution: str, load: Load, engine: Callable[[str], Engine], gpu: TensorRT
 ) -> None:
     gpu.cuda.most_captured = most
     with load("dice-mixed") as there:
@@ -202,4 +171,126 @@ def test_without_one_graph_a_step_it_does_the_next_best_and_says_why(
         assert ours.stats.execution == there.backend.execution == execution
         assert f"device      {execution} (cudaStream" in describe(ours.stats, there.backend.fallback)
         assert "cudaErrorStreamCaptureInvalidated" in there.backend.fallback
-        _same(ours, engine("dice-mixed").generate([7, 9, 11], SAMPLED))
+        same(ours, engine("dice-mixed").generate([7, 9, 11], SAMPLED))
+
+
+# --- several requests -------------------------------------------------------------------------------------------------
+
+SLOTS = 4
+TOGETHER = {
+    "dice-near-batch": ("draft_model", None),
+    "dice-mixed-batch": ("draft_model", "ngram", None),
+    "dice-mixed-batch-portable": ("draft_model", "ngram", None),
+    "dice-medusa-batch": ("medusa", None),
+    "dice-mlp-batch": ("mlp_speculator", None),
+}
+"""Bundles for several requests, and how requests of theirs speculate."""
+STARTS = ([7, 9, 11], list(range(12)) * 2, [5] * 20, [*range(12), 3], [5])
+Ask = tuple[list[int], SamplingParams, str | None]
+
+
+def _asks(methods: Sequence[str | None], *params: SamplingParams) -> list[Ask]:
+    """More requests than slots, which end one after another; every method with every way to sample.
+
+    Prompts begin alike and none is the start of another: heads propose in a first step where they read the last token.
+    """
+    ways = [(one, method) for method in methods for one in params]
+    return [
+        ([*STARTS[at % len(STARTS)], at, 1], one.replace(max_tokens=6 + 3 * (at % 5), seed=at), method)
+        for at, (one, method) in enumerate(ways * (-(-2 * SLOTS // len(ways))))
+    ]
+
+
+def _start(engine: Engine, ask: Ask) -> Stream:
+    prompt, params, method = ask
+    stream = engine.stream(prompt, params, method=method, speculation=method is not None)
+    stream.start()
+    return stream
+
+
+def _together(engine: Engine, asks: Sequence[Ask]) -> list[Completion]:
+    """All of them at once; they join as others leave."""
+    streams = [_start(engine, ask) for ask in asks]
+    return [completed(stream) for stream in streams]
+
+
+@pytest.fixture
+def whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests verify the trees they ask for, whatever runs beside them: so that a seed says what it says alone."""
+    monkeypatch.setattr(Budget, "_share", lambda self, request, others: request.tree)
+
+
+@pytest.mark.usefixtures("whole_trees")
+@pytest.mark.parametrize("name", TOGETHER)
+def test_each_of_several_says_what_it_says_alone_on_the_cpu(
+    name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT
+) -> None:
+    """Greedy and sampled, by every method and by none, joining and leaving, with prompts that begin alike."""
+    asks = _asks(TOGETHER[name], GREEDY, SAMPLED)
+    with Engine.load(bundle(name.replace("-batch", "")), threads=1, prefix_cache=False) as alone:
+        expected = [completed(_start(alone, ask)) for ask in asks]
+    with load(name, SLOTS) as there:
+        assert there.slots == SLOTS
+        assert there.backend.execution == "graph per step", there.backend.fallback
+        with gpu.cuda.sealed():
+            found = _together(there, asks)
+        for ours, theirs in zip(found, expected, strict=True):
+            same(ours, theirs)
+            assert ours.stats.execution == "graph per step"
+        assert sum(ours.stats.cached_tokens for ours in found) > 0
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_batches_go_on_as_they_do_on_the_cpu(
+    name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT
+) -> None:
+    """With the trees that a budget hands out to a batch, which change from step to step."""
+    asks = _asks(TOGETHER[name], SAMPLED, GREEDY)
+    with load(name, SLOTS) as there, Engine.load(bundle(name), threads=1, max_batch_size=SLOTS) as cpu:
+        for ours, theirs in zip(_together(there, asks), _together(cpu, asks), strict=True):
+            same(ours, theirs)
+
+
+@pytest.mark.usefixtures("whole_trees")
+def test_a_batch_that_no_one_graph_decides_is_driven_from_the_host(
+    load: Load, engine: Callable[[str], Engine], gpu: TensorRT
+) -> None:
+    """Two rules of acceptance, or logits that the host reads: until those who want it have left."""
+    for others in (TYPICAL, GREEDY.replace(logprobs=1)):
+        asks: list[Ask] = [([7, 9, 11], others.replace(max_tokens=6), "draft_model"), ([5] * 20, SAMPLED, "ngram")]
+        with load("dice-mixed-batch", SLOTS) as there:
+            first, second = (_start(there, ask) for ask in asks)
+            ours = completed(first)
+            assert first.stats.execution == second.stats.execution == "graph per engine"
+            for found, ask in ((ours, asks[0]), (completed(second), asks[1])):
+                assert found.token_ids == completed(_start(engine("dice-mixed"), ask)).token_ids
+            assert second.stats.execution == "graph per step"
+        shutil.rmtree(gpu.folder)
+
+
+@pytest.mark.usefixtures("whole_trees")
+@pytest.mark.parametrize("name", ["dice-near-batch", "dice-mixed-batch", "dice-medusa-batch"])
+def test_a_step_of_all_slots_is_one_launch_and_one_wait(name: str, load: Load, gpu: TensorRT) -> None:
+    asks = [([*STARTS[at], at], GREEDY.replace(max_tokens=12), TOGETHER[name][0]) for at in range(SLOTS)]
+    with load(name, SLOTS) as there:
+        _together(there, asks)
+        gpu.cuda.calls.clear()
+        with gpu.cuda.sealed():
+            done = _together(there, asks)  # nothing of the prompts is to be read again
+        assert set(gpu.cuda.calls) == {"cudaGraphLaunch", "cudaStreamSynchronize"}
+        steps = gpu.cuda.calls.count("cudaGraphLaunch")
+        assert steps == gpu.cuda.calls.count("cudaStreamSynchronize")
+        most = max(one.stats.steps for one in done)
+        assert most <= steps <= most + SLOTS  # they join one a turn
+
+
+@pytest.mark.usefixtures("whole_trees")
+def test_nothing_of_another_slot_or_step_is_left_over(
+    load: Load, engine: Callable[[str], Engine], gpu: TensorRT
+) -> None:
+    """As with one slot, everything but the caches is poisoned before each step."""
+    asks = _asks(("draft_model", None), SAMPLED, GREEDY)
+    with load("dice-mixed-batch", SLOTS) as there:
+        _poison(there)
+        for ask, ours in zip(asks, _together(there, asks), strict=True):
+            same(ours, completed(_start(engine("dice-mixed"), ask)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +12,10 @@ import pytest
 from specexport.contract import engines as ce
 from specexport.contract.errors import BackendError
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.cuda import api, graph, libraries, trt
+from specexport.runtime.cuda import api, graph, trt
 from tests import tensorrt_stand_in
 from tests.compiled import compiled
-from tests.cuda_stand_in import StandIn
-from tests.tensorrt_stand_in import TensorRT
+from tests.tensorrt_stand_in import TensorRT, installed
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)
@@ -26,19 +24,11 @@ RUN = ("llama-near", "llama-near-portable", "gpt2-tree", "gemma2-self", "qwen3-m
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TensorRT]:
-    cuda = StandIn()
-    module = TensorRT(cuda, tmp_path / "bundle")
-    monkeypatch.setattr(api.Cuda, "load", lambda: api.Cuda(cuda))
-    monkeypatch.setattr(libraries, "import_tensorrt", lambda runtime, version_compatible: module)
-    yield module
-    gc.collect()
-    assert cuda.leaks == []
+    with installed(monkeypatch, tmp_path / "bundle") as module:
+        yield module
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama-near", "llama-near-portable", "gpt2-tree", "gemma2-self", "qwen3-medusa", "qwen3-medusa-draft-portable"],
-)
+@pytest.mark.parametrize("name", RUN)
 def test_says_what_the_cpu_says(
     name: str, bundle: Callable[[str], Path], engine: Callable[[str], Engine], gpu: TensorRT
 ) -> None:
@@ -161,9 +151,50 @@ def test_stand_in_has_the_names_of_the_real_package() -> None:
     assert real.DataType.INT64.itemsize == 8
 
 
-def test_engines_run_one_request(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
-    folder = compiled(bundle("llama-near-batch"), gpu.folder)
+@pytest.mark.parametrize(
+    "name", ["llama-near-batch", "llama-near-batch-portable", "gpt2-tree-batch", "qwen3-medusa-draft-batch"]
+)
+def test_several_requests_at_once_say_what_each_says_alone(
+    name: str, bundle: Callable[[str], Path], engine: Callable[[str], Engine], gpu: TensorRT
+) -> None:
+    """Joining and leaving, prompts that begin alike, growing caches, more requests than slots; plain ones too."""
+    alone = engine(name.replace("-batch", ""))
+    prompts = [[7, 9, 11], list(range(3, 90)), [5] * 40, [*range(3, 80), 5], [21], [5] * 240, [7, 9, 11, 13, 15]]
+    with Engine.load(compiled(bundle(name), gpu.folder, batches=(1, 4)), max_batch_size=4) as there:
+        assert there.slots == 4
+        gpu.cuda.calls.clear()
+        streams = [
+            there.stream(prompt, GREEDY.replace(max_tokens=8 + 4 * at), speculation=at != 2)
+            for at, prompt in enumerate(prompts)
+        ]
+        for stream in streams:
+            stream.start()
+        for at, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
+            said = [token for chunk in stream for token in chunk.token_ids]
+            expected = alone.generate(prompt, GREEDY.replace(max_tokens=8 + 4 * at), speculation=False).token_ids
+            assert said == list(expected), at
+        assert not {"cudaMalloc", "cudaHostAlloc", "cudaFree", "cudaFreeHost"} & set(gpu.cuda.calls)
+
+
+def test_engines_run_as_many_requests_as_they_are_compiled_for(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+    folder = compiled(bundle("llama-near-batch"), gpu.folder, batches=(4,))
     with Engine.load(folder) as there:
-        assert there.slots == 1
-    with pytest.raises(BackendError, match=r"4 requests at once were asked for, and engines are compiled for one"):
-        Engine.load(folder, max_batch_size=4)
+        assert there.slots == 4
+    with pytest.raises(BackendError, match=r"2 requests at once .* engines run 4; compile .*--engine-batch-sizes 2"):
+        Engine.load(folder, max_batch_size=2)
+
+
+def test_prompts_are_scored_in_the_window_of_all_slots(
+    bundle: Callable[[str], Path], engine: Callable[[str], Engine], gpu: TensorRT
+) -> None:
+    """There are no logits of every token at one slot; other texts are left as they are meanwhile."""
+    params, scored = GREEDY.replace(max_tokens=30), GREEDY.replace(max_tokens=1, prompt_logprobs=2)
+    prompt = list(range(3, 60))
+    with Engine.load(compiled(bundle("llama-near-batch"), gpu.folder, batches=(4,))) as there:
+        running = there.stream([5] * 30, params)
+        said = list(next(running).token_ids)
+        ours = there.generate(prompt, scored, speculation=False).prompt_logprobs
+        said += [token for chunk in running for token in chunk.token_ids]
+    theirs = engine("llama-near").generate(prompt, scored, speculation=False).prompt_logprobs
+    assert said == list(engine("llama-near").generate([5] * 30, params, speculation=False).token_ids)
+    assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-4)

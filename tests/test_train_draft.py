@@ -25,12 +25,10 @@ from specexport.training.distill import (
 )
 from specexport.training.draft import DraftOptions, train_draft
 from specexport.training.loop import Schedule, adamw, load_tensors, train
-from specexport.training.setup import Watch
 from tests.checkpoints import VOCAB, make_checkpoint, make_model
+from tests.training import SILENT
 
 pytestmark = pytest.mark.exporter
-
-SILENT = Watch(lambda line: None)
 
 
 @pytest.fixture(scope="module")

@@ -17,16 +17,14 @@ from specexport.contract.errors import SpecExportError, TrainError
 from specexport.exporter.checkpoint import load_checkpoint
 from specexport.exporter.medusa import COMPATIBLE, load_medusa, read_outline
 from specexport.training.data import Windows
-from specexport.training.heads import HeadOptions, head_accuracy, new_heads, run_model, train_heads
+from specexport.training.heads import head_accuracy, new_heads, train_heads
+from specexport.training.hidden import run_model
 from specexport.training.medusa import MedusaOptions, train_medusa
-from specexport.training.setup import Place, Watch
+from specexport.training.options import HeadOptions
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint, make_model
+from tests.training import CPU, SAVE_EVERY, SILENT, train_whole_and_parted, write_words
 
 pytestmark = pytest.mark.exporter
-
-CPU = Place(torch.device("cpu"), bf16=False)
-SILENT = Watch(lambda line: None)
-WORDS = "the of and to in is that it was for on are as with his they at be this from have or by one had not but what"
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +34,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "words.txt"
-    file.write_text(f"{WORDS} " * 40, encoding="utf-8")
-    return file
+    return write_words(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture
@@ -46,7 +42,7 @@ def options(target: Path, text: Path, tmp_path: Path) -> Callable[..., MedusaOpt
     def make(name: str = "out", **changed: Any) -> MedusaOptions:
         given = {
             "target": str(target), "data": [text], "output": tmp_path / name, "heads": 2, "seq_len": 32,
-            "batch_size": 4, "steps": 6, "save_every": 2, "precision": "fp32",
+            "batch_size": 4, "steps": 6, "save_every": SAVE_EVERY, "precision": "fp32",
         }  # fmt: skip
         return MedusaOptions(**(given | changed))  # type: ignore[arg-type]
 
@@ -99,28 +95,7 @@ def test_heads_learn_a_language_over_a_model_that_stays_as_it_was(tmp_path: Path
 def test_a_run_that_goes_on_is_equal_to_a_whole_one(
     options: Callable[..., MedusaOptions], how: dict[str, Any], stopped_at: str
 ) -> None:
-    train_medusa(options("whole", **how), SILENT)
-
-    def stop(line: str) -> None:
-        # A checkpoint is written after its line.
-        if line.startswith(stopped_at):
-            raise KeyboardInterrupt
-
-    parted = options("parted", **how)
-    with pytest.raises(KeyboardInterrupt):
-        train_medusa(parted, Watch(stop))
-    assert not parted.output.exists()
-    lines: list[str] = []
-    train_medusa(parted, Watch(lines.append))
-    name, _, step = stopped_at.partition(": step ")
-    assert f"{name}: going on from step {2 * ((int(step) - 1) // 2)}" in lines
-    weights = sorted(path.name for path in parted.output.glob("*.safetensors"))
-    for name in weights:
-        whole, found = (load_file(folder / name) for folder in (parted.output.parent / "whole", parted.output))
-        assert list(whole) == list(found)
-        assert all(torch.equal(whole[key], found[key]) for key in whole)
-    assert weights
-    assert not (parted.output.parent / "parted.work").exists()
+    train_whole_and_parted(train_medusa, options, how, stopped_at)
 
 
 def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError
@@ -18,7 +17,7 @@ from specexport.exporter.mlp_speculator import read_speculator
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.training.data import Windows
-from specexport.training.heads import HeadOptions, train_over
+from specexport.training.hidden import train_over
 from specexport.training.mlp_speculator import (
     SpeculatorOptions,
     chain_length,
@@ -27,14 +26,11 @@ from specexport.training.mlp_speculator import (
     stage_accuracy,
     train_mlp_speculator,
 )
-from specexport.training.setup import Place, Watch
+from specexport.training.options import HeadOptions
 from tests.checkpoints import make_checkpoint, make_model
+from tests.training import CPU, SAVE_EVERY, SILENT, train_whole_and_parted, write_words
 
 pytestmark = pytest.mark.exporter
-
-CPU = Place(torch.device("cpu"), bf16=False)
-SILENT = Watch(lambda line: None)
-WORDS = "the of and to in is that it was for on are as with his they at be this from have or by one had not but what"
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +40,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "words.txt"
-    file.write_text(f"{WORDS} " * 40, encoding="utf-8")
-    return file
+    return write_words(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture
@@ -54,7 +48,7 @@ def options(target: Path, text: Path, tmp_path: Path) -> Callable[..., Speculato
     def make(name: str = "out", **changed: Any) -> SpeculatorOptions:
         given = {
             "target": str(target), "data": [text], "output": tmp_path / name, "n_predict": 2, "seq_len": 32,
-            "inner_dim": 32, "batch_size": 4, "steps": 8, "save_every": 2, "precision": "fp32",
+            "inner_dim": 32, "batch_size": 4, "steps": 8, "save_every": SAVE_EVERY, "precision": "fp32",
         }  # fmt: skip
         return SpeculatorOptions(**(given | changed))  # type: ignore[arg-type]
 
@@ -106,31 +100,13 @@ def test_stages_learn_what_follows_the_token_before_them(
 def test_a_run_that_goes_on_is_equal_to_a_whole_one(
     options: Callable[..., SpeculatorOptions], how: dict[str, Any], stopped_at: str
 ) -> None:
-    record = train_mlp_speculator(options("whole", **how), SILENT)
-
-    def stop(line: str) -> None:
-        if line.startswith(stopped_at):  # a checkpoint is written after its line
-            raise KeyboardInterrupt
-
-    parted = options("parted", **how)
-    with pytest.raises(KeyboardInterrupt):
-        train_mlp_speculator(parted, Watch(stop))
-    assert not parted.output.exists()
-    lines: list[str] = []
-    train_mlp_speculator(parted, Watch(lines.append))
-    name, _, step = stopped_at.partition(": step ")
-    assert f"{name}: going on from step {int(step) - 2}" in lines
-    folders = parted.output.parent / "whole", parted.output
-    whole, found = (load_file(folder / "model.safetensors") for folder in folders)
-    assert list(whole) == list(found)
-    assert all(torch.equal(whole[key], found[key]) for key in whole)
-    assert not (parted.output.parent / "parted.work").exists()
-    outline = read_speculator(str(parted.output))
+    record, whole, parted = train_whole_and_parted(train_mlp_speculator, options, how, stopped_at)
+    outline = read_speculator(str(parted))
     assert (outline.stages, outline.inner, outline.tied, outline.scale_input) == (
         2, 32, "tie_weights" in how, "scale_input" in how
     )  # fmt: skip
     assert outline.accuracy is not None
-    assert json.loads((folders[0] / "training.json").read_text()) == record
+    assert json.loads((whole / "training.json").read_text()) == record
 
 
 @pytest.mark.parametrize(

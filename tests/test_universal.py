@@ -18,6 +18,7 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposers import Proposal, SlotView
 from specexport.runtime.proposers.universal import UniversalDraftProposer
+from tests.manifests import rewritten
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 TEXT = "one two three one two three"
@@ -130,14 +131,10 @@ def test_decoding_is_lossless(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_must_be_listed(tmp_path: Path, bundle: Callable[[str], Path]) -> None:
-    import json
-
     from specexport.contract.errors import BundleError
-    from specexport.contract.manifest import MANIFEST_NAME
 
     folder = shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
-    document = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-    document["methods"][0] |= {"name": "universal_draft", "tokenizer": "../tokenizer.json"}
-    (folder / MANIFEST_NAME).write_text(json.dumps(document), encoding="utf-8")
+    given = {"name": "universal_draft", "tokenizer": "../tokenizer.json"}
+    rewritten(folder, lambda document: document["methods"][0].update(given))
     with pytest.raises(BundleError, match="is used but not listed under files"):
         read_manifest(folder)

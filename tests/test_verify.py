@@ -21,11 +21,13 @@ from specexport.contract.manifest import FileEntry
 from specexport.contract.methods import DraftModel
 from specexport.contract.reading import read_manifest, sha256, write_manifest
 from specexport.exporter import verify as module
+from specexport.exporter import verify_decoding
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.verify import Check, VerifyReport, render, verify
+from specexport.exporter.verify import verify
 from specexport.exporter.verify_graphs import check_graphs
 from specexport.exporter.verify_logits import LIMITS, Agreement, rounds
+from specexport.exporter.verify_report import Check, VerifyReport, render
 from specexport.runtime import Completion, Engine
 from specexport.runtime.bundle import Bundle
 from tests.checkpoints import make_checkpoint
@@ -261,7 +263,7 @@ def test_speculation_that_changes_the_text_fails(fp32: Path) -> None:
 
 @pytest.mark.usefixtures("lying")
 def test_numerical_ties_are_counted_and_pass(fp32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.logits, "logit_gap", lambda *_: LIMITS["fp32"].rounding / 2)
+    monkeypatch.setattr(verify_decoding, "logit_gap", lambda *_: LIMITS["fp32"].rounding / 2)
     passed, sentence, numbers = _speculation(fp32)
     assert passed
     assert (numbers["differences"], numbers["ties"], numbers["tokens"]) == (0, 4, 20)

@@ -28,6 +28,7 @@ from specexport.contract.reading import read_manifest
 from specexport.exporter import verify as module
 from specexport.exporter import verify_engines
 from specexport.exporter.engines import bundle as bundle_module
+from specexport.exporter.engines import program
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.compiler import EngineReport
 from specexport.exporter.engines.options import EngineOptions
@@ -36,10 +37,13 @@ from specexport.exporter.verify_engines import Subject, compare_engines, runnabl
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
 from tests.cuda_stand_in import StandIn
+from tests.make_bundles import RECIPES
 
 pytestmark = pytest.mark.exporter
 
 Bundles = Callable[[str], Path]
+BATCHED = ("fp16-native-batch", "qwen3-mlp")
+"""These get engines of several batch sizes."""
 _TYPES = {
     "tensor(float16)": np.float16,
     "tensor(float)": np.float32,
@@ -74,8 +78,10 @@ class SourceRunner(BaseRunner):  # type: ignore[misc]
         types = {value.name: _TYPES[value.type] for value in self._session.get_inputs()}
         given = {name: np.frombuffer(raw.array, types[name]).reshape(raw.shape) for name, raw in feed_dict.items()}
         assert given.keys() == types.keys()
-        if tensors.INPUT_IDS in given:
-            assert given[tensors.INPUT_IDS].shape == (1, point.tokens)
+        if tensors.LEVEL_RANKS in given:
+            assert given[tensors.LEVEL_RANKS].shape == (point.batch, point.drafts, point.tokens)
+        elif tensors.INPUT_IDS in given:
+            assert given[tensors.INPUT_IDS].shape == (point.batch, point.tokens)
         names = [value.name for value in self._session.get_outputs()]
         outputs = dict(zip(names, self._session.run(names, given), strict=True))
         self._spoil(outputs)
@@ -92,7 +98,13 @@ def _right(_outputs: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def compiled(uncompiled: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundles:
+def compiled(
+    uncompiled: Bundles,
+    bundle: Bundles,
+    accept_graph: Callable[[str, int], bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Bundles:
     """Gives bundles that list engines; their files say nothing."""
 
     def write(source: Path, output: Path, *_: Any) -> EngineReport:
@@ -102,8 +114,13 @@ def compiled(uncompiled: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(bundle_module, "compile_graph", write)
 
     def get(name: str) -> Path:
-        folder = Path(shutil.copytree(uncompiled(name), tmp_path / name))
-        compile_bundle(folder, EngineOptions("tensorrt-rtx", capabilities=((8, 6), (8, 9))))
+        ready = name in RECIPES
+        folder = Path(shutil.copytree((bundle if ready else uncompiled)(name), tmp_path / name))
+        monkeypatch.setattr(program, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
+        batches = (1, 4) if name in BATCHED else (1,)
+        compile_bundle(
+            folder, EngineOptions("tensorrt-rtx", "fp16", capabilities=((8, 6), (8, 9)), batch_sizes=batches)
+        )
         return folder
 
     return get
@@ -115,7 +132,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
     return lambda capability: monkeypatch.setattr(Cuda, "load", lambda: Cuda(StandIn(capability=capability)))
 
 
-@pytest.mark.parametrize("name", ["fp16-native-both", "int8-portable-draft"])
+@pytest.mark.parametrize("name", ["fp16-native-both", "int8-portable-draft", "fp16-native-batch", "qwen3-mlp"])
 def test_every_engine_is_compared_and_a_wrong_one_is_found(
     name: str, compiled: Bundles, gpu: Callable[[tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +167,17 @@ def test_every_engine_is_compared_and_a_wrong_one_is_found(
     def touch(array: np.ndarray) -> None:
         array[..., 0, 0] += 1  # a row that the run must not write
 
+    mixed = [subject for subject in subjects if any(point.batch > 1 for point in subject.engine.profiles)]
+    assert bool(mixed) == (name in BATCHED)
+
+    def swap(outputs: dict[str, Any]) -> None:
+        for output, array in outputs.items():
+            outputs[output] = np.flip(array, int(output in tensors.DRAFTED)).copy()  # B of a draft is second
+
+    for subject in mixed:
+        last = msgspec.structs.replace(subject.engine, profiles=subject.engine.profiles[-1:])
+        assert compare([dataclasses.replace(subject, engine=last)], swap).wrong, "slots were mistaken for one another"
+
     for subject in subjects:
         one = msgspec.structs.replace(subject.engine, profiles=subject.engine.profiles[:1])
         first = dataclasses.replace(subject, engine=one)
@@ -157,6 +185,7 @@ def test_every_engine_is_compared_and_a_wrong_one_is_found(
         row = tensors.present_value(0)
         changes = {tensors.LOGITS: roll, tensors.CANDIDATES: add, row: roll, tensors.DRAFT_PROBS: roll}
         changes |= {tensors.DRAFT_TOKENS: add, tensors.TOKENS: add, tensors.TREE_IDS: add, tensors.new_key(0): roll}
+        changes |= {f"{tensors.DRAFT_PROBS}.0": roll, f"{tensors.DRAFT_TOKENS}.1": add, f"{tensors.DRAFT_IDS}.2": add}
         tried = {output: change for output, change in changes.items() if output in outputs}
         assert tried
         for output, change in tried.items():

@@ -5,21 +5,22 @@ Also what that needs, as heads do: texts sampled from a model. And how many of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specexport.contract.errors import TrainError
 from specexport.training.data import Windows, sampled_windows, seeded
-from specexport.training.loop import load_tensors
+from specexport.training.loop import load_tensors, progress_bar
+from specexport.training.options import HeadRunOptions, RunOptions
+from specexport.training.setup import Model, Watch
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
-MEASURED_TEXTS = 64
+_MEASURED_TEXTS = 64
 """Texts sampled to measure with, at most."""
 
 
@@ -142,8 +143,7 @@ def sample_texts(
     device = next(model.parameters()).device
     batches = []
     work.mkdir(parents=True, exist_ok=True)
-    columns = (TextColumn("sampling"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("sampling", total=count)
         for start in range(0, count, rows):
             path = work / f"sampled-{start}.pt"
@@ -162,47 +162,50 @@ def sample_texts(
 
 
 def own_texts(
-    model: Any,
-    ends: Sequence[int],
-    windows: Windows,
-    held_out: Windows,
-    count: int,
-    prompt: int,
-    *,
-    seed: int,
-    work: Path,
-    rows: int,
-    console: Console | None,
-) -> tuple[Windows, Windows]:
+    model: Model, data: Windows, count: int, prompt: int, options: RunOptions, *, work: Path, watch: Watch
+) -> Windows:
     """A model's own continuations of prompts cut from data: what is met when its texts are drafted.
 
     Args:
-        model: a causal LM.
-        ends: tokens that end a text.
-        windows: prompts of the texts to learn.
-        held_out: prompts of the texts to measure with.
-        count: texts to learn; an eighth as many are measured with, at most :data:`MEASURED_TEXTS`.
+        model: the model.
+        data: to cut prompts from; texts are as long as their windows.
+        count: of texts.
         prompt: tokens of a prompt.
-        seed: of the prompts and the draws.
+        options: say the seed, and how many texts are sampled at once.
         work: folder the texts are kept in.
-        rows: texts sampled at once.
-        console: where a bar is drawn.
+        watch: where a bar is drawn.
     """
+    ids = sample_texts(
+        model.model,
+        lambda rows, generator: data.prompts(rows, prompt, generator),
+        count,
+        data.ids.shape[1] - prompt,
+        seed=options.seed,
+        work=work,
+        rows=options.sample_batch,
+        console=watch.console,
+    )
+    return sampled_windows(ids, prompt, model.ends)
 
-    def sample(name: str, data: Windows, texts: int) -> Windows:
-        ids = sample_texts(
-            model,
-            lambda batch, generator: data.prompts(batch, prompt, generator),
-            texts,
-            windows.ids.shape[1] - prompt,
-            seed=seed,
-            work=work / f"sampled-{name}",
-            rows=rows,
-            console=console,
-        )
-        return sampled_windows(ids, prompt, ends)
 
-    return sample("train", windows, count), sample("held-out", held_out, min(MEASURED_TEXTS, -(-count // 8)))
+def self_distilled(
+    model: Model, windows: Windows, held_out: Windows, prompt: int, options: HeadRunOptions, *, work: Path, watch: Watch
+) -> tuple[Windows, Windows]:
+    """Texts of the model itself, as many as ``options`` say, and an eighth as many, at most 64, to measure with.
+
+    Args:
+        model: the model.
+        windows: prompts of the texts to learn are cut from.
+        held_out: prompts of the texts to measure with are cut from.
+        prompt: tokens of a prompt.
+        options: of the training.
+        work: folder of the training.
+        watch: where bars are drawn.
+    """
+    count = options.self_distill
+    learnt = own_texts(model, windows, count, prompt, options, work=work / "sampled-train", watch=watch)
+    measured = min(_MEASURED_TEXTS, -(-count // 8))
+    return learnt, own_texts(model, held_out, measured, prompt, options, work=work / "sampled-held-out", watch=watch)
 
 
 def _sampled(path: Path) -> torch.Tensor:

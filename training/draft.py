@@ -22,23 +22,22 @@ from specexport.training.distill import (
     distillation_loss,
     inherit_embedding,
     mixed_temperatures,
-    sample_texts,
+    own_texts,
 )
 from specexport.training.loop import Loss, Schedule, adamw, muon_and_adamw, train
+from specexport.training.options import RunOptions, within
 from specexport.training.setup import (
     Model,
     Place,
-    RunOptions,
     Watch,
     choose_place,
     described,
     fingerprint,
     load_model,
     new_record,
+    run_settings,
     save_model,
     told,
-    windows_fingerprint,
-    within,
     work_folder,
     write_record,
 )
@@ -112,30 +111,14 @@ def train_draft(options: DraftOptions, watch: Watch) -> dict[str, Any]:
     draft = _draft(options, target, place)
     window, prompt = options.lengths(min(target.max_positions, draft.max_positions))
     windows, held_out = options.read(target.tokenizer, window)
-    settings = options.settings() | {
-        "target": fingerprint(target.path),
-        "draft": fingerprint(draft.path) if options.draft is not None else None,
-        "data": windows_fingerprint(windows),
-        "held_out": windows_fingerprint(held_out),
-        "bf16": place.bf16,
-    }
+    settings = run_settings(options, target, windows, held_out, place)
+    settings["draft"] = fingerprint(draft.path) if options.draft is not None else None
     with work_folder(options.work, options.output, settings) as work:
         measured = _Measured(target, held_out, prompt, options.seed, place)
         before = measured.lengths(draft.model)
+        texts = windows
         if options.samples == "target":
-            ids = sample_texts(
-                target.model,
-                lambda rows, generator: windows.prompts(rows, prompt, generator),
-                options.texts,
-                window - prompt,
-                seed=options.seed,
-                work=work / "sampled",
-                rows=options.sample_batch,
-                console=watch.console,
-            )
-            texts = sampled_windows(ids, prompt, target.ends)
-        else:
-            texts = windows
+            texts = own_texts(target, windows, options.texts, prompt, options, work=work / "sampled", watch=watch)
         watch.log(described(texts, held_out))
         rate = options.lr or _RATES[options.optimizer]
         parameters = dict(draft.model.named_parameters())

@@ -19,6 +19,12 @@ Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A scalar to minimise, and figures to show by name, each a vector, such as one number a head."""
 
 
+def progress_bar(console: Console | None, width: int = 20) -> Progress:
+    """Bars of so many characters, with what is done and how long the rest takes."""
+    columns = (TextColumn("{task.description}"), BarColumn(width), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The factor on the learning rates: a linear warm-up, then a cosine to zero, or a constant and a linear decay.
@@ -127,8 +133,7 @@ def train(
         log(f"{name}: going on from step {step}")
     every = every or max(10, min(50, schedule.steps // 10))
     trained = list(parameters.values())
-    columns = (TextColumn("{task.description}"), BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(console, width=12) as progress:
         task = progress.add_task(name, total=schedule.steps, completed=step)
         began = time.monotonic()
         while step < schedule.steps:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,49 +29,38 @@ from specexport.exporter.medusa import (
 from specexport.exporter.trace import quiet
 from specexport.graphs.medusa import MedusaHeads
 from specexport.training.data import Windows
-from specexport.training.distill import own_texts
-from specexport.training.heads import (
-    HeadOptions,
-    JointOptions,
-    cache_hidden,
-    head_accuracy,
-    new_heads,
-    run_model,
-    train_heads,
-    train_jointly,
-)
+from specexport.training.distill import self_distilled
+from specexport.training.heads import JointOptions, head_accuracy, new_heads, train_heads, train_jointly
+from specexport.training.hidden import run_model
 from specexport.training.loop import Trained
+from specexport.training.options import HeadRunOptions, within
 from specexport.training.setup import (
     Model,
     Place,
-    RunOptions,
     Watch,
     choose_place,
     described,
-    fingerprint,
     load_model,
     new_record,
+    run_settings,
     save_model,
     told,
-    windows_fingerprint,
-    within,
     work_folder,
     write_record,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaOptions(RunOptions):
+class MedusaOptions(HeadRunOptions):
     """What ``specexport train medusa`` is asked for; each field is the flag of its name.
+
+    Texts that the model is to say itself (``self_distill``) are learnt instead of the data.
 
     Attributes:
         heads: how many.
         layers: residual blocks a head.
         tie_lm_head: heads end in the model's own projection.
         stage: 1, heads alone, or 2, the model with them.
-        decay: head i counts ``decay ** i``.
-        self_distill: texts to sample from the model and learn instead of the data, which give their prompts.
-        cache_hidden: compute the model's hidden states once and keep them on disk.
         tune: stage 2: ``lora`` or ``full``.
         lora_rank: stage 2: of the adapters.
         base_lr: stage 2: the model's learning rate; None is a quarter of lr with LoRA, and a fiftieth with full tuning.
@@ -85,8 +74,6 @@ class MedusaOptions(RunOptions):
     tie_lm_head: bool = False
     stage: int = 1
     decay: float = 0.8
-    self_distill: int = 0
-    cache_hidden: bool = False
     tune: str = "lora"
     lora_rank: int = 16
     base_lr: float | None = None
@@ -94,17 +81,10 @@ class MedusaOptions(RunOptions):
     heads_first: float = 0.4
     lm_loss: str | None = None
 
-    @property
-    def heads_rate(self) -> float:
-        """The heads' learning rate."""
-        return self.lr or 1e-3
-
     def check(self) -> None:
         super().check()
         within("heads", self.heads, 1, 16)
         within("layers", self.layers, 0, 16)
-        within("decay", self.decay, 0, 1, above=True)
-        within("self_distill", self.self_distill, 0)
         within("lora_rank", self.lora_rank, 1)
         within("base_lr", self.base_lr, 0, 1, above=True)
         within("heads_weight", self.heads_weight, 0, above=True)
@@ -132,28 +112,12 @@ def train_medusa(options: MedusaOptions, watch: Watch) -> dict[str, Any]:
     window, prompt = options.lengths(base.max_positions)
     within("heads", options.heads, 1, window - 2, "two less than --seq-len")
     windows, held_out = options.read(base.tokenizer, window)
-    settings = options.settings() | {
-        "target": fingerprint(base.path),
-        "data": windows_fingerprint(windows),
-        "held_out": windows_fingerprint(held_out),
-        "bf16": place.bf16,
-    }
+    settings = run_settings(options, base, windows, held_out, place)
     with work_folder(options.work, options.output, settings) as work:
         if options.self_distill:
             # Weights to train are in float32; sampling reads them a token at a time, twice as fast in bfloat16.
             sampling = base if options.stage == 1 else load_model(options.target, place, frozen=True)
-            windows, held_out = own_texts(
-                sampling.model,
-                base.ends,
-                windows,
-                held_out,
-                options.self_distill,
-                prompt,
-                seed=options.seed,
-                work=work,
-                rows=options.sample_batch,
-                console=watch.console,
-            )
+            windows, held_out = self_distilled(sampling, windows, held_out, prompt, options, work=work, watch=watch)
             del sampling
         watch.log(described(windows, held_out))
         torch.manual_seed(options.seed)
@@ -162,13 +126,13 @@ def train_medusa(options: MedusaOptions, watch: Watch) -> dict[str, Any]:
         stages = _Stages(options, base, heads, windows, place, work, watch)
         record = new_record("train medusa", options, place, windows, held_out)
         if options.stage == 1:
-            record["heads"] = told(stages.heads(total))
+            record["heads"] = told(stages.alone(total))
         else:
             record["lm_loss_before"] = _lm_loss(base.model, held_out, place)
             first = round(options.heads_first * total)
             if first:
-                record["heads"] = told(stages.heads(first))
-            record["joint"] = told(stages.joint(max(1, total - first)))
+                record["heads"] = told(stages.alone(first))
+            record["joint"] = told(stages.together(max(1, total - first)))
             record["lm_loss"] = _lm_loss(base.model, held_out, place)
         accuracy = head_accuracy(heads, base.model, held_out, place)
         record["head_accuracy"] = accuracy.ranks
@@ -182,87 +146,55 @@ def train_medusa(options: MedusaOptions, watch: Watch) -> dict[str, Any]:
     return record
 
 
+@dataclass(frozen=True)
 class _Stages:
     """The two stages over the same heads and data."""
 
-    def __init__(
-        self,
-        options: MedusaOptions,
-        base: Model,
-        heads: MedusaHeads,
-        windows: Windows,
-        place: Place,
-        work: Path,
-        watch: Watch,
-    ) -> None:
-        self._options = options
-        self._base = base
-        self._heads = heads
-        self._windows = windows
-        self._place = place
-        self._work = work
-        self._watch = watch
+    options: MedusaOptions
+    base: Model
+    heads: MedusaHeads
+    windows: Windows
+    place: Place
+    work: Path
+    watch: Watch
 
-    def _head_options(self, steps: int) -> HeadOptions:
-        asked = self._options
-        return HeadOptions(
-            steps=steps,
-            batch_size=asked.batch_size,
-            accumulate=asked.accumulate,
-            lr=asked.heads_rate,
-            warmup=asked.warmup,
-            decay=asked.decay,
-            seed=asked.seed,
-            save_every=asked.save_every,
-        )
-
-    def heads(self, steps: int) -> Trained:
+    def alone(self, steps: int) -> Trained:
         """Medusa-1."""
-        cached = None
-        if self._options.cache_hidden:
-            cached = cache_hidden(
-                self._base.model,
-                self._windows,
-                self._work / "hidden.bin",
-                place=self._place,
-                batch_size=self._options.batch_size,
-                watch=self._watch,
-            )
         return train_heads(
-            self._heads,
-            self._base.model,
-            self._windows,
-            self._head_options(steps),
-            place=self._place,
-            checkpoint=self._work / "heads.pt",
-            watch=self._watch,
-            cached=cached,
+            self.heads,
+            self.base.model,
+            self.windows,
+            self.options.head_options(steps, self.options.seed),
+            place=self.place,
+            checkpoint=self.work / "heads.pt",
+            watch=self.watch,
+            cache=self.work / "hidden.bin" if self.options.cache_hidden else None,
         )
 
-    def joint(self, steps: int) -> Trained:
+    def together(self, steps: int) -> Trained:
         """Medusa-2; the base model has what was learnt, with adapters merged."""
-        asked = self._options
+        asked = self.options
         lm_loss = asked.lm_loss or ("kl" if asked.self_distill else "ce")
-        rate = asked.base_lr or asked.heads_rate / (4 if asked.tune == "lora" else 50)
+        rate = asked.base_lr or asked.rate / (4 if asked.tune == "lora" else 50)
         original: Callable[[], contextlib.AbstractContextManager[Any]]
         adapted = None
         if asked.tune == "lora":
-            adapted = _with_adapters(self._base.model, asked.lora_rank, asked.seed)
-            original = partial(_without_adapters, adapted, self._base.model)
+            adapted = _with_adapters(self.base.model, asked.lora_rank, asked.seed)
+            original = partial(_without_adapters, adapted, self.base.model)
         else:
-            as_it_was = copy.deepcopy(self._base.model).requires_grad_(False) if lm_loss == "kl" else None
+            as_it_was = copy.deepcopy(self.base.model).requires_grad_(False) if lm_loss == "kl" else None
             original = partial(contextlib.nullcontext, as_it_was)
         trained = train_jointly(
-            self._heads,
-            self._base.model,
-            self._windows,
+            self.heads,
+            self.base.model,
+            self.windows,
             # Another seed, or the batches of the first stage would come again in the same order.
-            replace(self._head_options(steps), seed=asked.seed + 1),
+            asked.head_options(steps, asked.seed + 1),
             JointOptions(rate, asked.heads_weight, lm_loss),
             original=original,
-            place=self._place,
-            checkpoint=self._work / "joint.pt",
-            watch=self._watch,
+            place=self.place,
+            checkpoint=self.work / "joint.pt",
+            watch=self.watch,
         )
         if adapted is not None:
             adapted.merge_and_unload()

@@ -16,40 +16,37 @@ from specexport.exporter.medusa import HeadAccuracy
 from specexport.exporter.mlp_speculator import save_speculator
 from specexport.graphs.mlp_speculator import MlpSpeculator
 from specexport.training.data import Windows
-from specexport.training.distill import own_texts
-from specexport.training.heads import HeadOptions, cache_hidden, measured, summed_loss, train_over, weighted
+from specexport.training.distill import self_distilled
+from specexport.training.hidden import measured, summed_loss, train_over, weighted
 from specexport.training.loop import Loss, Trained
+from specexport.training.options import HeadRunOptions, within
 from specexport.training.setup import (
     Model,
     Place,
-    RunOptions,
     Watch,
     choose_place,
     described,
-    fingerprint,
     load_model,
     new_record,
+    run_settings,
     told,
-    windows_fingerprint,
-    within,
     work_folder,
     write_record,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculatorOptions(RunOptions):
+class SpeculatorOptions(HeadRunOptions):
     """What ``specexport train mlp-speculator`` is asked for; each field is the flag of its name.
+
+    Texts that the model is to say itself (``self_distill``) are learnt after the data.
 
     Attributes:
         n_predict: stages, a token each.
         inner_dim: width of the states between them; None is the model's hidden size.
         tie_weights: stages share embedding, head and norm, and all but the first their projection.
         scale_input: norm the model's hidden state first.
-        decay: stage i counts ``decay ** i``.
-        self_distill: texts to sample from the model and learn after the data, which give their prompts.
         data_first: with self_distill: share of the steps in which the data is learnt.
-        cache_hidden: compute the model's hidden states once and keep them on disk.
     """
 
     n_predict: int = 3
@@ -57,16 +54,12 @@ class SpeculatorOptions(RunOptions):
     tie_weights: bool = False
     scale_input: bool = False
     decay: float = 1.0
-    self_distill: int = 0
     data_first: float = 0.5
-    cache_hidden: bool = False
 
     def check(self) -> None:
         super().check()
         within("n_predict", self.n_predict, 1, MAX_STAGES)
         within("inner_dim", self.inner_dim, 16)
-        within("decay", self.decay, 0, 1, above=True)
-        within("self_distill", self.self_distill, 0)
         within("data_first", self.data_first, 0, 1)
 
 
@@ -88,12 +81,7 @@ def train_mlp_speculator(options: SpeculatorOptions, watch: Watch) -> dict[str, 
     window, prompt = options.lengths(base.max_positions)
     within("n_predict", options.n_predict, 1, window - 2, "two less than --seq-len")
     windows, held_out = options.read(base.tokenizer, window)
-    settings = options.settings() | {
-        "target": fingerprint(base.path),
-        "data": windows_fingerprint(windows),
-        "held_out": windows_fingerprint(held_out),
-        "bf16": place.bf16,
-    }
+    settings = run_settings(options, base, windows, held_out, place)
     with work_folder(options.work, options.output, settings) as work:
         total = options.total_steps(len(windows))
         first = round(options.data_first * total) if options.self_distill else total
@@ -105,18 +93,7 @@ def train_mlp_speculator(options: SpeculatorOptions, watch: Watch) -> dict[str, 
             watch.log(described(windows, held_out))
             record["data"] = told(learn("data", windows, first, options.seed))
         if options.self_distill:
-            windows, held_out = own_texts(
-                base.model,
-                base.ends,
-                windows,
-                held_out,
-                options.self_distill,
-                prompt,
-                seed=options.seed,
-                work=work,
-                rows=options.sample_batch,
-                console=watch.console,
-            )
+            windows, held_out = self_distilled(base, windows, held_out, prompt, options, work=work, watch=watch)
             watch.log(described(windows, held_out))
             # Another seed, or the batches of the first stage would come again in the same order.
             record["texts"] = told(learn("texts", windows, max(1, total - first), options.seed + 1))
@@ -142,37 +119,17 @@ class _Stage:
 
     def __call__(self, name: str, windows: Windows, steps: int, seed: int) -> Trained:
         asked = self.options
-        cached = None
-        if asked.cache_hidden:
-            cached = cache_hidden(
-                self.base.model,
-                windows,
-                self.work / f"hidden-{name}.bin",
-                place=self.place,
-                batch_size=asked.batch_size,
-                watch=self.watch,
-            )
-        options = HeadOptions(
-            steps=steps,
-            batch_size=asked.batch_size,
-            accumulate=asked.accumulate,
-            lr=asked.lr or 1e-3,
-            warmup=asked.warmup,
-            decay=asked.decay,
-            seed=seed,
-            save_every=asked.save_every,
-        )
         return train_over(
             name,
             self.speculator,
             lambda hidden, batch: speculator_loss(self.speculator, hidden, batch, asked.decay),
             self.base.model,
             windows,
-            options,
+            asked.head_options(steps, seed),
             place=self.place,
             checkpoint=self.work / f"{name}.pt",
             watch=self.watch,
-            cached=cached,
+            cache=self.work / f"hidden-{name}.bin" if asked.cache_hidden else None,
         )
 
 

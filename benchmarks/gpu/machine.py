@@ -75,7 +75,7 @@ def _engine_library(runtime: EngineRuntime, device: Device) -> Found:
     return Found(runtime, str(module.__version__), ("fp32", "fp16"), runtime)
 
 
-def compiled(made: Folder, found: Found, device: Device, compute: ComputedIn) -> Path:
+def compiled(made: Folder, found: Found, device: Device, compute: ComputedIn, slots: int = 1) -> Path:
     """A bundle, with engines for this device if the library runs engines.
 
     Compiled in a process of its own, as one process drives one library only.
@@ -85,24 +85,33 @@ def compiled(made: Folder, found: Found, device: Device, compute: ComputedIn) ->
         found: what is to run it.
         device: the GPU.
         compute: what its engines compute in.
+        slots: requests that they run at once.
 
     Raises:
         RuntimeError: it cannot be compiled; with what the compiler says.
     """
     folder = made()
-    if found.engines is None or _has_engines(folder, found, device, compute):
+    if found.engines is None or _has_engines(folder, found, device, compute, slots):
         return folder
     command: list[Any] = [sys.executable, "-m", "specexport", "compile", folder, "--backend", found.engines]
-    command += ["--compute", compute, "--compute-capability", "{}.{}".format(*device.capability)]
+    command += [
+        "--engine-batch-sizes",
+        slots,
+        "--compute",
+        compute,
+        "--compute-capability",
+        "{}.{}".format(*device.capability),
+    ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"specexport compile {folder}: {done.stderr.strip() or done.stdout.strip()}")
     return folder
 
 
-def _has_engines(folder: Path, found: Found, device: Device, compute: ComputedIn) -> bool:
+def _has_engines(folder: Path, found: Found, device: Device, compute: ComputedIn, slots: int) -> bool:
     return any(
         (engine.runtime, engine.version, engine.compute) == (found.engines, found.version, compute)
         and engine.runs_on(device.capability)
+        and any(point.batch == slots for point in engine.profiles)
         for engine in read_manifest(folder).target.engines
     )

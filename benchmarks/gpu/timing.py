@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,23 @@ def copy_bandwidth(cuda: Cuda, rounds: int = 10) -> float:
     return 2e3 * nbytes / min(times)
 
 
+@dataclass(frozen=True)
+class Gaps:
+    """Microseconds from the end of each launch's work to the beginning of the next.
+
+    Attributes:
+        after_wait: where the host waited in between, read results and gave the next work.
+        queued: where it gave both without waiting, as the graphs of one step that is no single CUDA graph.
+    """
+
+    after_wait: list[float]
+    queued: list[float]
+
+    def per_step(self, steps: int) -> float:
+        """How long the GPU stood still a step: the median of each kind, as often as there are such in a step."""
+        return sum(statistics.median(kind) * len(kind) for kind in (self.after_wait, self.queued) if kind) / steps
+
+
 class Watch:
     """Events around everything that is launched; for measuring what lies between.
 
@@ -62,21 +80,25 @@ class Watch:
     def __init__(self, backend: CudaBackend, most: int = 4096) -> None:
         self._cuda, self._stream = backend.cuda, backend.stream
         self._events = [(self._cuda.create_event(), self._cuda.create_event()) for _ in range(most)]
-        self._used = 0
+        self._waits: list[int] = []
         backend.watch(self._around)
 
     def _around(self, launch: Enqueue) -> None:
-        start, end = self._events[self._used % len(self._events)]
-        self._used += 1
+        start, end = self._events[len(self._waits) % len(self._events)]
+        self._waits.append(self._stream.waits)
         self._cuda.record(start, self._stream.handle)
         launch()
         self._cuda.record(end, self._stream.handle)
 
-    def gaps_us(self) -> list[float]:
-        """Microseconds from the end of each launch's work to the beginning of the next; then forgets them."""
+    def gaps(self) -> Gaps:
+        """The gaps between the launches so far; then forgets them."""
         self._stream.synchronize()
-        used = self._events[: min(self._used, len(self._events))]
-        gaps = [1e3 * self._cuda.milliseconds(a[1], b[0]) for a, b in itertools.pairwise(used)]
+        gaps = Gaps([], [])
+        for ((_, end), (start, _)), (before, after) in zip(
+            itertools.pairwise(self._events), itertools.pairwise(self._waits), strict=False
+        ):
+            kind = gaps.queued if before == after else gaps.after_wait
+            kind.append(1e3 * self._cuda.milliseconds(end, start))
         for pair in self._events:
             for event in pair:
                 self._cuda.destroy_event(event)

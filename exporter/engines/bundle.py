@@ -11,13 +11,7 @@ import msgspec
 from specexport.contract.engines import Commit, ComputedIn, Engine, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import (
-    Beside,
-    Medusa,
-    Method,
-    MlpSpeculator,
-    draft_role,
-)
+from specexport.contract.methods import Beside, Medusa, Method, draft_role
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.reading import check_files, exchange_manifest, file_entry, read_manifest
 from specexport.exporter.engines.compiler import EngineReport, compile_graph
@@ -26,6 +20,7 @@ from specexport.exporter.engines.options import (
     FP8_CAPABILITY,
     Capability,
     EngineOptions,
+    check_batches,
     check_stored,
     dotted,
 )
@@ -65,21 +60,18 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
         progress: see :data:`Progress`.
 
     Raises:
-        BuildError: the library is not installed, has no such device, or refuses a graph; or the bundle's prompts may
-            hold embeddings.
+        BuildError: the library is not installed, has no such device, or refuses a graph; the bundle's prompts may hold
+            embeddings, or it was not built for a batch size.
         BundleError: the bundle is not whole.
     """
     report = progress or (lambda *_: None)
     manifest = read_manifest(folder)
     check_files(folder, manifest, hashes=False)
-    if any(isinstance(method, MlpSpeculator) for method in manifest.methods):
-        raise BuildError(
-            f"{folder}: has an MLP speculator, for which no engines are compiled; build it without --mlp-speculator"
-        )
     if manifest.target.embedding_size is not None:
         raise BuildError(
             f"{folder}: was built with --inputs-embeds, and engines read tokens alone; build it without to compile it"
         )
+    check_batches(options.batch_sizes, manifest.batch_sizes)
     library = load_library(options.runtime)
     listed = {entry.path for entry in manifest.files}
     compiler = _Compiler(folder, listed, options, library, _capabilities(library, options, _stored(manifest)), report)
@@ -125,7 +117,7 @@ class _Compiler:
         """The model with its engines."""
         compute = self._options.compute or default_compute(model.precision.weights)
         made = []
-        for job in model_jobs(model, manifest, plain=self._options.plain):
+        for job in model_jobs(model, manifest, self._options.batch_sizes, plain=self._options.plain):
             source = self._source(model.graph.master, compute, job, model.engines)
             made.append(self._engine(source, job, compute))
         return msgspec.structs.replace(model, engines=(*self._kept(model.engines), *made))
@@ -135,7 +127,7 @@ class _Compiler:
         of_cache = isinstance(graph, Commit)
         compute = self._options.compute or default_compute(manifest.target.precision.weights) if of_cache else "fp32"
         made = []
-        for job in program_jobs(graph, manifest):
+        for job in program_jobs(graph, manifest, self._options.batch_sizes):
             source = self._source(graph.file, compute, job, graph.engines) if of_cache else self._folder / graph.file
             made.append(self._engine(source, job, compute))
         return msgspec.structs.replace(graph, engines=(*self._kept(graph.engines), *made))
@@ -143,7 +135,8 @@ class _Compiler:
     def _source(self, master: str, compute: ComputedIn, job: Job, engines: tuple[Engine, ...]) -> Path:
         """The graph to compile: as another engine's, or written."""
         drafts = f".k{job.drafts}" if job.drafts else ""
-        path = (self._folder / master).with_name(f"{Path(master).stem}{drafts}.{compute}.onnx")
+        slots = ".slots" if job.several else ""  # B is symbolic there
+        path = (self._folder / master).with_name(f"{Path(master).stem}{drafts}{slots}.{compute}.onnx")
         if any(self._folder / engine.source == path for engine in engines):
             return path
         self._progress(f"writing {path.parent.name}/{path.name}", 0, 1)

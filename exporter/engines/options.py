@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specexport.contract.engines import ComputedIn, EngineRuntime
+from specexport.contract.engines import ENGINE_RUNTIMES, ComputedIn, EngineRuntime
 from specexport.contract.errors import BuildError
 
-RUNTIMES: tuple[EngineRuntime, ...] = ("tensorrt", "tensorrt-rtx")
 COMPUTE: tuple[ComputedIn, ...] = ("fp32", "fp16", "bf16")
 
 Capability = tuple[int, int]
@@ -32,6 +31,8 @@ class EngineOptions:
         strip_weights: leave weights out of the engine; they are put in from the ONNX graph when it is loaded.
         version_compatible: let later versions of TensorRT with the same major number run the engine.
         hardware_compatible: let TensorRT's engine run on every device of capability 8.0 or higher.
+        batch_sizes: how many slots steps take, ascending; of the batch sizes the bundle was built for. An engine can
+            be loaded for any of them.
         plain: also compile for one token at a time. Kernels for one token want weights in an order of their own, so
             this stores them a second time; without it plain decoding runs padded to the narrowest tree.
     """
@@ -44,13 +45,17 @@ class EngineOptions:
     strip_weights: bool = False
     version_compatible: bool = False
     hardware_compatible: bool = False
+    batch_sizes: tuple[int, ...] = (1,)
     plain: bool = False
 
     def __post_init__(self) -> None:
-        if self.runtime not in RUNTIMES:
-            raise BuildError(f"backend is {self.runtime!r}; expected one of {', '.join(RUNTIMES)} to compile for")
+        if self.runtime not in ENGINE_RUNTIMES:
+            known = ", ".join(ENGINE_RUNTIMES)
+            raise BuildError(f"backend is {self.runtime!r}; expected one of {known} to compile for")
         if self.compute not in (None, *COMPUTE):
             raise BuildError(f"compute is {self.compute!r}; expected one of {', '.join(COMPUTE)}")
+        if not self.batch_sizes or any(size < 1 for size in self.batch_sizes):
+            raise BuildError(f"engine_batch_sizes are {list(self.batch_sizes)}; expected at least one, each 1 or more")
         if self.workspace is not None and self.workspace < 1 << 20:
             raise BuildError(f"workspace is {self.workspace} bytes; expected at least 1048576")
         if self.runtime == "tensorrt-rtx" and self.hardware_compatible:
@@ -89,6 +94,20 @@ def check_stored(stored: Collection[str], capabilities: Collection[Capability]) 
             f"compute_capability is {dotted(older[0])}, and fp8 weights need {dotted(FP8_CAPABILITY)} "
             "(Ada) or higher, as older GPUs do not know that type; compile for other devices, or build with "
             "--precision int8, which takes as much memory"
+        )
+
+
+def check_batches(asked: Sequence[int], built: Sequence[int]) -> None:
+    """Checks that a bundle was built for the batch sizes that engines are to be compiled for.
+
+    Raises:
+        BuildError: it was not; names one and what there is.
+    """
+    unknown = sorted(set(asked) - set(built))
+    if unknown:
+        raise BuildError(
+            f"engine_batch_sizes has {unknown[0]}, and the bundle is built for {', '.join(map(str, built))}; choose of "
+            "these, or build it with that --max-batch-size"
         )
 
 

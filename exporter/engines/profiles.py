@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specexport.contract.engines import Accept, Commit, Fill, ProgramGraph
+from specexport.contract.engines import ProgramGraph
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import DraftModel
 from specexport.contract.model import LoweredAs, Model
-from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
+from specexport.contract.program import program_points, program_sizes
+from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint, speculator_points
 
-_SLOTS = 1
-"""What runs engines runs one request at a time."""
 _CACHE_STEP = 4
 _SMALL_CACHE = 1024
 
@@ -34,30 +33,36 @@ class Job:
         return self.profiles[0].drafts
 
     @property
+    def several(self) -> bool:
+        """Whether it runs several slots at once: then B stays symbolic, as prompts are read a slot at a time."""
+        return any(profile.batch > 1 for profile in self.profiles)
+
+    @property
     def sizes(self) -> list[dict[str, int]]:
         """Every symbolic dimension, a profile each."""
-        return [
-            profile.sizes
-            | {"N": profile.tokens, "drafts": profile.tokens - 1, "drafts + 1": profile.tokens, "V": self.vocab}
-            for profile in self.profiles
-        ]
+        return [program_sizes(profile, self.vocab) for profile in self.profiles]
 
     @property
     def fixed(self) -> dict[str, int]:
-        """Slots and cache rows, where they are the same in all profiles."""
-        first, *others = self.sizes
-        return {name: first[name] for name in "BS" if all(other[name] == first[name] for other in others)}
+        """Slots, where there is one, and cache rows, where they are the same in all profiles."""
+        rows = {profile.cache for profile in self.profiles}
+        return ({} if self.several else {"B": 1}) | ({"S": rows.pop()} if len(rows) == 1 else {})
 
 
-def model_jobs(model: Model, manifest: Manifest, *, plain: bool) -> list[Job]:
-    """The engines of a model: one.
+def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plain: bool) -> list[Job]:
+    """The engines of a model: one. Whatever the batch sizes of its steps, it reads prompts a slot at a time.
 
     Args:
         model: of the bundle.
         manifest: the bundle's.
+        batches: the batch sizes of steps.
         plain: also run one token at a time, where more can be run too.
     """
-    points = [graph.point for graph in model.graph.points if graph.point.batch == _SLOTS]
+    chunk = manifest.prefill_chunk
+    points = [graph.point for graph in model.graph.points]
+    if not model.cache:
+        return [Job(tuple(point for point in speculator_points(points) if point.batch in batches))]
+    points = [p for p in points if p.batch in batches or (p.batch, p.tokens, p.rows) == (1, chunk, 1)]
     caches = engine_caches(sorted({point.cache for point in points}), manifest.lowering)
     points = sorted(point for point in points if point.cache in caches)
     if not any(point.drafts for point in points):
@@ -66,8 +71,8 @@ def model_jobs(model: Model, manifest: Manifest, *, plain: bool) -> list[Job]:
         return [Job(tuple(kept))]
     # One token a call, K calls a step. Unrolled, TensorRT keeps the weights for each of the K passes (5.4 times their
     # size at K = 4), and passes over one token would want them in yet another order: each call sees two tokens.
-    widths = (CATCH_UP_TOKENS, manifest.prefill_chunk)
-    return [Job(tuple(ShapePoint(_SLOTS, width, s, 0, 1) for width in widths for s in caches))]
+    runs = [*((batch, CATCH_UP_TOKENS) for batch in batches), (1, chunk)]
+    return [Job(tuple(sorted(ShapePoint(batch, width, s, 0, 1) for batch, width in runs for s in caches)))]
 
 
 def engine_caches(sizes: list[int], lowering: LoweredAs) -> list[int]:
@@ -84,19 +89,9 @@ def engine_caches(sizes: list[int], lowering: LoweredAs) -> list[int]:
     return kept
 
 
-def program_jobs(graph: ProgramGraph, manifest: Manifest) -> list[Job]:
-    """The engines of a graph of the step program: one, for every tree that needs it."""
-    trees = {tree for method in manifest.methods for tree in method.token_trees()}
-    drafted = [method for method in manifest.methods if isinstance(method, DraftModel)]
-    drawn = {tree for method in drafted for tree in method.token_trees() if not tree.is_chain}
-    if isinstance(graph, Accept):
-        shapes = {ShapePoint(_SLOTS, len(tree), 0, len(tree)) for tree in trees}
-        return [Job(tuple(sorted(shapes)), manifest.target.vocab_size)]
-    if isinstance(graph, Fill):
-        filled = {ShapePoint(_SLOTS, len(tree), 0, 0, tree.depth) for tree in drawn}
-        return [Job(tuple(sorted(filled)))]
-    assert isinstance(graph, Commit)
+def program_jobs(graph: ProgramGraph, manifest: Manifest, batches: Sequence[int]) -> list[Job]:
+    """The engines of a graph of the step program: one, for every tree and batch size that needs it."""
     caches = sorted({point.point.cache for point in manifest.target.graph.points})
     cache = engine_caches(caches, manifest.lowering)[-1]
-    shapes = {ShapePoint(_SLOTS, len(tree), cache) for tree in trees if not tree.is_chain}
-    return [Job(tuple(sorted(shapes)))] if shapes else []
+    points = sorted(point for batch in batches for point in program_points(graph, manifest, batch, cache))
+    return [Job(tuple(points), manifest.target.vocab_size)] if points else []

@@ -11,9 +11,10 @@ import onnx_ir as ir
 from specexport.contract import tensors
 from specexport.contract.engines import ComputedIn
 from specexport.exporter.passes.compute_type import compute_in
+from specexport.exporter.passes.flatten_products import flatten_products
 from specexport.exporter.passes.lookup_tables import restore_tables
 from specexport.exporter.static import fix
-from specexport.exporter.unroll import unroll
+from specexport.exporter.unroll import fix_drafts
 from specexport.exporter.weights import INLINE_BYTES, WeightsFile
 
 _NARROW: dict[ComputedIn, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
@@ -28,8 +29,9 @@ def write_source(master: Path, output: Path, compute: ComputedIn, drafts: int, s
         master: a step or propose graph.
         output: in the same folder.
         compute: what activations and the KV cache are to be.
-        drafts: draft tokens of a propose graph, whose loop is unrolled; 0 for a step graph.
-        sizes: the symbolic dimensions that are the same in every profile.
+        drafts: draft tokens of a propose graph, whose loop is unrolled, or its stages; 0 for a step graph.
+        sizes: the symbolic dimensions that are the same in every profile. Without B, several slots may run, and
+            products see the tokens of all of them as rows.
 
     Returns:
         The files written.
@@ -39,7 +41,7 @@ def write_source(master: Path, output: Path, compute: ComputedIn, drafts: int, s
     """
     model = ir.load(master)
     if drafts:
-        unroll(model, drafts)
+        fix_drafts(model, drafts)
     interface = [value.name or "" for value in (*model.graph.inputs, *model.graph.outputs)]
     caches = {name for name in interface if name.startswith(tensors.CACHES)}
     converted = output.with_suffix(".bin")
@@ -51,6 +53,8 @@ def write_source(master: Path, output: Path, compute: ComputedIn, drafts: int, s
             return file.write(name, dtype, array.shape, iter([array.view(np.uint16)]))  # NumPy knows no bfloat16
 
         restore_tables(model.graph, store)
+        if "B" not in sizes:
+            flatten_products(model.graph)
         if compute in _NARROW:
             compute_in(model, _NARROW[compute], caches, store)
     fix(model.graph, sizes)

@@ -1,7 +1,10 @@
-"""What the rewrites ask of a graph."""
+"""What the rewrites ask of a graph, and constants they add to it."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy.typing as npt
 import onnx_ir as ir
 
 
@@ -31,3 +34,13 @@ def needed_only_for(graph: ir.Graph, output: str) -> set[ir.Value]:
             if node is not None:
                 waiting += node.inputs
     return needed[True] - needed[False]
+
+
+def constant(graph: ir.Graph, name: str, array: npt.NDArray[Any]) -> ir.Value:
+    """An initializer that holds an array; one that is there already by that name is used again."""
+    if name not in graph.initializers:
+        tensor = ir.Tensor(array, name=name)
+        graph.register_initializer(
+            ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
+        )
+    return graph.initializers[name]

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.contract import tensors
-from specexport.exporter.passes.matching import needed_only_for
+from specexport.exporter.passes.matching import constant, needed_only_for
 from specexport.exporter.passes.names import joined_name
 
 
@@ -62,13 +62,7 @@ def _join(graph: ir.Graph, x: ir.Value, nodes: list[ir.Node]) -> None:
     )
     weight = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=joined.shape, const_value=joined)
     graph.register_initializer(weight)
-    sizes = ir.Value(
-        name=f"{name}.widths",
-        type=ir.TensorType(ir.DataType.INT64),
-        shape=ir.Shape([len(widths)]),
-        const_value=ir.Tensor(np.array(widths, np.int64), name=f"{name}.widths"),
-    )
-    graph.register_initializer(sizes)
+    sizes = constant(graph, f"{name}.widths", np.array(widths, np.int64))
     product = ir.node("MatMul", [x, weight], name=f"{name}.product")
     product.outputs[0].name = product.name
     split = ir.node(

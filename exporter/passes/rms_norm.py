@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from specexport.exporter.passes.matching import producer, scalar
+from specexport.exporter.passes.matching import constant, producer, scalar
 
 
 def fuse_rms_norm(model: ir.Model) -> int:
@@ -86,10 +86,5 @@ def _inverse_rms(x: ir.Value | None, inverse: ir.Value | None) -> float | None:
 
 def _ones(graph: ir.Graph, x: ir.Value) -> ir.Value:
     assert x.shape is not None
-    size = x.shape[-1]
-    name = f"ones.{size}"
-    if name not in graph.initializers:
-        tensor = ir.Tensor(np.ones(int(str(size)), np.float32), name=name)
-        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
-        graph.register_initializer(value)
-    return graph.initializers[name]
+    size = int(str(x.shape[-1]))
+    return constant(graph, f"ones.{size}", np.ones(size, np.float32))

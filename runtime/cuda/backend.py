@@ -11,7 +11,7 @@ from specexport.contract.model import Model
 from specexport.runtime.backend import Buffers, Graph
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
-from specexport.runtime.cuda.executor import Enqueue, Execution
+from specexport.runtime.cuda.executor import Enqueue, Execution, worst
 from specexport.runtime.cuda.graph import DeviceGraph
 from specexport.runtime.cuda.kinds import Kinds
 from specexport.runtime.cuda.libraries import EngineLibrary, Library, OnnxRuntimeLibrary
@@ -21,7 +21,6 @@ from specexport.runtime.cuda.steps import ProgramGraphs, Steps
 from specexport.runtime.cuda.stream import Stream
 from specexport.runtime.step import HostProgram, Speculation, StepProgram
 
-_WORST_FIRST: tuple[Execution, ...] = ("plain", "graph per engine", "graph per step")
 Runtime = Literal["onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 
 
@@ -29,8 +28,6 @@ class CudaBackend:
     """Runs a bundle on a GPU; see :class:`~specexport.runtime.backend.Backend`.
 
     Attributes:
-        batches: whether it runs several slots at once where nobody says how many: a GPU's cache takes its largest size
-            from the start, so it runs one.
         cuda: the device.
         stream: does its work.
         graphs: those opened, the target's first.
@@ -41,8 +38,6 @@ class CudaBackend:
         utilization: the part of its memory that may be used.
         library: makes what runs the graphs.
     """
-
-    batches = False
 
     def __init__(
         self, bundle: Bundle, cuda: Cuda, utilization: float, library: Callable[[Stream, Budget], Library]
@@ -73,13 +68,18 @@ class CudaBackend:
         return cls(bundle, cuda, utilization, functools.partial(EngineLibrary, bundle, cuda, runtime=runtime))
 
     @property
+    def default_slots(self) -> int:
+        """See :class:`~specexport.runtime.backend.Backend`; the fewest, as caches take their largest size at first."""
+        return self._library.batch_sizes[0]
+
+    @property
     def execution(self) -> Execution:
         """How steps that stay on the device reach it, else the least of what its graphs manage."""
         return self._steps.execution if self._steps is not None else self._of_graphs
 
     @property
     def _of_graphs(self) -> Execution:
-        return min((graph.execution for graph in self.graphs), key=_WORST_FIRST.index, default="plain")
+        return worst(graph.execution for graph in self.graphs)
 
     @property
     def device(self) -> str:
@@ -97,16 +97,13 @@ class CudaBackend:
         """See :class:`~specexport.runtime.backend.Backend`.
 
         Raises:
-            BackendError: there are more slots than the library runs, the graph is refused, or it does not fit.
+            BackendError: the library does not run so many slots, the graph is refused, or it does not fit.
         """
-        if not model.cache:
+        sizes = self._library.batch_sizes
+        if slots not in sizes:
             raise BackendError(
-                "GPU backends run no MLP speculators; use the onnxruntime backend, or a bundle without one"
-            )
-        if slots != 1 and not self._library.batches:
-            raise BackendError(
-                f"{slots} requests at once were asked for, and engines are compiled for one; pass max_batch_size=1, or "
-                "run the bundle with --backend onnxruntime-cuda"
+                f"{slots} requests at once were asked for, and the engines run {', '.join(map(str, sizes))}; compile "
+                f"them with: specexport compile BUNDLE --engine-batch-sizes {slots}"
             )
         manifest = self._bundle.manifest
         role = next(role for role, known in manifest.models.items() if known is model)
@@ -122,9 +119,9 @@ class CudaBackend:
         return graph
 
     def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
-        """See :class:`~specexport.runtime.backend.Backend`; on the device where its graphs were compiled for it."""
+        """See :class:`~specexport.runtime.backend.Backend`; on the device where the library runs its graphs."""
         manifest = self._bundle.manifest
-        executors = self._library.program()
+        executors = self._library.program(target.sizes[-1])
         if not executors or not isinstance(target, DeviceGraph):
             return HostProgram(manifest, target, speculations, self._of_graphs)
         graphs = ProgramGraphs(executors)

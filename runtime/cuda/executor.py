@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -12,8 +12,14 @@ from specexport.runtime.cuda.memory import Region, Tensor
 
 Execution = Literal["host", "plain", "graph per engine", "graph per step"]
 """How work reaches the device: there is none; call by call; one captured graph an engine; one captured graph a step."""
+_WORST_FIRST: tuple[Execution, ...] = get_args(Execution)
 Enqueue = Callable[[], None]
 """Gives one run of a graph to the stream, over the addresses it was prepared with."""
+
+
+def worst(executions: Iterable[Execution]) -> Execution:
+    """How work reaches the device that is made of several parts."""
+    return min(executions, key=_WORST_FIRST.index, default="plain")
 
 
 class Executor(Protocol):

@@ -17,7 +17,7 @@ from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.caches import DeviceCache, Made
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
 from specexport.runtime.cuda.memory import Budget, Layout, Plan, Staged, Tensor
-from specexport.runtime.cuda.repeat import PASTS, Repeated, call_of, note_pasts, repeated_points
+from specexport.runtime.cuda.repeat import PASTS, Repeated, call_arrays, call_of, note_pasts, repeated_points
 from specexport.runtime.cuda.stream import Captured, Stream
 
 _Key = tuple[int, int, int]
@@ -65,7 +65,7 @@ class DeviceGraph:
     into the cache between the calls, so that there each call is captured.
 
     With several slots every run takes all of them, which costs a GPU little beside reading the weights; prompts are
-    read a slot at a time.
+    read a slot at a time. An MLP speculator has no cache, so that nothing is committed, reserved or moved.
 
     Attributes:
         execution: how runs reach the device.
@@ -82,7 +82,7 @@ class DeviceGraph:
         buffers: makes the input and output arrays of a shape point.
         executor: runs it.
         slots: of its cache.
-        role: ``target`` or ``draft``, for messages.
+        role: ``target``, ``draft`` or another of the bundle's models, for messages.
 
     Raises:
         BackendError: it does not fit, or the library refuses it.
@@ -107,7 +107,7 @@ class DeviceGraph:
         self._slots = slots
         built = {point for point in executor.points if point.batch == slots}
         if not built:
-            raise BackendError(f"the {role} was not built for {slots} slots; build the bundle with that batch size")
+            raise BackendError(f"the {role} was not compiled for {slots} slots; compile it with that batch size")
         together = {_key(point) for point in built}
         built |= {point for point in executor.points if point.batch == 1 and _key(point) not in together}
         self._repeated = repeated_points([graph.point for graph in model.graph.points], built)
@@ -123,7 +123,7 @@ class DeviceGraph:
         self._instead = _wider_drafts({_key(point) for point in self._points})
         self._beyond = max((drafts - 1 for _, _, drafts in self._instead.values()), default=0)
         layouts = {key: self._layouts(point, buffers) for key, point in points.items()}
-        self._call = next((Layout(buffers(call_of(point))[1]) for point in self._repeated), Layout({}))
+        self._call = next((Layout(call_arrays(point, buffers)) for point in self._repeated), Layout({}))
 
         plan = Plan()
         self.cache.plan(plan)
@@ -152,6 +152,18 @@ class DeviceGraph:
     def widths(self, slots: int) -> tuple[int, ...]:
         """See :class:`~specexport.runtime.backend.Graph`."""
         return tuple(sorted({T for batch, T, R, _ in self._widths if batch == slots and T == R}))
+
+    def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
+        """See :class:`~specexport.runtime.backend.Graph`."""
+        return tuple(sorted({(K, T) for batch, T, _, K in self._widths if batch == slots and K}))
+
+    @property
+    def self_contained(self) -> bool:
+        """Whether a run needs nothing of the host once it is given to the stream.
+
+        A draft lowered portably that is called for each token does: its rows are copied to where the host says.
+        """
+        return self.in_place or not self._repeated
 
     @property
     def cache_bytes(self) -> int:
@@ -201,9 +213,10 @@ class DeviceGraph:
     def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """See :class:`~specexport.runtime.backend.Graph`."""
         width, point = self.width(tokens, rows, drafts, len(slots)), self._point(tokens, rows, drafts, len(slots))
-        for at, slot in enumerate(slots):
-            self._filled[slot] = min(self._filled[slot], self.cache.rows - point.fed)
-            width.inputs.host[tensors.PAST_LENGTH][at] = self._filled[slot]
+        pasts = width.inputs.host.get(tensors.PAST_LENGTH)  # none without a cache
+        if pasts is not None:
+            for at, slot in enumerate(slots):
+                pasts[at] = self._filled[slot] = min(self._filled[slot], self.cache.rows - point.fed)
         return width.inputs.host
 
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
@@ -220,17 +233,20 @@ class DeviceGraph:
             BackendError: the cache has no room for the rows it would make.
         """
         width, point = self.width(tokens, rows, drafts, len(slots)), self._point(tokens, rows, drafts, len(slots))
-        past = int(width.inputs.host[tensors.PAST_LENGTH].max())
-        if past + point.fed > self.cache.rows:
-            raise BackendError(
-                f"a run would write rows {past} to {past + point.fed - 1} of a cache of {self.cache.rows}; the text is "
-                "too close to the end of the context, shorten the prompt or build with a larger --max-seq-len"
-            )
+        if tensors.PAST_LENGTH in width.inputs.host:
+            self._require_room(int(width.inputs.host[tensors.PAST_LENGTH].max()), point.fed)
         repeated = point in self._repeated
         if repeated:
             note_pasts(width.inputs.host)
         self._made = None if self.in_place or repeated else Made(point.fed, slots)
         return width
+
+    def _require_room(self, past: int, fed: int) -> None:
+        if past + fed > self.cache.rows:
+            raise BackendError(
+                f"a run would write rows {past} to {past + fed - 1} of a cache of {self.cache.rows}; the text is too "
+                "close to the end of the context, shorten the prompt or build with a larger --max-seq-len"
+            )
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
         """Gives every run to the stream through a function that is called with it, for measurements."""
@@ -274,7 +290,7 @@ class DeviceGraph:
 
     def _layouts(self, point: ShapePoint, buffers: Buffers) -> tuple[Layout, Layout]:
         inputs, outputs = buffers(point)
-        pasts = {PASTS: np.zeros(point.drafts, np.int64)} if point in self._repeated else {}
+        pasts = {PASTS: np.zeros((point.drafts, point.batch), np.int64)} if point in self._repeated else {}
         return Layout(inputs | pasts), Layout(outputs)
 
     def _ready(self, point: ShapePoint) -> list[_Piece]:
@@ -284,7 +300,7 @@ class DeviceGraph:
         for slots in self._windows(point):
             calls: list[Enqueue] = []
             if point in self._repeated:
-                enqueue, calls = self._repeat(point, width)
+                enqueue, calls = self._repeat(point, slots, width)
             else:
                 enqueue = self._prepare(point, slots, width.inputs.device | width.outputs.device)
             run = functools.partial(self._whole, width, enqueue)
@@ -303,18 +319,18 @@ class DeviceGraph:
         enqueue()
         width.outputs.download(self._stream.handle)
 
-    def _repeat(self, point: ShapePoint, width: Width) -> tuple[Enqueue, list[Enqueue]]:
+    def _repeat(self, point: ShapePoint, slots: range, width: Width) -> tuple[Enqueue, list[Enqueue]]:
         """What does a run of several calls, and the calls."""
-        made = self._call.tensors(self._memory["call"].address)
-        repeated = Repeated(self._cuda, self._stream, width.inputs.device, width.outputs.device, made)
-        repeated.prepare(self._prepare(call_of(point), FIRST, repeated.arrays))
+        call = self._call.tensors(self._memory["call"].address)
+        repeated = Repeated(self._cuda, self._stream, width.inputs.device, width.outputs.device, call)
+        repeated.prepare(self._prepare(call_of(point), slots, repeated.arrays))
 
         def enqueue() -> None:
             for index, call in enumerate(repeated.calls):
                 call()
-                if not self.in_place:
-                    past = int(width.inputs.host[PASTS][index])
-                    self.cache.move(0, past, range(point.tokens), Made(point.tokens, FIRST), self._stream.handle)
+                for slot in () if self.in_place else slots:
+                    past = int(width.inputs.host[PASTS][index, slot - slots.start])
+                    self.cache.move(slot, past, range(point.tokens), Made(point.tokens, slots), self._stream.handle)
 
         return enqueue, repeated.calls
 

@@ -1,35 +1,33 @@
-"""Which steps a bundle can take on a device, and which of them a request's next step is."""
+"""Which steps a bundle can take on a device, and which of them a batch's next step is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
-from specexport.contract import tensors
 from specexport.contract.engines import Accept, Fill
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import DraftModel
+from specexport.contract.methods import Drawn
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
+from specexport.runtime.budget import smaller_trees
 from specexport.runtime.cuda.graph import DeviceGraph
-from specexport.runtime.cuda.steps import Drafting, Kind, ProgramGraphs
-from specexport.runtime.params import SamplingParams
+from specexport.runtime.cuda.step_kind import Drafting, Kind
+from specexport.runtime.cuda.steps import READ_BACK, ProgramGraphs
 from specexport.runtime.proposers import SlotView
 from specexport.runtime.proposers.draft_model import DraftModelProposer
-from specexport.runtime.sampling import Distributions
 from specexport.runtime.step import Speculation
-
-READ_BACK = frozenset({tensors.CANDIDATES})
-"""What of the target's outputs comes back with a step that is taken on the device."""
 
 
 class Kinds:
-    """The kinds of steps that are captured, by what a request asks for.
+    """The kinds of steps that are captured, by what requests ask for.
+
+    One accept graph decides for all slots of a step: they accept by one rule, and draw from drafts of one M at most.
 
     Args:
         manifest: the bundle's.
         target: the target's graph.
         speculations: the ways to propose, by the name of their method.
-        graphs: the step program's graphs, as far as they were compiled for this device.
+        graphs: the step program's graphs, as far as this device runs them.
     """
 
     def __init__(
@@ -39,85 +37,96 @@ class Kinds:
         speculations: Mapping[str, Speculation],
         graphs: ProgramGraphs,
     ) -> None:
+        self._slots = target.sizes[-1]
         self._accepts = tuple(accept for accept, _ in graphs.of(Accept))
         self._support = {name: _support(manifest, name) for name in speculations}
-        self._verified: dict[tuple[int, int], Kind] = {}
-        self._drafted: dict[tuple[int, str, TokenTree], Kind] = {}
-        observing = {name: one for name, one in speculations.items() if one.proposer.observes <= READ_BACK}
-        lengths = {1, *(len(tree) for one in observing.values() for tree in one.trees)}
+        trees = {
+            name: smaller_trees(manifest, name)
+            for name, one in speculations.items()
+            if one.proposer.observes <= READ_BACK
+        }
+        self._longest = {name: max(map(len, known)) for name, known in trees.items()}
+        lengths = {1, *(len(tree) for known in trees.values() for tree in known)}
         made: dict[tuple[int, int, int], Kind] = {}
+        self._verified: dict[tuple[int, int], Kind] = {}
+        self._drafted: dict[tuple[int, str], list[Kind]] = {}
         for at, (accept, executor) in enumerate(graphs.of(Accept)):
-            nodes = sorted(point.tokens for point in executor.points)
-            for length in sorted(lengths):
-                T = next((width for width in target.widths(1) if width >= length), 0)
-                N = next((width for width in nodes if width >= length), 0)
+            nodes = {point.tokens for point in executor.points if point.batch == self._slots}
+            for length in lengths:
+                T, N = self._fitting(target.widths(self._slots), nodes, length)
                 if T and N:
                     self._verified[at, length] = made.setdefault((at, T, N), Kind(accept, T, N))
-        for name, one in observing.items():
-            for tree, drafting in self._fillable(name, one, graphs).items():
+        for name, known in trees.items():
+            for drafting in self._fillable(name, speculations[name], known, graphs):
+                length = len(drafting.tree)
                 for at, accept in enumerate(self._accepts):
-                    kind = self._verified.get((at, len(tree)))
-                    exact = kind is not None and kind.tokens == kind.nodes == len(tree)
+                    kind = self._verified.get((at, length))
+                    exact = kind is not None and kind.tokens == kind.nodes == length
                     if exact and (accept.rule == "typical" or accept.candidates == self._support[name]):
-                        self._drafted[at, name, tree] = Kind(accept, len(tree), len(tree), drafting)
-        self._served = {
-            name: {1, *map(len, one.trees)} <= {length for _, length in self._verified}
-            for name, one in observing.items()
-        }
-        self.all = (*made.values(), *self._drafted.values())
+                        self._drafted.setdefault((at, name), []).append(Kind(accept, length, length, drafting))
+        self.all = (*made.values(), *(kind for kinds in self._drafted.values() for kind in kinds))
 
-    def serves(self, view: SlotView) -> bool:
-        """Whether a request's steps can be taken on the device: the host need not look into them."""
-        params = view.params
-        unseen = view.constraint is None and params.logprobs is None and params.acceptance != "relaxed"
-        known = view.method is None or self._served.get(view.method, False)
-        support = self._support[view.method] if view.method is not None else 0
-        return unseen and known and self._accept(params, support) is not None
-
-    def verified(self, params: SamplingParams, tree: TokenTree, q: Distributions | None) -> Kind:
-        """The step that verifies a tree which the host filled."""
-        at = self._accept(params, 0 if q is None else q.ids.shape[1])
-        assert at is not None
-        # A smaller tree than any that was captured, as budgets hand out, runs in the next larger one's step.
-        length = min(length for known, length in self._verified if known == at and length >= len(tree))
-        return self._verified[at, length]
-
-    def drafted(self, view: SlotView) -> Kind | None:
-        """The step in which a request's draft fills its tree on the device; None where there is none."""
-        if view.method is None:
+    def deciding(self, views: Sequence[SlotView]) -> int | None:
+        """Which accept graph decides a step of these requests; None where the host has to look into it."""
+        params = [view.params for view in views]
+        if any(one.logprobs is not None or one.acceptance == "relaxed" for one in params):
             return None
-        at = self._accept(view.params, self._support[view.method])
-        return None if at is None else self._drafted.get((at, view.method, view.tree))
+        methods = {view.method for view in views if view.method is not None}
+        if any(view.constraint is not None for view in views) or not methods <= self._longest.keys():
+            return None
+        rules = {"typical" if one.acceptance == "typical" and not one.greedy else "lossless" for one in params}
+        supports = {self._support[method] for method in methods} - {0}
+        longest = max((self._longest[method] for method in methods), default=1)
+        for at, accept in enumerate(self._accepts):
+            fits = accept.rule == "typical" or supports <= {accept.candidates}
+            if rules == {accept.rule} and fits and self._at_least(at, longest) is not None:
+                return at
+        return None
 
-    def _accept(self, params: SamplingParams, support: int) -> int | None:
-        """Which accept graph decides; where tokens are chosen without drawing any of its rule does."""
-        typical = params.acceptance == "typical" and not params.greedy
-        fits = (
-            at
-            for at, accept in enumerate(self._accepts)
-            if (accept.rule == "typical") == typical and (typical or support in (0, accept.candidates))
-        )
-        return next(fits, None)
+    def verified(self, at: int, trees: Collection[TokenTree]) -> Kind:
+        """The step in which an accept graph decides on trees that the host filled."""
+        # Smaller trees than any that was captured run in the next larger one's step.
+        kind = self._at_least(at, max(map(len, trees)))
+        assert kind is not None
+        return kind
 
-    def _fillable(self, name: str, speculation: Speculation, graphs: ProgramGraphs) -> dict[TokenTree, Drafting]:
-        """The trees that a method's draft can fill on the device.
+    def drafted(self, at: int, method: str, trees: Collection[TokenTree]) -> Kind | None:
+        """The step in which a draft fills the trees on the device; None where there is none."""
+        known = self._drafted.get((at, method), ())
+        return next((kind for kind in known if kind.drafting and all(map(kind.drafting.holds, trees))), None)
 
-        Lowered portably there are none: the rows of a call are copied to where the host says before the next call.
+    def _at_least(self, at: int, length: int) -> Kind | None:
+        fits = [captured for known, captured in self._verified if known == at and captured >= length]
+        return self._verified[at, min(fits)] if fits else None
+
+    def _fitting(self, widths: Collection[int], nodes: Collection[int], length: int) -> tuple[int, int]:
+        """T and N of a step for trees of a length, 0 where there is none.
+
+        Several slots' logits lie T apart, so that N is T.
         """
+        if self._slots > 1:
+            widths = nodes = {*widths} & {*nodes}
+        T, N = (min((size for size in sizes if size >= length), default=0) for sizes in (widths, nodes))
+        return T, N
+
+    def _fillable(
+        self, name: str, speculation: Speculation, trees: Collection[TokenTree], graphs: ProgramGraphs
+    ) -> list[Drafting]:
+        """The trees of a method that its draft can fill on the device, the smallest first."""
         proposer = speculation.proposer
         if not isinstance(proposer, DraftModelProposer) or not isinstance(proposer.graph, DeviceGraph):
-            return {}
-        graph, found = proposer.graph, dict[TokenTree, Drafting]()
-        for tree in speculation.trees if graph.in_place else ():
-            point = ShapePoint(1, len(tree), 0, 0, tree.depth)
+            return []
+        graph, found = proposer.graph, list[Drafting]()
+        for tree in sorted(trees, key=len) if graph.self_contained else ():
+            point = ShapePoint(self._slots, len(tree), 0, 0, tree.depth)
             fills = [fill for fill, executor in graphs.of(Fill) if point in executor.points]
             fill = next((fill for fill in fills if fill.candidates == self._support[name]), None)
             if tree.is_chain or fill is not None:
-                found[tree] = Drafting(graph, tree, None if tree.is_chain else fill)
+                found.append(Drafting(graph, tree, None if tree.is_chain else fill))
         return found
 
 
 def _support(manifest: Manifest, name: str) -> int:
     """M of the distributions a method draws from; 0 where it draws from none."""
     method = manifest.method(name)
-    return method.candidates if isinstance(method, DraftModel) else 0
+    return method.candidates if isinstance(method, Drawn) else 0

@@ -10,11 +10,13 @@ import numpy as np
 from specexport.contract.engines import Engine, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
+from specexport.contract.program import program_points, program_sizes
+from specexport.contract.shapes import speculator_points
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.executor import Executor
 from specexport.runtime.cuda.memory import Budget
-from specexport.runtime.cuda.ort import SessionExecutor, Sessions
+from specexport.runtime.cuda.ort import SessionExecutor, Sessions, StaticGraph
 from specexport.runtime.cuda.stream import Stream
 from specexport.runtime.cuda.trt import EngineExecutor, choose, import_tensorrt
 
@@ -27,8 +29,8 @@ class Library(Protocol):
         """Its name as a backend."""
 
     @property
-    def batches(self) -> bool:
-        """Whether it can run several slots at once."""
+    def batch_sizes(self) -> Sequence[int]:
+        """How many slots it can run at once, ascending."""
 
     def model(self, model: Model) -> Executor:
         """What runs a model's graph.
@@ -37,8 +39,8 @@ class Library(Protocol):
             BackendError: it is refused, or there is none for this device.
         """
 
-    def program(self) -> list[tuple[ProgramGraph, Executor]]:
-        """What runs the graphs of the step program; nothing where steps are driven from the host."""
+    def program(self, slots: int) -> list[tuple[ProgramGraph, Executor]]:
+        """What runs the graphs of the step program for so many slots; nothing where steps are driven from the host."""
 
     @property
     def without_program(self) -> str:
@@ -46,9 +48,10 @@ class Library(Protocol):
 
 
 class OnnxRuntimeLibrary:
-    """The static graphs of a bundle's models in onnxruntime.
+    """A bundle's graphs in onnxruntime: the static ones of its models, and those of the step program.
 
-    Its runs cannot be recorded into a graph of ours, as it captures by itself, so there is no step to be captured.
+    The latter are opened once for each size of tree, their dimensions fixed as they are. Runs cannot be recorded into a
+    graph of ours, as onnxruntime captures by itself: a step is several of its graphs, given to the stream together.
 
     Args:
         bundle: the bundle.
@@ -58,21 +61,45 @@ class OnnxRuntimeLibrary:
     """
 
     name = "onnxruntime-cuda"
-    batches = True
-    without_program = "onnxruntime captures its own runs, and what it captured cannot be part of a larger graph"
 
     def __init__(self, bundle: Bundle, cuda: Cuda, stream: Stream, budget: Budget) -> None:
         self._bundle = bundle
         self._sessions = Sessions(cuda, stream, budget)
+        self.batch_sizes = bundle.manifest.batch_sizes
+        self.without_program = ""
 
     def model(self, model: Model) -> SessionExecutor:
         """See :class:`Library`."""
-        files = {graph.point: self._bundle.file(graph.file) for graph in model.graph.points}
-        return SessionExecutor(self._sessions, files, np.dtype(np.float32))
+        graphs = {graph.point: StaticGraph(self._bundle.file(graph.file)) for graph in model.graph.points}
+        if not model.cache:
+            graphs = {point: graphs[point] for point in speculator_points(graphs)}
+        return SessionExecutor(self._sessions, graphs, np.dtype(np.float32))
 
-    def program(self) -> list[tuple[ProgramGraph, Executor]]:
-        """See :class:`Library`."""
-        return []
+    def program(self, slots: int) -> list[tuple[ProgramGraph, Executor]]:
+        """See :class:`Library`; bundles built for the CPU have none, nor is one that needs the CPU taken."""
+        manifest = self._bundle.manifest
+        if manifest.methods and not manifest.program:
+            self.without_program = (
+                f"the bundle was built for {manifest.backend}, so the host decides what is accepted; build it with "
+                f"--backend {self.name} to decide on the device"
+            )
+            return []
+        rows = max(graph.point.cache for graph in manifest.target.graph.points)
+        executors = []
+        for graph in manifest.program:
+            file, vocab = self._bundle.file(graph.file), manifest.target.vocab_size
+            points = program_points(graph, manifest, slots, rows)
+            graphs = {point: StaticGraph(file, program_sizes(point, vocab)) for point in points}
+            executors.append(SessionExecutor(self._sessions, graphs, np.dtype(np.float32)))
+        try:
+            for executor in executors:
+                executor.open()
+        except BackendError as error:
+            for executor in executors:
+                executor.close()
+            self.without_program = f"the host decides what is accepted: {error}"
+            return []
+        return list(zip(manifest.program, executors, strict=True))
 
 
 class EngineLibrary:
@@ -86,8 +113,6 @@ class EngineLibrary:
         runtime: the library.
     """
 
-    batches = False
-
     def __init__(self, bundle: Bundle, cuda: Cuda, stream: Stream, budget: Budget, runtime: EngineRuntime) -> None:
         self._bundle = bundle
         self._device = cuda.device
@@ -97,11 +122,17 @@ class EngineLibrary:
         self.name: str = runtime
         self.without_program = ""
 
+    @property
+    def batch_sizes(self) -> list[int]:
+        """See :class:`Library`; those that steps of the target were compiled for."""
+        engines = choose(self._bundle.manifest.target.engines, self._runtime, self._device)
+        return sorted({p.batch for engine in engines for p in engine.profiles if p.rows == p.tokens})
+
     def model(self, model: Model) -> EngineExecutor:
         """See :class:`Library`."""
         return self._executor(choose(model.engines, self._runtime, self._device))
 
-    def program(self) -> list[tuple[ProgramGraph, Executor]]:
+    def program(self, slots: int) -> list[tuple[ProgramGraph, Executor]]:
         """See :class:`Library`; bundles that only decode plainly have none, older ones none for this device."""
         try:
             return [

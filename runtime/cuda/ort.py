@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,19 @@ def import_onnxruntime() -> Any:
     return onnxruntime
 
 
+@dataclass(frozen=True)
+class StaticGraph:
+    """A graph at one shape.
+
+    Attributes:
+        path: its ONNX file.
+        sizes: of the dimensions that are symbolic in it.
+    """
+
+    path: Path
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
 class Sessions:
     """Opens sessions on a device and enqueues their runs.
 
@@ -70,26 +84,28 @@ class Sessions:
         self._stream = stream
         self._budget = budget
 
-    def open(self, path: Path) -> tuple[Any, str]:
-        """A session over a static graph, all of it on the device, and why it does not capture its runs, or nothing.
+    def open(self, graph: StaticGraph) -> tuple[Any, str]:
+        """A session over a graph, all of it on the device, and why it does not capture its runs, or nothing.
 
         Raises:
             BackendError: onnxruntime refuses the graph, or would run some of it on the CPU; names those nodes.
         """
         refusal = ""
         try:
-            session = self._session(path, captures=True)
+            session = self._session(graph, captures=True)
         except Exception as first:  # onnxruntime's exceptions share no public base
             refusal = str(first)
             try:
-                session = self._session(path, captures=False)
+                session = self._session(graph, captures=False)
             except Exception as error:
-                raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
-        on_device(path, session, refusal)
+                raise BackendError(f"{graph.path}: onnxruntime refused the graph: {error}") from error
+        on_device(graph.path, session, refusal)
         return session, refusal
 
-    def _session(self, path: Path, *, captures: bool) -> Any:
+    def _session(self, graph: StaticGraph, *, captures: bool) -> Any:
         options = self._ort.SessionOptions()
+        for name, size in graph.sizes.items():
+            options.add_free_dimension_override_by_name(name, size)
         options.log_severity_level = 3
         options.add_session_config_entry(_RECORD_ASSIGNMENT, "1")
         provider = {
@@ -100,7 +116,7 @@ class Sessions:
             "enable_cuda_graph": str(int(captures)),
             "use_tf32": "0",  # fp32 is to mean fp32: what is accepted is compared with the CPU token by token
         }
-        return self._ort.InferenceSession(str(path), options, providers=[(PROVIDER, provider)])
+        return self._ort.InferenceSession(str(graph.path), options, providers=[(PROVIDER, provider)])
 
     def bind(self, session: Any, tensors: Mapping[str, Tensor], graph: int) -> Enqueue:
         """A run of a session over fixed addresses.
@@ -155,36 +171,39 @@ def on_device(path: Path, session: Any, refusal: str) -> None:
         shown = ", ".join(node.name for node in elsewhere[:_SHOWN]) + (", ..." if len(elsewhere) > _SHOWN else "")
         raise BackendError(
             f"{path}: onnxruntime would run {len(elsewhere)} nodes on the CPU ({kinds}): {shown}. Each would stop the "
-            "GPU in every step; run the bundle with --backend onnxruntime, or build it anew with another --precision "
-            f"or --lowering{f'. onnxruntime said: {refusal}' if refusal else ''}"
+            "GPU in every step; a newer onnxruntime-gpu may have kernels for them, a bundle of another --lowering or "
+            "--precision may need none, and --backend onnxruntime runs on the CPU"
+            + (f". onnxruntime said: {refusal}" if refusal else "")
         )
 
 
 class SessionExecutor:
-    """Runs the static graphs of a model, a session for each; see :class:`~specexport.runtime.cuda.executor.Executor`.
+    """Runs a graph at fixed shapes, a session for each; see :class:`~specexport.runtime.cuda.executor.Executor`.
 
     Only the largest cache is run at: every session has its own copy of the weights, and on a GPU attention over unused
     rows is cheap beside reading them.
 
     Args:
         sessions: opens them.
-        files: the static graph of each shape point.
+        graphs: the graph of each shape point.
         cache_dtype: of an element of the KV cache.
     """
 
     workspace = 0
     capturable = False  # onnxruntime allocates and synchronises where it pleases; it captures by itself
 
-    def __init__(self, sessions: Sessions, files: Mapping[ShapePoint, Path], cache_dtype: np.dtype[Any]) -> None:
-        largest = {point.batch: 0 for point in files}
-        for point in files:
+    def __init__(
+        self, sessions: Sessions, graphs: Mapping[ShapePoint, StaticGraph], cache_dtype: np.dtype[Any]
+    ) -> None:
+        largest = {point.batch: 0 for point in graphs}
+        for point in graphs:
             largest[point.batch] = max(largest[point.batch], point.cache)
         self._sessions = sessions
-        self._files = {point: path for point, path in files.items() if point.cache == largest[point.batch]}
+        self._graphs = {point: graph for point, graph in graphs.items() if point.cache == largest[point.batch]}
         self._opened: dict[ShapePoint, Any] = {}
         self._bound = 0
         self.fallback = ""
-        self.points = frozenset(self._files)
+        self.points = frozenset(self._graphs)
         self.cache_dtype = cache_dtype
 
     @property
@@ -192,14 +211,26 @@ class SessionExecutor:
         """By onnxruntime's own capture, unless it refused one of the graphs."""
         return "plain" if self.fallback else "graph per engine"
 
+    def open(self) -> None:
+        """Opens all its sessions, which otherwise happens as their points are prepared.
+
+        Raises:
+            BackendError: onnxruntime refuses one, or would run some of it on the CPU.
+        """
+        for point in sorted(self.points):
+            self._session(point)
+
     def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
         """See :class:`~specexport.runtime.cuda.executor.Executor`."""
-        if point not in self._opened:
-            self._opened[point], refusal = self._sessions.open(self._files[point])
-            self.fallback = self.fallback or refusal
         self._bound += 1
-        return self._sessions.bind(self._opened[point], tensors, self._bound)
+        return self._sessions.bind(self._session(point), tensors, self._bound)
 
     def close(self) -> None:
         """See :class:`~specexport.runtime.cuda.executor.Executor`."""
         self._opened.clear()
+
+    def _session(self, point: ShapePoint) -> Any:
+        if point not in self._opened:
+            self._opened[point], refusal = self._sessions.open(self._graphs[point])
+            self.fallback = self.fallback or refusal
+        return self._opened[point]

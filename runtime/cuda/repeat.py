@@ -10,14 +10,14 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
-from specexport.runtime.backend import Array
+from specexport.runtime.backend import Array, Buffers
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.executor import Enqueue
 from specexport.runtime.cuda.memory import Tensor
 from specexport.runtime.cuda.stream import Stream
 
 PASTS = "pasts"
-"""int64 ``[K]`` beside a propose graph's inputs: the cache rows before each call."""
+"""int64 ``[K,B]`` beside a propose graph's inputs: the cache rows before each call."""
 _ID, _UNIFORM = np.dtype(np.int64).itemsize, np.dtype(np.float32).itemsize
 
 
@@ -38,15 +38,21 @@ def call_of(point: ShapePoint) -> ShapePoint:
     return msgspec.structs.replace(point, drafts=1)
 
 
+def call_arrays(point: ShapePoint, buffers: Buffers) -> dict[str, Array]:
+    """The arrays of a call that are not the run's: its noise and its outputs."""
+    inputs, outputs = buffers(call_of(point))
+    return {tensors.UNIFORM: inputs[tensors.UNIFORM], **outputs}
+
+
 def note_pasts(inputs: Mapping[str, Array]) -> None:
     """Works out what each call's ``past_length`` is, from the run's; on the host."""
-    np.add(inputs[tensors.PAST_LENGTH], np.arange(len(inputs[PASTS])), out=inputs[PASTS])
+    np.add(inputs[tensors.PAST_LENGTH], np.arange(len(inputs[PASTS]))[:, None], out=inputs[PASTS])
 
 
 class Repeated:
-    """The calls of one run, for one slot.
+    """The calls of one run.
 
-    A call sees the last two tokens of the text and what was drafted so far, so between two calls the tokens move up by
+    A call sees the last two tokens of each text and what was drafted so far, so between two calls the tokens move up by
     one. Tokens, noise and q are copied on the device; nothing is waited for.
 
     Attributes:
@@ -55,9 +61,9 @@ class Repeated:
     Args:
         cuda: the device.
         stream: does the work.
-        inputs: the run's on the device, with :data:`PASTS`; a call's are the same memory.
+        inputs: the run's on the device, with :data:`PASTS`; but for noise, a call's are the same memory.
         outputs: the run's on the device, a row for each call.
-        made: a call's outputs on the device.
+        call: a call's noise and outputs on the device, as :func:`call_arrays` gives them.
     """
 
     def __init__(
@@ -66,13 +72,14 @@ class Repeated:
         stream: Stream,
         inputs: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor],
-        made: Mapping[str, Tensor],
+        call: Mapping[str, Tensor],
     ) -> None:
         self._cuda = cuda
         self._stream = stream
         self._inputs = inputs
         self._outputs = outputs
-        self._made = made
+        self._noise = call[tensors.UNIFORM]
+        self._made = {name: tensor for name, tensor in call.items() if name != tensors.UNIFORM}
         self._enqueue: Enqueue = lambda: None
         drafts = inputs[PASTS].shape[0]
         self.calls: list[Enqueue] = [functools.partial(self._call, index) for index in range(drafts)]
@@ -80,25 +87,29 @@ class Repeated:
     @property
     def arrays(self) -> dict[str, Tensor]:
         """The inputs and outputs of a call."""
-        noise = self._inputs[tensors.UNIFORM]
-        first = Tensor(noise.address, noise.dtype, (1, 1))
-        return {**self._inputs, tensors.UNIFORM: first, **self._made}
+        return {**self._inputs, tensors.UNIFORM: self._noise, **self._made}
 
     def prepare(self, enqueue: Enqueue) -> None:
         """Takes what runs the engine once over :attr:`arrays`."""
         self._enqueue = enqueue
 
     def _call(self, index: int) -> None:
+        slots, drafts = self._inputs[tensors.UNIFORM].shape
         if index:
-            tokens, noise = self._inputs[tensors.INPUT_IDS].address, self._inputs[tensors.UNIFORM].address
-            self._copy(tokens, tokens + _ID, _ID)
-            self._copy(tokens + _ID, self._made[tensors.DRAFT_TOKENS].address, _ID)
-            self._copy(noise, noise + index * _UNIFORM, _UNIFORM)
-            pasts = self._inputs[PASTS].address
-            self._copy(self._inputs[tensors.PAST_LENGTH].address, pasts + index * _ID, _ID)
+            tokens, pair = self._inputs[tensors.INPUT_IDS].address, CATCH_UP_TOKENS * _ID
+            self._column(tokens, pair, tokens + _ID, pair, _ID)
+            self._column(tokens + _ID, pair, self._made[tensors.DRAFT_TOKENS].address, _ID, _ID)
+            pasts = self._inputs[PASTS].address + index * slots * _ID
+            self._copy(self._inputs[tensors.PAST_LENGTH].address, pasts, slots * _ID)
+        noise = self._inputs[tensors.UNIFORM].address + index * _UNIFORM
+        self._column(self._noise.address, _UNIFORM, noise, drafts * _UNIFORM, _UNIFORM)
         self._enqueue()
         for name, made in self._made.items():
             self._copy(self._outputs[name].address + index * made.nbytes, made.address, made.nbytes)
+
+    def _column(self, to: int, to_pitch: int, source: int, pitch: int, nbytes: int) -> None:
+        """Copies an element of each slot; pitches are bytes from one slot's to the next one's."""
+        self._cuda.copy_rows(to, to_pitch, source, pitch, nbytes, self._noise.shape[0], self._stream.handle)
 
     def _copy(self, to: int, source: int, nbytes: int) -> None:
         self._cuda.copy(to, source, nbytes, self._stream.handle)

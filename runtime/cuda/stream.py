@@ -18,16 +18,19 @@ class Stream:
 
     Attributes:
         handle: what libraries take for it.
+        waits: how often its work was waited for; for measurements.
     """
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._closed = False
         self.handle = cuda.create_stream()
+        self.waits = 0
 
     def synchronize(self) -> None:
         """Waits for everything given so far."""
         self._cuda.synchronize(self.handle)
+        self.waits += 1
 
     def capture(self, enqueue: Callable[[], None]) -> Captured:
         """Records what a function gives to this stream, without doing it.

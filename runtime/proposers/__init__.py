@@ -56,7 +56,7 @@ def open_proposer(
     if isinstance(method, Medusa):
         return MedusaProposer()
     if isinstance(method, MlpSpeculator):
-        return MlpSpeculatorProposer(backend.open(method.draft, slots, speculator_buffers(method)), method)
+        return MlpSpeculatorProposer(backend.open(method.draft, slots, speculator_buffers(method)))
     if isinstance(method, DraftModel):
         graph = backend.open(method.draft, slots, propose_buffers(method))
         drafter = DraftModelProposer(graph, bundle.manifest)

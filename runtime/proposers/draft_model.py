@@ -10,11 +10,11 @@ from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import CATCH_UP_TOKENS, window
 from specexport.runtime.backend import Array, Graph, write_sampling
-from specexport.runtime.proposers.base import Proposal, Proposer, SlotView, drawn, fill
-from specexport.runtime.proposers.reader import Reader
+from specexport.runtime.proposers.base import Proposal, SlotView, drawn, fill
+from specexport.runtime.proposers.reader import Reader, ReadingProposer
 
 
-class DraftModelProposer(Proposer):
+class DraftModelProposer(ReadingProposer):
     """A smaller model drafts a chain of tokens in one graph call.
 
     The draft's cache holds rows for the tokens it was given and for the drafts it made, all committed at once; those of
@@ -31,7 +31,7 @@ class DraftModelProposer(Proposer):
     def __init__(self, graph: Graph, manifest: Manifest) -> None:
         self.graph = graph
         self._chunk = manifest.prefill_chunk
-        self._reader = Reader(graph, manifest.prefill_chunk, self._read)
+        super().__init__(Reader(graph, manifest.prefill_chunk, self._read))
 
     def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
         """See :class:`Proposer`; a text of one token has nothing to catch up on and is left out.
@@ -39,13 +39,13 @@ class DraftModelProposer(Proposer):
         So are slots that the draft is far behind in, as after plain steps: it reads one chunk of one of them.
         """
         texts = {sequence.slot: sequence.tokens[:-CATCH_UP_TOKENS] for sequence in sequences}
-        behind = [slot for slot, text in texts.items() if self._reader.known(slot, text) < len(text)]
-        waiting = {slot for at, slot in enumerate(behind) if at or self._reader.read(slot, texts[slot])}
+        waiting = self._reader.catch_up(texts)
         ready = [one for one in sequences if len(one.tokens) >= CATCH_UP_TOKENS and one.slot not in waiting]
         return self._draft(ready) if ready else {}
 
     def _draft(self, ready: Sequence[SlotView]) -> dict[int, Proposal]:
-        K, slots = self.ask(ready)
+        K = max(sequence.tree.depth for sequence in ready)
+        slots = self.ask(ready, K)
         made = self.graph.run(CATCH_UP_TOKENS, drafts=K, slots=slots)
         return {sequence.slot: self._take(sequence, made, sequence.slot - slots.start) for sequence in ready}
 
@@ -54,9 +54,8 @@ class DraftModelProposer(Proposer):
         text = sequence.tokens[:-CATCH_UP_TOKENS]
         return len(sequence.tokens) >= CATCH_UP_TOKENS and self._reader.known(sequence.slot, text) == len(text)
 
-    def ask(self, ready: Sequence[SlotView]) -> tuple[int, range]:
-        """Writes the graph's inputs for slots that are ready: how many tokens it is to draft, and the window."""
-        K = max(sequence.tree.depth for sequence in ready)
+    def ask(self, ready: Sequence[SlotView], K: int) -> range:
+        """Writes the graph's inputs for slots that are ready, for which it is to draft K tokens; returns the window."""
         longest = max(len(sequence.tokens) for sequence in ready)
         self.graph.reserve(longest + K - 1)
         slots = window([sequence.slot for sequence in ready], self.graph.sizes)
@@ -70,7 +69,7 @@ class DraftModelProposer(Proposer):
                 # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
                 depth = sequence.tree.depth
                 given[tensors.UNIFORM][at, :depth] = sequence.random.random(depth, np.float32)
-        return K, slots
+        return slots
 
     def keep(self, sequence: SlotView, drafted: Sequence[int]) -> None:
         """Keeps the rows of a run: those of the text, and of the first of the tokens it drafted.
@@ -107,15 +106,3 @@ class DraftModelProposer(Proposer):
         given[tensors.LAST_ROW][0] = len(tokens) - 1
         self.graph.run(self._chunk, drafts=1, slots=slots)
         self.graph.commit(slot, past, range(len(tokens)))
-
-    def move(self, source: int, to: int) -> None:
-        """See :class:`Proposer`."""
-        self._reader.copy(source, to)
-
-    def share(self, source: int, to: int, tokens: int) -> None:
-        """See :class:`Proposer`."""
-        self._reader.copy(source, to, tokens)
-
-    def fit(self, rows: int) -> None:
-        """See :class:`Proposer`."""
-        self._reader.fit(rows)

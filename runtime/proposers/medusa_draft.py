@@ -11,11 +11,11 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import MedusaDraft
 from specexport.contract.shapes import window
 from specexport.runtime.backend import Graph
-from specexport.runtime.proposers.base import Ints, Proposal, Proposer, SlotView, fill
-from specexport.runtime.proposers.reader import Reader
+from specexport.runtime.proposers.base import Ints, Proposal, SlotView, fill
+from specexport.runtime.proposers.reader import Reader, ReadingProposer
 
 
-class MedusaDraftProposer(Proposer):
+class MedusaDraftProposer(ReadingProposer):
     """Fills a tree with the candidates of a draft's own head (depth 1) and its Medusa heads (the depths after it).
 
     The draft sees committed tokens only, so its cache is always right. A step commits at most one token more than its
@@ -32,13 +32,12 @@ class MedusaDraftProposer(Proposer):
         self._chunk = manifest.prefill_chunk
         self._last_position = method.draft.max_positions - 1
         self._width = catch_up(method)
-        self._reader = Reader(graph, manifest.prefill_chunk, self._read)
+        super().__init__(Reader(graph, manifest.prefill_chunk, self._read))
 
     def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
         """See :class:`Proposer`; of slots the draft is far behind in, as after plain steps, one reads one chunk."""
         texts = {sequence.slot: sequence.tokens[: -self._width] for sequence in sequences}
-        behind = [slot for slot, text in texts.items() if self._reader.known(slot, text) < len(text)]
-        waiting = {slot for at, slot in enumerate(behind) if at or self._reader.read(slot, texts[slot])}
+        waiting = self._reader.catch_up(texts)
         made: dict[int, Ints] = {}
         wide = [one for one in sequences if len(one.tokens) >= self._width and one.slot not in waiting]
         if wide:
@@ -78,18 +77,6 @@ class MedusaDraftProposer(Proposer):
         for slot, tokens in texts.items():
             self._graph.commit(slot, pasts[slot], range(len(tokens)))
         return {slot: candidates[slot - slots.start, :, 0].copy() for slot in texts}
-
-    def move(self, source: int, to: int) -> None:
-        """See :class:`Proposer`."""
-        self._reader.copy(source, to)
-
-    def share(self, source: int, to: int, tokens: int) -> None:
-        """See :class:`Proposer`."""
-        self._reader.copy(source, to, tokens)
-
-    def fit(self, rows: int) -> None:
-        """See :class:`Proposer`."""
-        self._reader.fit(rows)
 
 
 def catch_up(method: MedusaDraft) -> int:

@@ -9,7 +9,6 @@ from functools import lru_cache
 import numpy as np
 
 from specexport.contract import tensors
-from specexport.contract.methods import MlpSpeculator
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Graph, write_sampling
@@ -26,12 +25,12 @@ class MlpSpeculatorProposer(Proposer):
 
     Args:
         graph: the propose graph.
-        method: the method.
     """
 
-    def __init__(self, graph: Graph, method: MlpSpeculator) -> None:
+    observes = frozenset({tensors.HIDDEN})
+
+    def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._shapes = sorted({(graph.point.drafts, graph.point.tokens) for graph in method.draft.graph.points})
         self._states: dict[int, Floats] = {}
 
     def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
@@ -40,8 +39,8 @@ class MlpSpeculatorProposer(Proposer):
         if not ready:
             return {}
         deepest, widest = max(one.tree.depth for one in ready), max(one.tree.level_width for one in ready)
-        stages, nodes = next((k, w) for k, w in self._shapes if k >= deepest and w >= widest)
         slots = window([one.slot for one in ready], self._graph.sizes)
+        stages, nodes = next((k, w) for k, w in self._graph.drafts(len(slots)) if k >= deepest and w >= widest)
         given = self._graph.inputs(nodes, drafts=stages, slots=slots)
         for one in ready:
             self._give(given, one.slot - slots.start, one)

@@ -1,10 +1,11 @@
-"""A draft's graph, and the text whose rows each slot of its cache holds."""
+"""A draft's graph, the text whose rows each slot of its cache holds, and what proposers with a draft share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from specexport.runtime.backend import Graph
+from specexport.runtime.proposers.base import Proposer
 
 ReadChunk = Callable[[int, list[int], int], None]
 """Runs a draft over a chunk of tokens: the slot, the tokens, and how many rows come before them."""
@@ -45,6 +46,15 @@ class Reader:
             self.note(slot, list(tokens[: done + len(part)]))
         return done + len(part) < len(tokens)
 
+    def catch_up(self, texts: Mapping[int, Sequence[int]]) -> set[int]:
+        """Reads one chunk of one of the texts whose rows are missing; gives the slots that still miss some.
+
+        Args:
+            texts: what is to be read, by slot.
+        """
+        behind = [slot for slot, text in texts.items() if self.known(slot, text) < len(text)]
+        return {slot for at, slot in enumerate(behind) if at or self.read(slot, texts[slot])}
+
     def copy(self, source: int, to: int, tokens: int | None = None) -> None:
         """Gives a slot the rows of another one: of its first so many tokens, or of all."""
         text = self._texts.get(source, [])[:tokens]
@@ -55,6 +65,29 @@ class Reader:
     def fit(self, rows: int) -> None:
         """See :class:`~specexport.runtime.proposers.base.Proposer`."""
         self._graph.fit(rows)
+
+
+class ReadingProposer(Proposer):
+    """A proposer with a draft that reads every text itself.
+
+    Args:
+        reader: of the draft.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def move(self, source: int, to: int) -> None:
+        """See :class:`Proposer`."""
+        self._reader.copy(source, to)
+
+    def share(self, source: int, to: int, tokens: int) -> None:
+        """See :class:`Proposer`."""
+        self._reader.copy(source, to, tokens)
+
+    def fit(self, rows: int) -> None:
+        """See :class:`Proposer`."""
+        self._reader.fit(rows)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from specexport.commands.engines import add_engine_arguments, asked_for, engine_options, render
 from specexport.commands.inspect import summary
+from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 
@@ -120,9 +121,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--backend",
-        choices=("onnxruntime", "tensorrt", "tensorrt-rtx"),
+        choices=BACKENDS,
         default="onnxruntime",
-        help="what the bundle is for; for the last two engines are compiled",
+        help="what the bundle is for; all but the first keep whole steps on a GPU, the last two compile engines for it",
     )
     parser.add_argument(
         "--no-compile",
@@ -240,9 +241,9 @@ def main(arguments: argparse.Namespace) -> int:
 def _engines(arguments: argparse.Namespace) -> EngineOptions | None:
     """How to compile, if engines are to be compiled now."""
     asked = asked_for(arguments)
-    if arguments.backend == "onnxruntime":
+    if arguments.backend not in ENGINE_RUNTIMES:
         if asked is not None or arguments.no_compile:
-            raise BuildError(f"{asked or '--no-compile'} was given without --backend tensorrt or tensorrt-rtx")
+            raise BuildError(f"{asked or '--no-compile'} was given without --backend {' or '.join(ENGINE_RUNTIMES)}")
         return None
     if arguments.no_compile:
         if asked is not None:

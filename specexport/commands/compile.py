@@ -12,6 +12,7 @@ from rich.console import Console
 
 from specexport.commands.build import Bars, build_progress
 from specexport.commands.engines import add_engine_arguments, engine_options, render
+from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError
 
 
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport compile``."""
     parser.add_argument("bundle", type=Path, metavar="BUNDLE")
     parser.add_argument(
-        "--backend", choices=("tensorrt", "tensorrt-rtx"), required=True, help="the library that compiles and runs them"
+        "--backend", choices=ENGINE_RUNTIMES, required=True, help="the library that compiles and runs them"
     )
     add_engine_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from specexport.commands.inspect import bytes_text
+from specexport.contract.errors import BuildError
 
 if TYPE_CHECKING:
     from specexport.exporter.engines.bundle import CompileReport
@@ -42,6 +43,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--hardware-compatible", action="store_true", help="TensorRT: let every device from 8.0 on run the engines"
     )
     group.add_argument(
+        "--engine-batch-sizes",
+        metavar="B[,B...]",
+        help="requests that steps are compiled for, such as 1,4; of the bundle's batch sizes (default: 1)",
+    )
+    group.add_argument(
         "--plain-profile",
         action="store_true",
         help="also compile for one token at a time, which stores the weights twice; else plain decoding is padded",
@@ -56,6 +62,7 @@ _FLAGS = (
     "strip_weights",
     "version_compatible",
     "hardware_compatible",
+    "engine_batch_sizes",
     "plain_profile",
 )
 
@@ -80,8 +87,16 @@ def engine_options(arguments: argparse.Namespace) -> EngineOptions:
         strip_weights=arguments.strip_weights,
         version_compatible=arguments.version_compatible,
         hardware_compatible=arguments.hardware_compatible,
+        batch_sizes=_batch_sizes(arguments.engine_batch_sizes),
         plain=arguments.plain_profile,
     )
+
+
+def _batch_sizes(listed: str | None) -> tuple[int, ...]:
+    parts = [] if listed is None else [part.strip() for part in listed.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise BuildError(f"engine_batch_sizes is {listed!r}; expected numbers with commas, such as 1,4")
+    return tuple(sorted(set(map(int, parts)))) or (1,)
 
 
 def render(report: CompileReport) -> Table:

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import msgspec
 
+from specexport.commands.build import exporter
 from specexport.contract.errors import RequestError
-from specexport.runtime import Engine
+from specexport.contract.manifest import Manifest
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.bundle import Bundle
 
 
 def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,15 +36,34 @@ def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
 
 
-def require_counts(arguments: argparse.Namespace) -> None:
-    """Checks the numbers that say how much is measured.
+def open_to_tune(arguments: argparse.Namespace) -> Bundle:
+    """Checks the numbers that say how much is measured, and opens the bundle to measure and to write to.
 
     Raises:
-        RequestError: one is too small; names the flag.
+        SpecExportError: a number is too small, the exporter is not installed, or the bundle is not whole; says which.
     """
     for flag, least in (("max_nodes", 2), ("prompts", 1), ("prompt_tokens", 2), ("max_tokens", 2)):
         if getattr(arguments, flag) < least:
             raise RequestError(f"--{flag.replace('_', '-')} is {getattr(arguments, flag)}; expected {least} or more")
+    if not arguments.dry_run:
+        exporter()
+    return Bundle.open(arguments.bundle)
+
+
+def step_room(manifest: Manifest) -> int:
+    """Tokens a step may have behind the longest context."""
+    return max(graph.point.cache for graph in manifest.target.graph.points) - manifest.max_seq_len + 1
+
+
+def usual_rows(arguments: argparse.Namespace, manifest: Manifest) -> int:
+    """Rows of the cache half-way through the text that is decoded."""
+    rows: int = min(arguments.prompt_tokens + arguments.max_tokens // 2, manifest.max_seq_len - 1)
+    return rows
+
+
+def decoded_with(arguments: argparse.Namespace) -> SamplingParams:
+    """The sampling parameters of the text that is decoded."""
+    return SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens, seed=0, ignore_eos=True)
 
 
 def read_prompts(engine: Engine, files: Sequence[Path], count: int, tokens: int) -> list[list[int]]:

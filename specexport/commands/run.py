@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import RequestError
 from specexport.runtime import EmbedsPrompt, Engine, Stats, Stream
-from specexport.runtime.backend import BACKENDS, DEFAULT_UTILIZATION
+from specexport.runtime.backend import DEFAULT_UTILIZATION
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "acceptance")
 _OF_ACCEPTANCE = {

@@ -8,8 +8,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import BuildError
-from specexport.runtime.backend import BACKENDS
 
 _OLD = {
     "--speculative-model": "model",

@@ -53,19 +53,7 @@ def _medusa_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="heads end in the model's own projection, which makes them many times smaller",
     )
-    heads.add_argument("--decay", type=float, default=0.8, metavar="D", help="head i counts D**i in the loss")
-    heads.add_argument(
-        "--cache-hidden",
-        action="store_true",
-        help="compute the model's hidden states once and keep them in the work folder; epochs then cost only the heads",
-    )
-    heads.add_argument(
-        "--self-distill",
-        type=int,
-        default=0,
-        metavar="TEXTS",
-        help="learn so many texts sampled from the model, half of them greedy, instead of the data, which give prompts",
-    )
+    _head_arguments(heads, "head", decay=0.8, texts="instead of")
     stage = parser.add_argument_group("together with the model (--stage 2)")
     stage.add_argument("--stage", type=int, choices=(1, 2), default=1, help="1: heads alone; 2: first alone, then both")
     stage.add_argument("--tune", choices=("lora", "full"), default="lora", help="what of the model is trained")
@@ -106,23 +94,29 @@ def _speculator_arguments(parser: argparse.ArgumentParser) -> None:
         help="stages share embedding, head and norm, and all but the first their projection",
     )
     stages.add_argument("--scale-input", action="store_true", help="norm the model's hidden state first")
-    stages.add_argument("--decay", type=float, default=1.0, metavar="D", help="stage i counts D**i in the loss")
-    stages.add_argument(
-        "--cache-hidden",
-        action="store_true",
-        help="compute the model's hidden states once and keep them in the work folder; epochs cost only the rest then",
-    )
-    stages.add_argument(
-        "--self-distill",
-        type=int,
-        default=0,
-        metavar="TEXTS",
-        help="learn so many texts sampled from the model, half of them greedy, after the data, which give prompts",
-    )
+    _head_arguments(stages, "stage", decay=1.0, texts="after")
     stages.add_argument(
         "--data-first", type=float, default=0.5, metavar="SHARE", help="of the steps, with the data, before the texts"
     )
     _training_arguments(parser, lr="1e-3")
+
+
+def _head_arguments(group: Any, part: str, *, decay: float, texts: str) -> None:
+    """Flags of what reads the model's hidden states; ``texts`` is where its own texts stand to the data."""
+    group.add_argument("--decay", type=float, default=decay, metavar="D", help=f"{part} i counts D**i in the loss")
+    group.add_argument(
+        "--cache-hidden",
+        action="store_true",
+        help="compute the model's hidden states once and keep them in the work folder; epochs then cost only the "
+        f"{part}s",
+    )
+    group.add_argument(
+        "--self-distill",
+        type=int,
+        default=0,
+        metavar="TEXTS",
+        help=f"learn so many texts sampled from the model, half of them greedy, {texts} the data, which give prompts",
+    )
 
 
 def _draft_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,14 +13,20 @@ from rich.console import Console
 from rich.table import Table
 
 from specexport.commands import tune_batch, tune_lookahead
-from specexport.commands.build import Bars, build_progress, exporter
+from specexport.commands.build import Bars, build_progress
 from specexport.commands.draw import terminal_tree
-from specexport.commands.measuring import add_measuring_arguments, read_prompts, require_counts
+from specexport.commands.measuring import (
+    add_measuring_arguments,
+    decoded_with,
+    open_to_tune,
+    read_prompts,
+    step_room,
+    usual_rows,
+)
 from specexport.contract.errors import RequestError
 from specexport.contract.methods import Lookahead, Lookup, method_name
 from specexport.help import HelpFormatter
-from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.bundle import Bundle
+from specexport.runtime import Engine
 
 if TYPE_CHECKING:
     from specexport.runtime.tune import Candidate
@@ -65,10 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport tune tree``."""
     from specexport.runtime import tune
 
-    require_counts(arguments)
-    if not arguments.dry_run:
-        exporter()
-    bundle = Bundle.open(arguments.bundle)
+    bundle = open_to_tune(arguments)
     manifest = bundle.manifest
     if not manifest.methods:
         raise RequestError(f"{arguments.bundle}: built without a way to speculate; there is no tree to tune")
@@ -84,15 +87,13 @@ def main(arguments: argparse.Namespace) -> int:
         )
     if isinstance(method, Lookahead):
         raise RequestError("--method is 'lookahead', whose steps follow from W, N and G; tune it with tune lookahead")
-    room = max(graph.point.cache for graph in manifest.target.graph.points) - manifest.max_seq_len + 1
-    params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens, seed=0, ignore_eos=True)
     with build_progress(Console(stderr=True)) as progress:
         bars = Bars(progress)
         with Engine.load(arguments.bundle, threads=arguments.threads, check_hashes=False, cost_curve=False) as engine:
             prompts = read_prompts(engine, arguments.data, arguments.prompts, arguments.prompt_tokens)
-            observed = tune.observe(engine, name, prompts, params, bars)
-        rows = min(arguments.prompt_tokens + arguments.max_tokens // 2, manifest.max_seq_len - 1)
-        costs = tune.step_costs(bundle, rows, min(arguments.max_nodes, room), arguments.threads, bars)
+            observed = tune.observe(engine, name, prompts, decoded_with(arguments), bars)
+        most = min(arguments.max_nodes, step_room(manifest))
+        costs = tune.step_costs(bundle, usual_rows(arguments, manifest), most, arguments.threads, bars)
     found = tune.candidates(method, observed, costs)
     if not found:
         raise RequestError("no candidate ever came true on this text, so that no tree helps; nothing was changed")

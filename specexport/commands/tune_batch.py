@@ -13,8 +13,9 @@ from rich.table import Table
 
 from specexport.commands.build import Bars, build_progress
 from specexport.contract.costs import Cost, CostCurve
+from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import RequestError
-from specexport.runtime.backend import BACKENDS, DEFAULT_UTILIZATION, open_backend
+from specexport.runtime.backend import DEFAULT_UTILIZATION, open_backend
 from specexport.runtime.bundle import Bundle
 
 if TYPE_CHECKING:

@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from specexport.commands.build import Bars, build_progress, exporter
-from specexport.commands.measuring import add_measuring_arguments, read_prompts, require_counts
+from specexport.commands.build import Bars, build_progress
+from specexport.commands.measuring import (
+    add_measuring_arguments,
+    decoded_with,
+    open_to_tune,
+    read_prompts,
+    step_room,
+    usual_rows,
+)
 from specexport.contract.errors import RequestError
 from specexport.contract.methods import Lookahead
 from specexport.contract.tree import MAX_NODES
-from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.bundle import Bundle
+from specexport.runtime import Engine
 
 if TYPE_CHECKING:
     from specexport.runtime.tune_lookahead import Candidate, Measured
@@ -35,23 +41,19 @@ def main(arguments: argparse.Namespace) -> int:
     from specexport.runtime import tune
     from specexport.runtime import tune_lookahead as search
 
-    require_counts(arguments)
-    if not arguments.dry_run:
-        exporter()
-    bundle = Bundle.open(arguments.bundle)
+    bundle = open_to_tune(arguments)
     manifest = bundle.manifest
     method = manifest.method(search.NAME)
     if not isinstance(method, Lookahead):
         raise RequestError(f"{arguments.bundle}: built without lookahead decoding; build it with --lookahead first")
-    room = max(graph.point.cache for graph in manifest.target.graph.points) - manifest.max_seq_len + 1
+    room = step_room(manifest)
     most, seeding = min(arguments.max_nodes, room, MAX_NODES), method.prompt_seeding
     observed = [one for ngram in search.NGRAMS if (one := search.widest(ngram, most, room, seeding)) is not None]
     if not observed:
         raise RequestError(f"{arguments.bundle}: its cache has no room for a step of 2 tokens behind the context")
     now = [method] if max(method.widths()) <= room else []
     widest = max(width for one in (*observed, *now) for width in one.widths())
-    params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens, seed=0, ignore_eos=True)
-    rows = min(arguments.prompt_tokens + arguments.max_tokens // 2, manifest.max_seq_len - 1)
+    params, rows = decoded_with(arguments), usual_rows(arguments, manifest)
     with build_progress(Console(stderr=True)) as progress:
         bars = Bars(progress)
         costs = tune.step_costs(bundle, rows, most, arguments.threads, bars)

@@ -1,0 +1,85 @@
+"""What ``specexport verify`` found, as data and as a table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+Numbers = dict[str, float]
+
+_STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: ``files``, ``graphs``, ``engines``, ``logits``, ``embeds``, ``draft``, ``medusa``, ``speculator`` or
+            ``speculation``.
+        passed: None if it could not be run.
+        sentence: what was found, or why it was not run.
+        numbers: what was measured.
+    """
+
+    name: str
+    passed: bool | None
+    sentence: str
+    numbers: Numbers = field(default_factory=dict)
+
+    @property
+    def result(self) -> str:
+        """In words."""
+        return "not run" if self.passed is None else "passed" if self.passed else "failed"
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Every check of a bundle, in order."""
+
+    bundle: Path
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return all(check.passed is not False for check in self.checks)
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if not self.passed:
+            return "failed"
+        return "passed" if all(check.passed for check in self.checks) else "passed what could be checked"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for JSON; numbers that are not finite, which JSON has no words for, are null."""
+        checks = [
+            {
+                "name": check.name,
+                "result": check.result,
+                "sentence": check.sentence,
+                "numbers": {name: x if math.isfinite(x) else None for name, x in check.numbers.items()},
+            }
+            for check in self.checks
+        ]
+        return {"bundle": str(self.bundle), "verdict": self.verdict, "passed": self.passed, "checks": checks}
+
+
+def render(report: VerifyReport) -> RenderableType:
+    """The report as a table with a verdict below it."""
+    table = Table(title=str(report.bundle), title_justify="left", show_edge=False)
+    table.add_column("check")
+    table.add_column("result", no_wrap=True)
+    table.add_column("what was found")
+    for check in report.checks:
+        # As Text: a path may hold what rich would take for markup.
+        table.add_row(check.name, Text(check.result, _STYLES[check.result]), Text(check.sentence))
+    style = _STYLES["failed" if not report.passed else "passed" if report.verdict == "passed" else "not run"]
+    return Group(table, "", Text(f"verdict: {report.verdict}", style))

@@ -1,0 +1,71 @@
+"""What tests of the step program share, whichever library runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from specexport.contract.engines import Backend, ProgramGraph
+from specexport.contract.reading import file_entry, read_manifest, write_manifest
+from specexport.exporter.engines.program import write_program
+from specexport.runtime import Engine, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, top_k=40, seed=5, ignore_eos=True)
+TYPICAL = SAMPLED.replace(acceptance="typical", posterior_threshold=0.3)
+WAYS = {
+    "dice-near": ("draft_model",),
+    "dice-mixed": ("draft_model", "ngram"),
+    "dice-mixed-portable": ("draft_model", "ngram"),
+    "dice-self": ("self_draft",),
+    "dice-medusa": ("medusa",),
+    "dice-medusa-draft": ("medusa_draft",),
+    "dice-mlp": ("mlp_speculator",),
+}
+"""Bundles, and the methods of theirs whose steps stay on the device."""
+
+
+def program_of(folder: Path) -> tuple[ProgramGraph, ...]:
+    """Traces the step program's graphs into a bundle."""
+    manifest = read_manifest(folder)
+    return write_program(folder, manifest.methods, manifest.target.cache, manifest.lowering)
+
+
+def with_program(folder: Path, backend: Backend) -> Path:
+    """Makes a bundle one that was built for a backend with a step program, as ``specexport build`` does."""
+    program, manifest = program_of(folder), read_manifest(folder)
+    files = (*manifest.files, *(file_entry(folder, graph.file) for graph in program))
+    write_manifest(folder, msgspec.structs.replace(manifest, backend=backend, program=program, files=files))
+    return folder
+
+
+def same(ours: Any, theirs: Any) -> None:
+    """Checks that two requests said the same, in the same steps."""
+    assert ours.token_ids == theirs.token_ids
+    assert (ours.stats.steps, ours.stats.drafted, ours.stats.accepted, ours.stats.accepted_at) == (
+        theirs.stats.steps,
+        theirs.stats.drafted,
+        theirs.stats.accepted,
+        theirs.stats.accepted_at,
+    )
+
+
+def says_what_it_says(there: Engine, cpu: Engine, methods: tuple[str, ...], execution: str) -> None:
+    """Checks greedy, lossless and typical acceptance of chains and trees: the same noise, the same tokens."""
+    for params, prompt in (
+        (GREEDY, [7, 9, 11]),
+        (SAMPLED, list(range(12)) * 2),
+        (TYPICAL, [5] * 20),
+        (GREEDY, [5]),
+    ):
+        for method in (*methods, None):
+            ours = there.generate(prompt, params, method=method, speculation=method is not None)
+            same(ours, cpu.generate(prompt, params, method=method, speculation=method is not None))
+            assert ours.stats.execution == execution
+    for count in (len(tree) - 1 for tree in there.speculations[methods[0]].trees):
+        ours, theirs = (
+            one.generate([7, 9, 11], SAMPLED, method=methods[0], num_speculative_tokens=count) for one in (there, cpu)
+        )
+        same(ours, theirs)

@@ -1,0 +1,67 @@
+"""What tests of trainings share: a place, a text, and a run that is interrupted and goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specexport.training.setup import Place, Watch
+
+CPU = Place(torch.device("cpu"), bf16=False)
+SILENT = Watch(lambda line: None)
+SAVE_EVERY = 2
+"""Steps from a checkpoint to the next in :func:`train_whole_and_parted`."""
+_WORDS = "the of and to in is that it was for on are as with his they at be this from have or by one had not but what"
+
+Train = Callable[[Any, Watch], dict[str, Any]]
+
+
+def write_words(folder: Path) -> Path:
+    """A file of text to train on."""
+    file = folder / "words.txt"
+    file.write_text(f"{_WORDS} " * 40, encoding="utf-8")
+    return file
+
+
+def train_whole_and_parted(
+    train: Train, options: Callable[..., Any], how: dict[str, Any], stopped_at: str
+) -> tuple[dict[str, Any], Path, Path]:
+    """Trains twice with the same options, the second time with an interruption, and compares the weights.
+
+    Args:
+        train: the training.
+        options: makes its options, whose ``save_every`` is ``SAVE_EVERY``, for an output of a name.
+        how: more options.
+        stopped_at: how the line begins at which the second run is interrupted, ``STAGE: step N``.
+
+    Returns:
+        The whole run's record, its output and that of the interrupted run.
+    """
+    whole, parted = options("whole", **how), options("parted", **how)
+    record = train(whole, SILENT)
+
+    def stop(line: str) -> None:
+        # A checkpoint is written after its line.
+        if line.startswith(stopped_at):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(parted, Watch(stop))
+    assert not parted.output.exists()
+    lines: list[str] = []
+    train(parted, Watch(lines.append))
+    stage, _, step = stopped_at.partition(": step ")
+    assert f"{stage}: going on from step {(int(step) - 1) // SAVE_EVERY * SAVE_EVERY}" in lines
+    weights = sorted(path.name for path in parted.output.glob("*.safetensors"))
+    assert weights
+    for name in weights:
+        ours, theirs = (load_file(folder / name) for folder in (whole.output, parted.output))
+        assert list(ours) == list(theirs)
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert not parted.output.with_name("parted.work").exists()
+    return record, whole.output, parted.output
