@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PYTEST_ARGS ?= -n auto
+# Each worker begins in a part of its own: side by side they would wait for the same bundles.
+PYTEST_ARGS ?= -n auto --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint types unit compat bench clean

@@ -26,11 +26,13 @@ SMALL: dict[str, Any] = {
 
 def make(name: str, root: Path) -> Path:
     """The bundle of a name in ``root``, which processes may share; made if it is not there yet."""
-    root.mkdir(exist_ok=True)
-    with FileLock(root / ".lock"):
-        if not (root / name).exists():
-            _build(name, root)
-    return root / name
+    folder = root / name
+    if not folder.exists():  # a build renames it into place when it is whole
+        root.mkdir(exist_ok=True)
+        with FileLock(root / ".lock"):
+            if not folder.exists():
+                _build(name, root)
+    return folder
 
 
 def _build(name: str, root: Path) -> None:

@@ -164,42 +164,50 @@ _DICE_NOISE = 0.3
 
 def make(name: str, root: Path) -> Path:
     """The bundle of a name in a folder, made if it is not there; safe to call from several processes."""
+    folder = root / name
+    if not folder.exists():  # a build renames it into place when it is whole
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / f".{name}.lock"):
+            if not folder.exists():
+                build(_options(name, root))
+    return folder
+
+
+def _options(name: str, root: Path) -> BuildOptions:
+    """What makes a bundle, with its checkpoints and, beside where it will be, what transformers says of its target."""
     recipe = RECIPES[name]
-    root.mkdir(parents=True, exist_ok=True)
-    with FileLock(root / ".lock"):
-        if not (root / name).exists():
-            target = _target(recipe, root)
-            twin = root / f"{name.removesuffix('-portable').removesuffix('-batch')}.json"
-            if not twin.exists():
-                oracle = _oracle(recipe, target)
-                twin.write_text(json.dumps(oracle), encoding="utf-8")
-            if twin.stem != name:
-                shutil.copy(twin, root / f"{name}.json")
-            draft = _draft(recipe, target, root) if recipe.draft is not None else None
-            build(
-                BuildOptions(
-                    target=str(target),
-                    draft=str(draft) if draft is not None else None,
-                    medusa=_heads(recipe, target, root) if recipe.heads == "target" else None,
-                    draft_medusa=_heads(recipe, draft, root) if recipe.heads == "draft" and draft else None,
-                    mlp_speculator=_speculator(target, root) if recipe.speculator else None,
-                    output=root / name,
-                    num_speculative_tokens=recipe.default,
-                    speculative_choices=recipe.choices,
-                    trees=recipe.trees,
-                    ngram="ngram" in recipe.lookups,
-                    prompt_lookup_min=1 if recipe.config else 2,
-                    suffix="suffix" in recipe.lookups,
-                    hypothesis="hypothesis" in recipe.lookups,
-                    lookahead=recipe.lookahead,
-                    self_draft_layers=recipe.self_draft,
-                    inputs_embeds=recipe.embeds,
-                    lowering=recipe.lowering,
-                    max_batch_size=recipe.batch,
-                    draft_precision="fp32",  # where the draft is the target, everything must be accepted
-                )
-            )
-    return root / name
+    with FileLock(root / ".checkpoints.lock"):
+        target = _target(recipe, root)
+        twin = root / f"{name.removesuffix('-portable').removesuffix('-batch')}.json"
+        if not twin.exists():
+            twin.write_text(json.dumps(_oracle(recipe, target)), encoding="utf-8")
+        if twin.stem != name:
+            shutil.copy(twin, root / f"{name}.json")
+        draft = _draft(recipe, target, root) if recipe.draft is not None else None
+        medusa = _heads(recipe, target, root) if recipe.heads == "target" else None
+        draft_medusa = _heads(recipe, draft, root) if recipe.heads == "draft" and draft else None
+        mlp_speculator = _speculator(target, root) if recipe.speculator else None
+    return BuildOptions(
+        target=str(target),
+        draft=str(draft) if draft is not None else None,
+        medusa=medusa,
+        draft_medusa=draft_medusa,
+        mlp_speculator=mlp_speculator,
+        output=root / name,
+        num_speculative_tokens=recipe.default,
+        speculative_choices=recipe.choices,
+        trees=recipe.trees,
+        ngram="ngram" in recipe.lookups,
+        prompt_lookup_min=1 if recipe.config else 2,
+        suffix="suffix" in recipe.lookups,
+        hypothesis="hypothesis" in recipe.lookups,
+        lookahead=recipe.lookahead,
+        self_draft_layers=recipe.self_draft,
+        inputs_embeds=recipe.embeds,
+        lowering=recipe.lowering,
+        max_batch_size=recipe.batch,
+        draft_precision="fp32",  # where the draft is the target, everything must be accepted
+    )
 
 
 def _target(recipe: Recipe, root: Path) -> Path:
