@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,12 @@ READY_MADE = "SPECEXPORT_TEST_BUNDLES"
 """A folder written by ``python -m tests.make_bundles``; with it, tests not marked ``exporter`` run without torch."""
 
 
+def _shared(factory: pytest.TempPathFactory) -> Path:
+    """A folder of the session, which pytest-xdist's workers share: theirs lie in it."""
+    base = factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Gives the bundle of a name that ``tests.make_bundles`` knows. Not to be changed: the session shares it."""
@@ -35,30 +41,41 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             return Path(ready) / name
         from tests.make_bundles import make
 
-        # The parent is shared by pytest-xdist's workers.
-        base = tmp_path_factory.getbasetemp()
-        return make(name, (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "bundles")
+        return make(name, _shared(tmp_path_factory) / "bundles")
 
     return get
 
 
+@pytest.fixture(scope="session", autouse=True)
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What was traced once in this session is not traced again."""
+    if importlib.util.find_spec("torch") is None:
+        yield
+        return
+    from specexport.exporter import trace
+    from tests.traces import once
+
+    folder = _shared(tmp_path_factory) / "traces"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "_trace", once(trace._trace, folder))
+        yield
+
+
 @pytest.fixture(scope="session")
-def accept_graph(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], bytes]:
+def accept_graph() -> Callable[[str, int], bytes]:
     """Gives an accept graph by its rule and M, for trees of up to ``MAX_CHILDREN`` children; tracing takes seconds."""
     import onnx_ir as ir
-    from filelock import FileLock
 
     from specexport.exporter.trace import trace_accept
 
-    base = tmp_path_factory.getbasetemp()
-    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    made: dict[tuple[str, int], bytes] = {}
 
     def get(rule: Any, candidates: int) -> bytes:
-        path = folder / f"accept.{rule}.{candidates}.onnx"
-        with FileLock(path.with_suffix(".lock")):
-            if not path.exists():
-                path.write_bytes(ir.to_proto(trace_accept(rule, MAX_CHILDREN, candidates)).SerializeToString())
-        return path.read_bytes()
+        if (rule, candidates) not in made:
+            traced = trace_accept(rule, MAX_CHILDREN, candidates)
+            made[rule, candidates] = ir.to_proto(traced).SerializeToString()
+        return made[rule, candidates]
 
     return get
 
@@ -87,8 +104,7 @@ def uncompiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     """Gives a bundle for TensorRT-RTX without engines by its name; see ``tests.engine_bundles``."""
     from tests.engine_bundles import make
 
-    base = tmp_path_factory.getbasetemp()
-    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "uncompiled"
+    root = _shared(tmp_path_factory) / "uncompiled"
     return lambda name: make(name, root)
 
 
