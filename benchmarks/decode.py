@@ -26,6 +26,7 @@ from benchmarks.pair import bundle, inflated_pair
 from specexport.contract import tensors
 from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.backend import Array, Graph
+from specexport.runtime.proposers.draft_model import DraftModelProposer
 
 CHOICES = tuple(range(1, 9))
 UNATTENDED_WIDTH = 120
@@ -142,7 +143,8 @@ def _decode(
     """Plain decoding and every K, prompt by prompt."""
     params = SamplingParams(max_tokens=args.new_tokens, temperature=args.temperature, seed=0, ignore_eos=True)
     rows = args.prompt_tokens + args.new_tokens // 2
-    draft = getattr(engine.speculations["draft_model"].proposer, "_graph", None)
+    proposer = engine.speculations["draft_model"].proposer
+    assert isinstance(proposer, DraftModelProposer)
     runs: dict[int, list[Completion]] = {k: [] for k in (0, *ks)}
     costs: dict[int, list[tuple[float, float]]] = {k: [] for k in runs}
     for k in runs:  # warm every shape up
@@ -152,9 +154,9 @@ def _decode(
     for prompt in track(prompts * args.repeats, f"decoding at {precision}", console=Console(stderr=True)):
         for k, done in runs.items():
             half = args.new_tokens // (2 * k + 2) + 1  # of the steps that K tokens and the bonus token would need
-            costs[k] += step_costs(engine._target, draft, k, rows, half)
+            costs[k] += step_costs(engine._target, proposer.graph, k, rows, half)
             done.append(engine.generate(prompt, params, num_speculative_tokens=k or None, speculation=k > 0))
-            costs[k] += step_costs(engine._target, draft, k, rows, half)
+            costs[k] += step_costs(engine._target, proposer.graph, k, rows, half)
     return [_point(precision, k, runs, costs, args.repeats) for k in runs]
 
 

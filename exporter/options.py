@@ -51,8 +51,9 @@ class BuildOptions:
         max_seq_len: longest sequence in tokens; None for the models' limit, at most 2048.
         max_batch_size: most requests that run at once; graphs are pinned for the powers of two up to it.
         precision: how the target's matrices are stored.
-        draft_precision: how those of what proposes are: a draft, heads, a speculator; None for int8, or int4 where
-            ``precision`` is. What they round off costs a little acceptance and never changes what the target says.
+        draft_precision: how those of what proposes are: a draft, heads, a speculator; None for int4 where ``precision``
+            is, in blocks of at most 32, else int8. What they round off costs acceptance (int4 in wider blocks more than
+            it saves) and never changes what the target says.
         block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256; None for 32. Lowered portably every
             column of a matrix has one scale, as opset 20 knows no blocks.
         lowering: ``native`` for ONNX Runtime 1.28 or newer; ``portable`` for TensorRT 10.3 and older ONNX Runtimes.
@@ -167,7 +168,8 @@ class BuildOptions:
     @property
     def proposing_precision(self) -> Precision:
         """How what only proposes is stored: a draft, Medusa heads, an MLP speculator."""
-        return self.draft_precision or ("int4" if self.precision == "int4" else "int8")
+        fine = self.precision == "int4" and (self.block_size or DEFAULT_BLOCK_SIZE) <= DEFAULT_BLOCK_SIZE
+        return self.draft_precision or ("int4" if fine else "int8")
 
     @property
     def lookups(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specexport.exporter.options import BuildOptions
 from specexport.exporter.quantize import column_scales, pack_int4, quantize_blocks, quantize_columns
 from specexport.exporter.weights import QUANTIZED, WeightsFile
 from tests.checkpoints import make_checkpoint
@@ -129,6 +131,7 @@ def test_weights_beyond_fp16_stay_fp32_and_are_reported(tmp_path: Path) -> None:
 MEASURE = """
 import resource, sys
 from pathlib import Path
+from typing import Any
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 import onnxruntime, torch, transformers
@@ -151,3 +154,16 @@ def test_building_takes_at_most_1_6_times_the_memory_of_the_fp32_weights(tmp_pat
         check=True,
     )
     assert int(out.stdout.split()[-1]) <= 1.6 * weights
+
+
+@pytest.mark.parametrize(
+    ("options", "stored"),
+    [
+        ({"precision": "fp32"}, "int8"),
+        ({"precision": "int4"}, "int4"),
+        ({"precision": "int4", "block_size": 128}, "int8"),
+        ({"precision": "int4", "block_size": 128, "draft_precision": "int4"}, "int4"),
+    ],
+)
+def test_what_proposes_is_rounded_no_more_than_pays(tmp_path: Path, options: dict[str, Any], stored: str) -> None:
+    assert BuildOptions("target", tmp_path / "bundle", **options).proposing_precision == stored

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer")
     parser.add_argument("--device", required=True, metavar="NAME", help="such as orin-nano-8gb")
     parser.add_argument(
-        "--precision", choices=("fp16", "bf16", "fp8", "int8", "int4"), default="int4", help="of the weights"
+        "--precision", choices=("fp16", "bf16", "fp8", "int8", "int4"), default="int4", help="of the weights of both"
     )
     parser.add_argument("--max-seq-len", type=int, default=4096, metavar="S", help="longest prompt and output")
     parser.add_argument(
