@@ -27,9 +27,11 @@ types: $(VENV)/.dev
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# The runtime's tests on other Pythons, without torch, over bundles made here. The newest onnxruntime for Python 3.10 runs
-# portable bundles only, so there their tests are run, and those that need no engine.
+# Whether the runtime's dependencies have wheels for aarch64, and its tests on other Pythons, without torch, over bundles made
+# here. The newest onnxruntime for Python 3.10 runs portable bundles only, so there their tests are run, and those that need
+# no engine.
 compat: $(VENV)/.dev
+	$(BIN)/python scripts/check_wheels.py
 	$(BIN)/python -m tests.make_bundles build/test-bundles
 	for python in python3.10 python3.12; do \
 	  $$python -m venv .venv-$$python && \

@@ -24,6 +24,7 @@ import json
 import os
 import random
 import shutil
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,11 @@ from transformers import AutoModelForCausalLM
 
 from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
+from specexport.exporter import trace
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from tests.checkpoints import EOS, VOCAB, make_checkpoint, make_heads, make_speculator, tokenizer
+from tests.traces import once
 
 CONTEXT = 512
 DICE_VOCAB = 12
@@ -350,8 +353,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    for name in RECIPES:
-        print(make(name, folder))
+    with tempfile.TemporaryDirectory() as traces:
+        trace._trace = once(trace._trace, Path(traces))
+        for name in RECIPES:
+            print(make(name, folder))
 
 
 if __name__ == "__main__":

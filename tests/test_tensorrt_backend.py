@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +124,29 @@ def test_a_missing_library_is_named() -> None:
         for compatible in (False, True):
             with pytest.raises(BackendError, match=r"tensorrt is not installed.*specexport\[tensorrt\]"):
                 trt.import_tensorrt("tensorrt", version_compatible=compatible)
+
+
+WITHOUT_ONNXRUNTIME = """
+import sys
+sys.modules["onnxruntime"] = None  # importing it is an error
+from specexport.contract.errors import BackendError
+from specexport.runtime import Engine
+from specexport.runtime.cuda import backend, libraries, program, trt
+try:
+    Engine.load(sys.argv[1])
+except BackendError as error:
+    print(error)
+"""
+
+
+def test_engines_need_no_onnxruntime(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+    """A process in which it cannot be imported comes as far as the missing driver, or the engines' version."""
+    folder = compiled(bundle("llama-near"), gpu.folder)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ONNXRUNTIME, str(folder)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search("no NVIDIA driver was found|tensorrt_rtx|TensorRT", done.stdout), done.stdout
 
 
 def test_the_engine_for_just_this_device_is_preferred() -> None:
