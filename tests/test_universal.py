@@ -62,6 +62,7 @@ def view(tokens: list[int], size: int = 8) -> SlotView:
     return SlotView(0, tokens, SamplingParams(), np.random.default_rng(0), TokenTree.chain(size + 1))
 
 
+@pytest.mark.exporter  # the tokenizer of its checkpoints
 def test_text_is_translated_both_ways() -> None:
     from tests.checkpoints import tokenizer
 
@@ -83,6 +84,7 @@ def test_text_is_translated_both_ways() -> None:
     assert proposer(draft, target, longest=10).propose([view(list(done))]) == {}
 
 
+@pytest.mark.exporter  # the tokenizer of its checkpoints
 def test_nothing_is_proposed_within_a_character() -> None:
     from tests.checkpoints import tokenizer
 
