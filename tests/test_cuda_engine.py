@@ -15,6 +15,7 @@ from specexport.contract.errors import BackendError, RequestError
 from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
 from specexport.runtime.cuda import ort
 from tests.cuda_stand_in import StandIn
+from tests.device import require_same_as_alone
 from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu, installed
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -69,19 +70,7 @@ def test_several_requests_at_once_say_what_each_says_alone(
     alone = engine(name.replace("-batch", ""))
     prompts = [[7, 9, 11], list(range(3, 90)), [5] * 40, [*range(3, 80), 5], [21], [7, 9, 11, 13, 15]]
     with _load(bundle(name), max_batch_size=4) as there:
-        assert there.slots == 4
-        gpu.cuda.calls.clear()
-        streams = [
-            there.stream(prompt, GREEDY.replace(max_tokens=8 + 4 * at), speculation=at != 2)
-            for at, prompt in enumerate(prompts)
-        ]
-        for stream in streams:
-            stream.start()
-        for at, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
-            said = [token for chunk in stream for token in chunk.token_ids]
-            expected = alone.generate(prompt, GREEDY.replace(max_tokens=8 + 4 * at), speculation=False).token_ids
-            assert said == list(expected), at
-        assert not {"cudaMalloc", "cudaHostAlloc", "cudaFree", "cudaFreeHost"} & set(gpu.cuda.calls)
+        require_same_as_alone(there, alone, prompts, gpu.cuda)
 
 
 def test_by_default_one_request_runs(bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu) -> None:

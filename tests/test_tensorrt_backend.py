@@ -18,6 +18,7 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.cuda import api, graph, trt
 from tests import tensorrt_stand_in
 from tests.compiled import compiled
+from tests.device import require_same_as_alone
 from tests.tensorrt_stand_in import TensorRT, installed
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -187,19 +188,7 @@ def test_several_requests_at_once_say_what_each_says_alone(
     alone = engine(name.replace("-batch", ""))
     prompts = [[7, 9, 11], list(range(3, 90)), [5] * 40, [*range(3, 80), 5], [21], [5] * 240, [7, 9, 11, 13, 15]]
     with Engine.load(compiled(bundle(name), gpu.folder, batches=(1, 4)), max_batch_size=4) as there:
-        assert there.slots == 4
-        gpu.cuda.calls.clear()
-        streams = [
-            there.stream(prompt, GREEDY.replace(max_tokens=8 + 4 * at), speculation=at != 2)
-            for at, prompt in enumerate(prompts)
-        ]
-        for stream in streams:
-            stream.start()
-        for at, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
-            said = [token for chunk in stream for token in chunk.token_ids]
-            expected = alone.generate(prompt, GREEDY.replace(max_tokens=8 + 4 * at), speculation=False).token_ids
-            assert said == list(expected), at
-        assert not {"cudaMalloc", "cudaHostAlloc", "cudaFree", "cudaFreeHost"} & set(gpu.cuda.calls)
+        require_same_as_alone(there, alone, prompts, gpu.cuda)
 
 
 def test_engines_run_as_many_requests_as_they_are_compiled_for(bundle: Callable[[str], Path], gpu: TensorRT) -> None:

@@ -194,7 +194,9 @@ def report(variants: list[Variant], args: argparse.Namespace, prompts: list[dict
                 "settings": variant.settings,
                 "conversion": OPTIONS.get((variant.engine, variant.precision), []),
                 "prompts": [
-                    {"id": prompt["id"], **measured} for prompt, measured in zip(prompts, variant.prompts, strict=True)
+                    # Whether the texts are the same is said above; they would be most of the file.
+                    {"id": prompt["id"], **{name: value for name, value in measured.items() if name != "tokens"}}
+                    for prompt, measured in zip(prompts, variant.prompts, strict=True)
                 ],
             }
         else:
