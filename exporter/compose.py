@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from specexport.contract import tensors
 from specexport.contract.model import LoweredAs
+from specexport.exporter.passes.hoist import hoist_invariants
 from specexport.exporter.trace import OPSETS, CacheShape, cache_names, returned_names, row_names
 
 _INT64 = ir.TensorType(ir.DataType.INT64)
@@ -140,6 +141,7 @@ def _around(
         name="draft",
     )
     graph.append(loop)
+    hoist_invariants(graph, loop)
     last_ids, last_row, *rows = loop.outputs[: 2 + len(empty)]
     last_ids.name, last_row.name = "last_drawn", "last_drawn_row"
     drafted = loop.outputs[2 + len(empty) :]

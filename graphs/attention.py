@@ -316,7 +316,7 @@ class TwoPartLowering:
                 in_cache = in_cache & (query - cached < window)
                 among_new = among_new & (query - self._positions[:, None, :] < window)
             seen = torch.cat([in_cache, among_new], dim=-1)[:, None]
-            self._biases[group, window] = torch.where(seen, 0.0, _HIDDEN).repeat(1, 1, group, 1)
+            self._biases[group, window] = torch.cat([torch.where(seen, 0.0, _HIDDEN)] * group, dim=2)
         return self._biases[group, window]
 
     def attend(
@@ -342,11 +342,11 @@ class TwoPartLowering:
         group = heads // key.shape[1]
         # The heads of a group share keys and values: they are so many more queries against the same rows.
         grouped = query.reshape(batch, key.shape[1], group * tokens, size) if group > 1 else query
-        scores = torch.cat(
-            [torch.matmul(grouped, past_key.transpose(2, 3)), torch.matmul(grouped, new_key.transpose(2, 3))], dim=-1
-        )
-        weights = (_capped(scores * scaling, softcap) + self._bias(group, window)).softmax(-1)
-        out = torch.matmul(weights[..., :cached], past_value) + torch.matmul(weights[..., cached:], new_value)
+        # Each product is scaled by itself, as ONNX Runtime multiplies and scales in one operator.
+        scores = torch.cat([torch.matmul(grouped, k.transpose(2, 3)) * scaling for k in (past_key, new_key)], dim=-1)
+        weights = (_capped(scores, softcap) + self._bias(group, window)).softmax(-1)
+        of_past, of_new = torch.split(weights, [cached, new_key.shape[2]], dim=-1)
+        out = torch.matmul(of_past, past_value) + torch.matmul(of_new, new_value)
         return out.reshape(batch, heads, tokens, -1) if group > 1 else out
 
 

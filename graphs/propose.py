@@ -41,23 +41,21 @@ def draw_candidate(
         The token, int64 ``[...]``; the candidates, int64 ``[..., M]``, most probable first; q of each, float32
         ``[..., M]``.
     """
+    # Of a pass of a small draft these operators are a notable part, so there are as few of them as will do.
     candidates = min(MAX_CANDIDATES, logits.shape[-1])
     best, ids = torch.topk(logits, candidates, dim=-1)  # sorted, ties by lower id
     rank = torch.arange(candidates)
-    probs = (best / temperature[..., None]).softmax(-1)
     in_top_k = (rank < top_k[..., None]) | (top_k[..., None] < 1)  # not == 0: ONNX Runtime's Equal came late to CUDA
-    probs = torch.where(in_top_k, probs, 0.0)
-    probs = probs / probs.sum(-1, keepdim=True)
+    probs = torch.where(in_top_k, best / temperature[..., None], torch.finfo(best.dtype).min).softmax(-1)
     before = probs.cumsum(-1) - probs
-    keep = (before < top_p[..., None]) & (probs >= min_p[..., None] * probs[..., :1])
-    probs = torch.where(keep | (rank == 0), probs, 0.0)
-    probs = probs / probs.sum(-1, keepdim=True)
-    # The first candidate whose cumulative probability exceeds the noise; rounding must not run past the last kept one.
-    below = (probs.cumsum(-1) <= uniform[..., None]).sum(-1)
-    kept = (probs > 0).sum(-1)
-    choice = torch.minimum(below, kept - 1)
-    token = torch.gather(ids, -1, choice[..., None])[..., 0]
-    return token, ids, probs
+    keep = (before < top_p[..., None]) & (probs >= min_p[..., None] * probs[..., :1])  # always the first
+    kept = torch.where(keep, probs, 0.0)
+    total = kept.sum(-1, keepdim=True)
+    # The last kept candidate that begins at or below the noise, so that rounding cannot run past the last kept one.
+    begun = (before <= uniform[..., None] * total) & (kept > 0)
+    choice = torch.where(begun, rank, 0).amax(-1, keepdim=True)
+    token = torch.gather(ids, -1, choice)[..., 0]
+    return token, ids, kept / total
 
 
 def place_of_rank(ids: torch.Tensor, drawn: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:

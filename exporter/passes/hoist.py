@@ -1,0 +1,41 @@
+"""Moves what is the same in every pass of a loop before the loop."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from specexport.exporter.passes.matching import constant
+
+_LARGEST_CONSTANT = 1024
+"""Elements; what is larger is a parameter, and stays where it is multiplied."""
+_FUSED = frozenset({"Transpose"})
+"""ONNX Runtime makes these part of the product after them, which costs less than a copy made once."""
+
+
+def hoist_invariants(graph: ir.Graph, loop: ir.Node) -> None:
+    """Moves nodes of a loop's body that depend on the graph around it, and on nothing of a pass, into that graph.
+
+    What depends on constants alone stays: those are weights, and a backend packs them where they are multiplied.
+
+    Args:
+        graph: holds the loop; changed in place.
+        loop: a Loop.
+    """
+    body = loop.attributes["body"].as_graph()
+    constants = {value: value.const_value for value in body.initializers.values() if value.const_value is not None}
+    varying = set(body.inputs)
+    for node in list(body):
+        read = {value for value in node.inputs if value is not None}
+        sizes = [constants[value].size for value in read & constants.keys()]
+        invariant = not read & varying and not read <= constants.keys() and max(sizes, default=0) <= _LARGEST_CONSTANT
+        if not invariant or node.op_type in _FUSED or any(value in body.outputs for value in node.outputs):
+            varying.update(node.outputs)
+            continue
+        for at, value in enumerate(node.inputs):
+            if value in constants:
+                node.replace_input_with(at, constant(graph, f"every.{value.name}", constants[value].numpy()))
+        body.remove(node)
+        graph.insert_before(loop, node)
+    for value in constants:
+        if not value.uses() and value.name is not None:
+            del body.initializers[value.name]
