@@ -6,6 +6,7 @@ after temperature, top-k, top-p and min-p; K is the number of draft tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,9 @@ from specexport.runtime.params import SamplingParams
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+_BLOCK = 1024
+"""Probabilities whose sum is taken at once."""
 
 
 @dataclass(frozen=True)
@@ -32,25 +36,96 @@ class Distributions:
     probs: Floats
 
 
-def target_distribution(logits: Floats, params: SamplingParams) -> Doubles:
-    """p: float64 ``[V]`` from float32 logits ``[V]``; tokens tied at a threshold are kept together."""
+@dataclass(frozen=True)
+class Distribution:
+    """p of one node of a tree; top-k, top-p and min-p leave few tokens of a large vocabulary.
+
+    Attributes:
+        ids: int64 ``[M]``, ascending: the tokens that may have probability; None for the whole vocabulary.
+        probs: float64 ``[M]``, theirs.
+    """
+
+    ids: Ints | None
+    probs: Doubles
+
+    def of(self, token: int) -> float:
+        """The probability of a token."""
+        at, _ = self._places(np.array([token]))
+        return float(self.probs[at].sum())
+
+    def _places(self, tokens: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """Where those of some tokens are that may have probability, and which of them these are."""
+        if self.ids is None:
+            return tokens, np.ones(len(tokens), np.bool_)
+        at = np.searchsorted(self.ids, tokens)
+        known = self.ids[np.minimum(at, len(self.ids) - 1)] == tokens
+        return at[known], known
+
+    def keep(self, which: npt.NDArray[np.bool_]) -> Distribution:
+        """The distribution given that the token is one of these ``[M]``."""
+        at = np.flatnonzero(which)
+        kept = self.probs[at]
+        return Distribution(at if self.ids is None else self.ids[at], kept / kept.sum())
+
+    def residual(self, tokens: Ints, q: Floats) -> Distribution:
+        """norm(max(0, p - q)): what to draw from when a draft token was rejected.
+
+        Where q covers p up to rounding nothing is left, and p itself is returned: a rejection then has probability 0.
+
+        Args:
+            tokens: int64 ``[C]``, all different.
+            q: float32 ``[C]``, theirs; all others have none.
+        """
+        at, known = self._places(tokens)
+        left = self.probs.copy()
+        left[at] = np.maximum(left[at] - q[known], 0.0)
+        total = float(left.sum())
+        return Distribution(self.ids, left / total) if total > 0 else self
+
+    def draw(self, uniform: float) -> int:
+        """The token at which the cumulative probability first exceeds ``uniform`` of all there is."""
+        at = _first_above(self.probs, uniform)
+        return at if self.ids is None else int(self.ids[at])
+
+    def entropy(self) -> float:
+        """In nats."""
+        some = self.probs[self.probs > 0]
+        return float(-(some * np.log(some)).sum())
+
+
+def _first_above(weights: Doubles, uniform: float) -> int:
+    """Where the cumulative weight first exceeds ``uniform * sum(weights)``; never where the weight is 0."""
+    # Cumulative sums take ten times as long as sums: one of blocks, then one within a block.
+    through = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)))
+    wanted = uniform * through[-1]
+    block = _first_beyond(through, wanted)
+    start = block * _BLOCK
+    before = through[block - 1] if block else 0.0
+    return start + _first_beyond(np.cumsum(weights[start : start + _BLOCK]), wanted - before)
+
+
+def _first_beyond(cumulative: Doubles, wanted: float) -> int:
+    """The first of ascending numbers above ``wanted``, or the first of the largest if rounding leaves none above."""
+    return min(int(np.searchsorted(cumulative, wanted, "right")), int(np.searchsorted(cumulative, cumulative[-1])))
+
+
+def target_distribution(logits: Floats, params: SamplingParams) -> Distribution:
+    """The target's p from float32 logits ``[V]``; tokens tied at a threshold are kept together."""
     if params.greedy:
-        p = np.zeros(logits.shape[0])
-        p[int(logits.argmax())] = 1.0
-        return p
-    scaled = logits.astype(np.float64) / params.temperature
-    if 0 < params.top_k < scaled.shape[0]:
-        threshold = np.partition(scaled, -params.top_k)[-params.top_k]
-        scaled = np.where(scaled >= threshold, scaled, -np.inf)
-    p = np.exp(scaled - scaled.max())
-    p /= p.sum()
+        return Distribution(np.array([logits.argmax()]), np.ones(1))
+    ids = None
+    if 0 < params.top_k < logits.shape[0]:
+        ids = np.flatnonzero(logits >= np.partition(logits, -params.top_k)[-params.top_k])
+    scaled = (logits if ids is None else logits[ids]).astype(np.float64) / params.temperature
+    scaled -= scaled.max()
+    weights = np.exp(scaled, out=scaled)
+    weights /= weights.sum()
+    p = Distribution(ids, weights)
     if params.top_p < 1.0:
-        p = np.where(p >= _nucleus_threshold(p, params.top_p), p, 0.0)
-        p /= p.sum()
+        p = p.keep(p.probs >= _nucleus_threshold(p.probs, params.top_p))
     if params.min_p > 0.0:
-        p = np.where(p >= params.min_p * p.max(), p, 0.0)
-        p /= p.sum()
-    return np.asarray(p)
+        p = p.keep(p.probs >= params.min_p * p.probs.max())
+    return p
 
 
 def _nucleus_threshold(p: Doubles, top_p: float) -> float:
@@ -63,24 +138,6 @@ def _nucleus_threshold(p: Doubles, top_p: float) -> float:
         if size >= p.shape[0] or cumulative[-1] >= top_p:
             break
     return float(ordered[min(int(np.searchsorted(cumulative, top_p)), len(ordered) - 1)])
-
-
-def draw(p: Doubles, uniform: float) -> int:
-    """The token at which the cumulative probability first exceeds ``uniform * sum(p)``; never one of probability 0."""
-    cumulative = np.cumsum(p)
-    token = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    return min(token, int(np.flatnonzero(p)[-1]))
-
-
-def residual(p: Doubles, ids: Ints, q: Floats) -> Doubles:
-    """norm(max(0, p - q)): what to draw from when a draft token was rejected.
-
-    Where q covers p up to rounding nothing is left, and p itself is returned: a rejection then has probability 0.
-    """
-    left = p.copy()
-    left[ids] = np.maximum(left[ids] - q, 0.0)
-    total = float(left.sum())
-    return left / total if total > 0 else p
 
 
 def accept_greedy(logits: Floats, tree: TokenTree, draft_tokens: Ints) -> tuple[list[int], int]:
@@ -138,13 +195,13 @@ def accept_sampled(
             ids, probs = (np.array([x]), np.ones(1, np.float32)) if q is None else (q.ids[row], q.probs[row])
             q_x = float(probs[ids == x].sum())
             # u < p/q without dividing: p >= q always accepts, p = 0 never does.
-            if uniform[row] * q_x < p[x]:
+            if uniform[row] * q_x < p.of(x):
                 path.append(child)
                 node = child
                 break
-            p = residual(p, ids, probs)
+            p = p.residual(ids, probs)
         else:
-            return path, draw(p, uniform[-1])
+            return path, p.draw(uniform[-1])
 
 
 def accept_typical(
@@ -168,9 +225,9 @@ def accept_typical(
     """
     epsilon, alpha = params.posterior_threshold, params.posterior_alpha
     assert epsilon is not None and alpha is not None  # the engine fills in the bundle's
-    found: dict[int, Doubles] = {}
+    found: dict[int, Distribution] = {}
 
-    def p_at(node: int) -> Doubles:
+    def p_at(node: int) -> Distribution:
         if node not in found:
             found[node] = target_distribution(logits[node], params)
         return found[node]
@@ -180,15 +237,15 @@ def accept_typical(
     for node, parent in enumerate(tree.parents[1:], start=1):
         if parent in stays:
             p = p_at(parent)
-            chance = float(p[int(draft_tokens[node - 1])])
-            if chance > min(epsilon, alpha * float(np.exp(-entropy(p)))):
+            chance = p.of(int(draft_tokens[node - 1]))
+            if chance > min(epsilon, alpha * math.exp(-p.entropy())):
                 depth, log_p = stays[parent]
                 stays[node] = (depth + 1, log_p + float(np.log(chance)))
                 if (depth + 1, stays[node][1]) > best[:2]:
                     best = (*stays[node], node)
     node = best[2]
     path = np.flatnonzero(tree.mask[node])[1:].tolist()
-    return path, draw(p_at(node), uniform)
+    return path, p_at(node).draw(uniform)
 
 
 def accept_relaxed(
@@ -216,10 +273,4 @@ def accept_relaxed(
         if not np.exp(log_p) > params.likelihood_threshold:
             break
         path.append(node)
-    return path, draw(target_distribution(logits[len(path)], params), uniform)
-
-
-def entropy(p: Doubles) -> float:
-    """Entropy of a distribution in nats."""
-    some = p[p > 0]
-    return float(-(some * np.log(some)).sum())
+    return path, target_distribution(logits[len(path)], params).draw(uniform)

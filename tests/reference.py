@@ -12,7 +12,13 @@ from scipy import stats
 
 from specexport.contract.tree import TokenTree
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.sampling import Distributions, accept_greedy, accept_sampled
+from specexport.runtime.sampling import (
+    Distribution,
+    Distributions,
+    accept_greedy,
+    accept_sampled,
+    target_distribution,
+)
 
 Text = tuple[int, ...]
 
@@ -73,6 +79,18 @@ def chi_square_p(texts: Sequence[Text], exact: dict[Text, float]) -> float:
     assert len(pooled) > 3, "too few bins to tell distributions apart"
     expected_counts, counts = np.array(pooled).T
     return float(stats.chisquare(counts, expected_counts * (len(texts) / expected_counts.sum())).pvalue)
+
+
+def everywhere(p: Distribution, size: int) -> npt.NDArray[np.float64]:
+    """A distribution over all of a vocabulary."""
+    whole = np.zeros(size)
+    whole[slice(None) if p.ids is None else p.ids] = p.probs
+    return whole
+
+
+def p_of(logits: npt.NDArray[np.float32], params: SamplingParams) -> npt.NDArray[np.float64]:
+    """What the engine takes p to be, over all of the vocabulary."""
+    return everywhere(target_distribution(logits, params), len(logits))
 
 
 def draw_candidates(

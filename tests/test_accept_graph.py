@@ -19,11 +19,10 @@ from specexport.runtime.sampling import (
     accept_greedy,
     accept_sampled,
     accept_typical,
-    draw,
     target_distribution,
 )
 from tests.conftest import MAX_CHILDREN
-from tests.reference import chi_square_p, draw_candidates
+from tests.reference import chi_square_p, draw_candidates, p_of
 
 pytestmark = pytest.mark.exporter
 
@@ -201,7 +200,7 @@ def test_the_graph_keeps_the_target_distribution(sessions: dict[int, Any]) -> No
     slots[tensors.DRAFT_PROBS] = np.pad(probs, pad).reshape(runs, 4, CANDIDATES)
     slots[tensors.UNIFORM] = random.random((runs, 5), np.float32)
     made = sessions[CANDIDATES].run([tensors.TOKENS], slots)[0][:, 0]
-    exact = {(token,): float(p) for token, p in enumerate(target_distribution(row, params)) if p > 0}
+    exact = {(token,): float(p) for token, p in enumerate(p_of(row, params)) if p > 0}
     assert chi_square_p([(int(token),) for token in made], exact) > 1e-3
 
 
@@ -236,12 +235,13 @@ def test_typical_acceptance_is_the_rule_of_the_paper(tree: TokenTree, seed: int)
     random = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.9, posterior_threshold=0.12, posterior_alpha=0.4)
     logits = random.normal(0, 1.5, (len(tree), 12)).astype(np.float32)
-    tokens = random.integers(0, 12, len(tree) - 1)
+    firsts = random.integers(0, 12, len(tree))
+    tokens = (firsts[list(tree.parents[1:])] + tree.ranks[1:]) % 12  # siblings differ, as they do in any proposal
     found = []
     for leaf in tree.leaf_paths:
         taken, log_p = [], 0.0
         for parent, node in itertools.pairwise(leaf):
-            p = target_distribution(logits[parent], params)
+            p = p_of(logits[parent], params)
             limit = min(0.12, 0.4 * np.exp((p * np.log(p)).sum()))
             if not p[tokens[node - 1]] > limit:
                 break
@@ -251,4 +251,4 @@ def test_typical_acceptance_is_the_rule_of_the_paper(tree: TokenTree, seed: int)
     best = max(found, key=lambda path: path[:2])
     path, bonus = accept_typical(logits, tree, tokens, params, 0.5)
     assert path == best[2]
-    assert bonus == draw(target_distribution(logits[path[-1] if path else 0], params), 0.5)
+    assert bonus == target_distribution(logits[path[-1] if path else 0], params).draw(0.5)

@@ -14,7 +14,7 @@ import pytest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime import step as step_module
-from specexport.runtime.sampling import Distributions, accept_sampled, draw, target_distribution
+from specexport.runtime.sampling import Distributions, accept_sampled, target_distribution
 from tests.reference import Text, chi_square_p, draw_candidates, text_distribution, warped
 
 RUNS = 20_000
@@ -339,7 +339,7 @@ def without_residual(
 ) -> tuple[list[int], int]:
     """Wrong: after a rejection, draws from p instead of what p has and q has not."""
     path, bonus = accept_sampled(logits, tree, tokens, q, params, noise)
-    return path, bonus if len(path) == len(tokens) else draw(target_distribution(logits[len(path)], params), noise[-1])
+    return path, bonus if len(path) == len(tokens) else target_distribution(logits[len(path)], params).draw(noise[-1])
 
 
 def with_one_noise(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -14,13 +15,12 @@ from hypothesis.extra import numpy as hnp
 from specexport.contract.tree import TokenTree
 from specexport.runtime import RequestError, SamplingParams
 from specexport.runtime.sampling import (
+    Distribution,
     Distributions,
     accept_sampled,
-    draw,
-    residual,
     target_distribution,
 )
-from tests.reference import accept_chain, draw_candidates, warped
+from tests.reference import accept_chain, draw_candidates, everywhere, p_of, warped
 
 GREEDY = SamplingParams(temperature=0.0)
 NO_NOISE = np.empty(0)
@@ -63,6 +63,12 @@ def p_and_q(draw_value: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return p, ids, weights / weights.sum()
 
 
+def forms(p: np.ndarray) -> list[Distribution]:
+    """A distribution given by all tokens, and by those that have probability."""
+    some = np.flatnonzero(p)
+    return [Distribution(None, p), Distribution(some, p[some])]
+
+
 def as_logits(p: np.ndarray) -> np.ndarray:
     """Logits whose distribution at temperature 1 is p."""
     with np.errstate(divide="ignore"):
@@ -85,7 +91,7 @@ def one_draft(p: np.ndarray, token: int, ids: np.ndarray, q: np.ndarray, noise: 
 @example(np.array([3, 1, 3, 1, 0], np.float32), SamplingParams(top_k=3, top_p=0.9, min_p=0.1))
 def test_target_distribution_is_the_one_written_out_slowly(logits: np.ndarray, params: SamplingParams) -> None:
     assume(not on_the_edge(logits, params))
-    np.testing.assert_allclose(target_distribution(logits, params), warped(logits, params), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(p_of(logits, params), warped(logits, params), rtol=1e-9, atol=1e-12)
 
 
 def on_the_edge(logits: np.ndarray, params: SamplingParams) -> bool:
@@ -103,7 +109,7 @@ def on_the_edge(logits: np.ndarray, params: SamplingParams) -> bool:
 def test_target_distribution_sums_to_one_and_keeps_the_most_probable_token(
     logits: np.ndarray, params: SamplingParams
 ) -> None:
-    p = target_distribution(logits, params)
+    p = p_of(logits, params)
     assert p.min() >= 0
     assert p.sum() == pytest.approx(1.0, abs=1e-12)
     assert p[logits.argmax()] == p.max() > 0
@@ -111,15 +117,15 @@ def test_target_distribution_sums_to_one_and_keeps_the_most_probable_token(
 
 @given(some_logits, st.integers(2, 45))
 def test_top_k_keeps_k_tokens_and_those_tied_with_the_last(logits: np.ndarray, k: int) -> None:
-    kept = target_distribution(logits, SamplingParams(top_k=k)) > 0
+    kept = p_of(logits, SamplingParams(top_k=k)) > 0
     better = (logits[None, :] > logits[:, None]).sum(1)
     np.testing.assert_array_equal(kept, better < k)
 
 
 @given(some_logits, st.floats(0.01, 0.999))
 def test_top_p_keeps_the_smallest_set_that_holds_the_probability(logits: np.ndarray, top_p: float) -> None:
-    plain = target_distribution(logits, SamplingParams())
-    kept = target_distribution(logits, SamplingParams(top_p=top_p)) > 0
+    plain = p_of(logits, SamplingParams())
+    kept = p_of(logits, SamplingParams(top_p=top_p)) > 0
     assert plain[kept].sum() >= top_p - 1e-9
     least = plain[kept].min()
     assert not (plain[~kept] >= least).any()
@@ -130,17 +136,17 @@ def test_top_p_keeps_the_smallest_set_that_holds_the_probability(logits: np.ndar
 @given(hnp.arrays(np.int64, st.integers(2, 40), elements=st.integers(-400, 400), unique=True), st.data())
 def test_top_p_reached_exactly_is_enough(hundredths: np.ndarray, data: st.DataObject) -> None:
     logits = (hundredths / 100).astype(np.float32)
-    cumulative = np.cumsum(np.sort(target_distribution(logits, SamplingParams()))[::-1])
+    cumulative = np.cumsum(np.sort(p_of(logits, SamplingParams()))[::-1])
     kept = data.draw(st.integers(1, len(logits) - 1))
     assume(cumulative[kept - 1] < cumulative[kept] < 1)
     top_p = float(cumulative[kept - 1])
-    assert (target_distribution(logits, SamplingParams(top_p=top_p)) > 0).sum() == kept
+    assert (p_of(logits, SamplingParams(top_p=top_p)) > 0).sum() == kept
 
 
 @given(some_logits, st.floats(0.01, 1.0))
 def test_min_p_drops_tokens_below_a_fraction_of_the_best(logits: np.ndarray, min_p: float) -> None:
-    plain = target_distribution(logits, SamplingParams())
-    kept = target_distribution(logits, SamplingParams(min_p=min_p)) > 0
+    plain = p_of(logits, SamplingParams())
+    kept = p_of(logits, SamplingParams(min_p=min_p)) > 0
     threshold = min_p * plain.max()
     assert kept[plain > threshold * (1 + 1e-9)].all()
     assert not kept[plain < threshold * (1 - 1e-9)].any()
@@ -151,13 +157,13 @@ def test_low_temperatures_become_greedy(logits: np.ndarray) -> None:
     first, second = np.sort(logits)[::-1][:2]
     assume(first - second > 1e-2)
     for temperature in (1e-4, 1e-5, 1e-6, 1e-30, 1e-320, 0.0):
-        p = target_distribution(logits, SamplingParams(temperature=temperature))
+        p = p_of(logits, SamplingParams(temperature=temperature))
         assert p[logits.argmax()] == pytest.approx(1.0)
 
 
 @given(some_logits)
 def test_high_temperatures_become_even(logits: np.ndarray) -> None:
-    p = target_distribution(logits, SamplingParams(temperature=1e9))
+    p = p_of(logits, SamplingParams(temperature=1e9))
     np.testing.assert_allclose(p, 1 / len(logits), rtol=1e-6)
 
 
@@ -167,7 +173,7 @@ def test_top_p_of_large_vocabularies(spread: float, top_p: float) -> None:
     """Few tokens or nearly all of them are kept, depending on how the logits are spread."""
     logits = np.random.default_rng(5).normal(0, spread, 3000).astype(np.float32)
     for params in (SamplingParams(top_p=top_p), SamplingParams(top_p=top_p, top_k=700)):
-        np.testing.assert_allclose(target_distribution(logits, params), warped(logits, params), rtol=1e-9, atol=1e-15)
+        np.testing.assert_allclose(p_of(logits, params), warped(logits, params), rtol=1e-9, atol=1e-15)
 
 
 @pytest.mark.exporter
@@ -195,7 +201,7 @@ def test_filters_mean_what_they_mean_in_transformers(params: SamplingParams) -> 
     processors += [MinPLogitsWarper(params.min_p)] if params.min_p else []
     theirs = processors(torch.zeros(200, 1, dtype=torch.int64), torch.from_numpy(rows)).softmax(-1).numpy()
     for row, expected in zip(rows, theirs, strict=True):
-        np.testing.assert_allclose(target_distribution(row, params), expected, atol=1e-5)
+        np.testing.assert_allclose(p_of(row, params), expected, atol=1e-5)
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
@@ -203,21 +209,36 @@ def test_filters_mean_what_they_mean_in_transformers(params: SamplingParams) -> 
 
 @given(distributions, uniforms)
 def test_draw_inverts_the_cumulative_distribution(p: np.ndarray, uniform: float) -> None:
-    token = draw(p, uniform)
-    assert p[token] > 0
-    assert p[:token].sum() <= uniform + 1e-12
-    assert p[: token + 1].sum() > uniform - 1e-12
+    for form in forms(p):
+        token = form.draw(uniform)
+        assert p[token] > 0
+        assert p[:token].sum() <= uniform + 1e-12
+        assert p[: token + 1].sum() > uniform - 1e-12
+
+
+@given(st.integers(1, 5000), st.integers(0, 10**6), st.lists(uniforms, min_size=1))
+def test_draw_of_a_large_vocabulary(size: int, seed: int, noise: list[float]) -> None:
+    """Blocks of it, the last one shorter, some of them empty."""
+    random = np.random.default_rng(seed)
+    p = random.exponential(size=size) * (random.random(size) < random.choice([0.001, 0.1, 1]))
+    p[random.integers(size)] += 1e-3
+    p /= p.sum()
+    for form, uniform in itertools.product(forms(p), noise):
+        token = form.draw(uniform)
+        assert p[token] > 0
+        assert p[:token].sum() <= uniform + 1e-12
+        assert p[: token + 1].sum() > uniform - 1e-12
 
 
 @given(distributions, st.floats(1e-3, 1e3), uniforms)
 def test_draw_does_not_need_a_sum_of_one(p: np.ndarray, scale: float, uniform: float) -> None:
     assume(np.abs(np.cumsum(p) - uniform).min() > 1e-9)
-    assert draw(p * scale, uniform) == draw(p, uniform)
+    assert Distribution(None, p * scale).draw(uniform) == Distribution(None, p).draw(uniform)
 
 
 @given(distributions)
 def test_draw_does_not_run_past_the_last_token_there_is(p: np.ndarray) -> None:
-    assert draw(p, 1.0) == np.flatnonzero(p)[-1]
+    assert [form.draw(1.0) for form in forms(p)] == [np.flatnonzero(p)[-1]] * 2
 
 
 @given(distributions)
@@ -225,7 +246,7 @@ def test_draw_gives_every_token_its_share_of_the_noise(p: np.ndarray) -> None:
     ends = np.cumsum(p)
     middles = ends - p / 2
     for token in np.flatnonzero(p > 1e-9):
-        assert draw(p, middles[token]) == token
+        assert [form.draw(middles[token]) for form in forms(p)] == [token, token]
 
 
 # --- the residual -----------------------------------------------------------------------------------------------------
@@ -234,14 +255,15 @@ def test_draw_gives_every_token_its_share_of_the_noise(p: np.ndarray) -> None:
 @given(p_and_q())
 def test_residual_is_what_p_has_and_q_has_not(case: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     p, ids, q = case
-    everywhere = np.zeros(len(p))
-    everywhere[ids] = q
-    assume((p - everywhere).max() > 1e-6)
-    rest = residual(p, ids, q)
-    assert rest.sum() == pytest.approx(1.0)
-    assert (rest >= 0).all()
-    assert (rest[p <= everywhere] == 0).all()
-    np.testing.assert_allclose(rest, np.maximum(p - everywhere, 0) / np.maximum(p - everywhere, 0).sum(), rtol=1e-6)
+    whole = np.zeros(len(p))
+    whole[ids] = q
+    assume((p - whole).max() > 1e-6)
+    for form in forms(p):
+        rest = everywhere(form.residual(ids, q), len(p))
+        assert rest.sum() == pytest.approx(1.0)
+        assert (rest >= 0).all()
+        assert (rest[p <= whole] == 0).all()
+        np.testing.assert_allclose(rest, np.maximum(p - whole, 0) / np.maximum(p - whole, 0).sum(), rtol=1e-6)
 
 
 @given(p_and_q())
@@ -249,17 +271,25 @@ def test_accepted_and_residual_tokens_together_are_distributed_as_p(
     case: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> None:
     p, ids, q = case
-    everywhere = np.zeros(len(p))
-    everywhere[ids] = q
-    accepted = np.minimum(p, everywhere)
-    total = accepted + (1 - accepted.sum()) * residual(p, ids, q)
-    np.testing.assert_allclose(total, p, atol=1e-6)
+    whole = np.zeros(len(p))
+    whole[ids] = q
+    accepted = np.minimum(p, whole)
+    for form in forms(p):
+        total = accepted + (1 - accepted.sum()) * everywhere(form.residual(ids, q), len(p))
+        np.testing.assert_allclose(total, p, atol=1e-6)
 
 
 @given(distributions)
 def test_residual_of_equal_distributions_is_p(p: np.ndarray) -> None:
     exactly = np.asarray(p, np.float32)
-    np.testing.assert_array_equal(residual(exactly.astype(np.float64), np.arange(len(p)), exactly), exactly)
+    for form in forms(exactly.astype(np.float64)):
+        np.testing.assert_array_equal(everywhere(form.residual(np.arange(len(p)), exactly), len(p)), exactly)
+
+
+@given(distributions, st.data())
+def test_each_token_has_its_probability_in_either_form(p: np.ndarray, data: st.DataObject) -> None:
+    token = data.draw(st.integers(0, len(p) - 1))
+    assert [form.of(token) for form in forms(p)] == [p[token], p[token]]
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------------
@@ -271,7 +301,7 @@ def test_draft_tokens_are_accepted_with_probability_p_over_q(
 ) -> None:
     p, ids, q = case
     token = data.draw(st.sampled_from(ids[q > 0].tolist()))
-    p_x, q_x = target_distribution(as_logits(p), SamplingParams())[token], float(q[ids == token][0])
+    p_x, q_x = p_of(as_logits(p), SamplingParams())[token], float(q[ids == token][0])
     assume(abs(first * q_x - p_x) > 1e-9)
     accepted, _ = one_draft(p, token, ids, q, (first, last))
     assert accepted == (first < p_x / q_x)
@@ -294,21 +324,21 @@ def test_a_rejected_token_is_not_drawn_again(
 ) -> None:
     p, ids, q = case
     token = data.draw(st.sampled_from(ids[q > 0].tolist()))
-    everywhere = np.zeros(len(p))
-    everywhere[ids] = q
-    assume(p[token] < everywhere[token] - 1e-6)
+    whole = np.zeros(len(p))
+    whole[ids] = q
+    assume(p[token] < whole[token] - 1e-6)
     for last in (0.0, 0.25, 0.5, 0.75, LAST_BEFORE_ONE):
         accepted, following = one_draft(p, token, ids, q, (LAST_BEFORE_ONE, last))
         assert accepted == 0
         assert following != token
-        assert p[following] > everywhere[following] - 1e-6
+        assert p[following] > whole[following] - 1e-6
 
 
 @given(some_logits, sampling(), st.integers(1, 5), st.data())
 def test_a_draft_equal_to_the_target_is_always_accepted(
     row: np.ndarray, params: SamplingParams, k: int, data: st.DataObject
 ) -> None:
-    p = target_distribution(row, params)
+    p = p_of(row, params)
     ids = np.flatnonzero(p)
     # Rounded down, as q is float32: rounding up by an ulp may reject with a probability of an ulp.
     q = np.nextafter(p[ids].astype(np.float32), np.float32(0))
@@ -341,7 +371,7 @@ def test_tokens_chosen_without_drawing_are_accepted_with_probability_p(
 ) -> None:
     token = data.draw(st.integers(0, len(p) - 1))
     logits = np.stack([as_logits(p)] * 2)
-    exact = target_distribution(logits[0], SamplingParams())
+    exact = p_of(logits[0], SamplingParams())
     assume(abs(first - exact[token]) > 1e-9)
     accepted, following = accept_chain(logits, np.array([token]), None, SamplingParams(), np.array([first, last]))
     assert accepted == (first < exact[token])
@@ -356,7 +386,7 @@ def test_without_draft_tokens_the_next_token_is_drawn_from_p(
 ) -> None:
     nothing = np.empty(0, np.int64)
     accepted, token = accept_chain(row[None], nothing, None, params, np.array([uniform]))
-    assert (accepted, token) == (0, draw(target_distribution(row, params), uniform))
+    assert (accepted, token) == (0, target_distribution(row, params).draw(uniform))
     assert accept_chain(row[None], nothing, None, GREEDY, NO_NOISE) == (0, int(row.argmax()))
 
 
