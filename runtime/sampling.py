@@ -21,6 +21,8 @@ Ints = npt.NDArray[np.int64]
 
 _BLOCK = 1024
 """Probabilities whose sum is taken at once."""
+_UNDERFLOW = 750.0
+"""exp(-750) is 0 in float64."""
 
 
 @dataclass(frozen=True)
@@ -110,21 +112,30 @@ def _first_beyond(cumulative: Doubles, wanted: float) -> int:
 
 
 def target_distribution(logits: Floats, params: SamplingParams) -> Distribution:
-    """The target's p from float32 logits ``[V]``; tokens tied at a threshold are kept together."""
+    """The target's p from float32 logits ``[V]``; tokens tied at a threshold are kept together.
+
+    Logits that are no numbers give a distribution of no numbers, from which some token is drawn: other requests share
+    the step, and must not fail with it.
+    """
     if params.greedy:
         return Distribution(np.array([logits.argmax()]), np.ones(1))
-    ids = None
-    if 0 < params.top_k < logits.shape[0]:
-        ids = np.flatnonzero(logits >= np.partition(logits, -params.top_k)[-params.top_k])
-    scaled = (logits if ids is None else logits[ids]).astype(np.float64) / params.temperature
+    # Without what a grammar forbids, as partitioning many equal numbers takes long.
+    least = max(float(logits.max()) - _UNDERFLOW * params.temperature, float(np.finfo(np.float32).min))
+    possible = ~(logits < least)
+    ids = None if possible.all() else np.flatnonzero(possible)
+    some = logits if ids is None else logits[ids]
+    if 0 < params.top_k < len(some):
+        at = np.flatnonzero(~(some < np.partition(some, -params.top_k)[-params.top_k]))
+        ids, some = at if ids is None else ids[at], some[at]
+    scaled = some.astype(np.float64) / params.temperature
     scaled -= scaled.max()
     weights = np.exp(scaled, out=scaled)
     weights /= weights.sum()
     p = Distribution(ids, weights)
     if params.top_p < 1.0:
-        p = p.keep(p.probs >= _nucleus_threshold(p.probs, params.top_p))
+        p = p.keep(~(p.probs < _nucleus_threshold(p.probs, params.top_p)))
     if params.min_p > 0.0:
-        p = p.keep(p.probs >= params.min_p * p.probs.max())
+        p = p.keep(~(p.probs < params.min_p * p.probs.max()))
     return p
 
 

@@ -167,6 +167,20 @@ def test_high_temperatures_become_even(logits: np.ndarray) -> None:
     np.testing.assert_allclose(p, 1 / len(logits), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.9), SamplingParams(min_p=0.1), GREEDY],
+    ids=str,
+)
+@pytest.mark.parametrize("broken", [slice(None), slice(2, 5)])
+def test_logits_that_are_no_numbers_do_not_stop_a_step(params: SamplingParams, broken: slice) -> None:
+    logits = np.zeros((3, 9), np.float32)
+    logits[:, broken] = np.nan
+    with np.errstate(invalid="ignore"):
+        _, token = accept_chain(logits, np.array([4, 4]), None, params, np.array([0.1, 0.5, 0.9]))
+    assert 0 <= token < 9
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 6.0])
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.999])
 def test_top_p_of_large_vocabularies(spread: float, top_p: float) -> None:
