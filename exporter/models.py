@@ -136,9 +136,8 @@ def speculator_stage(
         folder / "speculator",
         [Part("propose", model, points.of_speculator(layout.plan, layout.batches), (), checkpoint.parameters)],
         checkpoint,
-        options.proposing_precision,
+        options.proposing,
         None,
-        options.weights_a_scale,
         progress,
     )
     return MlpSpeculator(
@@ -201,9 +200,8 @@ def _export_target(
         folder / "target",
         graphs,
         target,
-        options.precision,
-        options.proposing_precision,
-        options.weights_a_scale,
+        options.stored,
+        options.proposing,
         progress,
     )
     info = msgspec.structs.replace(info, embedding_size=embedding_size)
@@ -279,7 +277,7 @@ def _medusa(options: BuildOptions, heads: MedusaHeads, plan: methods.Plan, vocab
         candidates=methods.candidates(vocab),
         heads=len(heads),
         source=str(Path(str(options.medusa)).resolve()),
-        weights=options.proposing_precision,
+        weights=options.proposing.kind,
         parameters=sum(parameter.numel() for parameter in heads.parameters()),
     )
 
@@ -305,9 +303,8 @@ def _export_draft(
             folder / "draft",
             [Part(name, model, at, draft.cache, draft.parameters)],
             draft,
-            options.proposing_precision,
+            options.proposing,
             None,
-            options.weights_a_scale,
             progress,
         )
         return info

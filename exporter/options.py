@@ -12,7 +12,7 @@ from specexport.contract.model import LoweredAs
 from specexport.contract.shapes import batch_points
 from specexport.contract.tree import TokenTree
 from specexport.exporter.engines.options import EngineOptions, check_batches, check_stored
-from specexport.exporter.weights import PRECISIONS, Precision
+from specexport.exporter.weights import PRECISIONS, Precision, Storage
 
 LOWERINGS: tuple[LoweredAs, ...] = ("native", "portable")
 DEFAULT_BLOCK_SIZE = 32
@@ -52,10 +52,10 @@ class BuildOptions:
         max_batch_size: most requests that run at once; graphs are pinned for the powers of two up to it.
         precision: how the target's matrices are stored.
         draft_precision: how those of what proposes are: a draft, heads, a speculator; None for int4 where ``precision``
-            is, in blocks of at most 32, else int8. What they round off costs acceptance (int4 in wider blocks more than
-            it saves) and never changes what the target says.
-        block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256; None for 32. Lowered portably every
-            column of a matrix has one scale, as opset 20 knows no blocks.
+            is, else int8. What they round off costs acceptance and never changes what the target says.
+        block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256; None for 32. At most 32 do in what
+            proposes in int4: more cost more acceptance than they save. Lowered portably every column of a matrix has
+            one scale, as opset 20 knows no blocks.
         lowering: ``native`` for ONNX Runtime 1.28 or newer; ``portable`` for TensorRT 10.3 and older ONNX Runtimes.
         posterior_threshold: epsilon of typical acceptance, where a request asks for that and does not say.
         posterior_alpha: its alpha.
@@ -109,7 +109,7 @@ class BuildOptions:
         if self.engines is not None and self.engines.runtime != self.backend:
             raise BuildError(f"backend is {self.backend}, and engines for {self.engines.runtime} were asked for")
         if self.engines is not None:
-            check_stored((self.precision, self.proposing_precision), self.engines.capabilities)
+            check_stored((self.precision, self.proposing.kind), self.engines.capabilities)
             check_batches(self.engines.batch_sizes, batch_points(self.max_batch_size))
         if self.inputs_embeds and self.backend in ENGINE_RUNTIMES:
             raise BuildError(
@@ -161,15 +161,20 @@ class BuildOptions:
             raise BuildError(f"max_seq_len is {self.max_seq_len}; expected at least 2")
 
     @property
-    def weights_a_scale(self) -> int | None:
-        """Quantized weights that share a scale; None for a whole column of a matrix."""
-        return None if self.lowering == "portable" else self.block_size or DEFAULT_BLOCK_SIZE
+    def stored(self) -> Storage:
+        """How the target's matrices are stored; lowered portably each column has one scale."""
+        return Storage(self.precision, None if self.lowering == "portable" else self.block_size or DEFAULT_BLOCK_SIZE)
 
     @property
-    def proposing_precision(self) -> Precision:
+    def proposing(self) -> Storage:
         """How what only proposes is stored: a draft, Medusa heads, an MLP speculator."""
-        fine = self.precision == "int4" and (self.block_size or DEFAULT_BLOCK_SIZE) <= DEFAULT_BLOCK_SIZE
-        return self.draft_precision or ("int4" if fine else "int8")
+        kind, block_size = (
+            self.draft_precision or ("int4" if self.precision == "int4" else "int8"),
+            self.stored.block_size,
+        )
+        if kind == "int4" and block_size is not None:
+            block_size = min(block_size, DEFAULT_BLOCK_SIZE)
+        return Storage(kind, block_size)
 
     @property
     def lookups(self) -> tuple[str, ...]:

@@ -23,6 +23,22 @@ PRECISIONS: tuple[Precision, ...] = get_args(StoredAs)
 QUANTIZED: tuple[Precision, ...] = ("int8", "int4", "fp8")
 """Those that round more than half precision does, so that a build says by how much."""
 
+
+@dataclass(frozen=True)
+class Storage:
+    """How matrices are stored.
+
+    Attributes:
+        kind: ``fp16`` and ``bf16`` are cast to fp32 in the graph. ``int8`` and ``int4`` are symmetric, in blocks along
+            the summed axis, and undone by DequantizeLinear; so is ``fp8`` (float8_e4m3fn), with one scale a column.
+        block_size: weights that share a scale; halved for a matrix it does not divide. None, for int8 only, gives each
+            column one scale, as opset 20 knows no blocks; rows that are looked up are then stored in fp16.
+    """
+
+    kind: Precision
+    block_size: int | None
+
+
 _Half = Literal["fp16", "bf16"]
 _HALVES: dict[_Half, tuple[ir.DataType, npt.DTypeLike]] = {
     "fp16": (ir.DataType.FLOAT16, np.float16),
@@ -109,26 +125,18 @@ class WeightsFile:
             self._path.name, start, length, dtype, shape=ir.Shape(shape), name=name, base_dir=self._path.parent
         )
 
-    def externalize(
-        self, graph: ir.Graph, precision: Precision, block_size: int | None, heads: Precision | None = None
-    ) -> None:
+    def externalize(self, graph: ir.Graph, stored: Storage, heads: Storage | None = None) -> None:
         """Moves the weights of a graph, and of the graphs inside it, into the file.
-
-        Matrices that are multiplied or looked up are stored at ``precision``; everything else (norms, biases) in fp32.
 
         Args:
             graph: changed in place.
-            precision: ``fp16`` and ``bf16`` matrices are cast to fp32 in the graph. ``int8`` and ``int4`` are
-                symmetric, in blocks along the summed axis, and undone by DequantizeLinear; so is ``fp8``
-                (float8_e4m3fn), which has one scale a column.
-            block_size: weights that share a scale; halved for a matrix it does not divide. None, for int8 only, gives
-                each column one scale, as opset 20 knows no blocks. With scales a column, rows that are looked up are
-                stored in fp16.
-            heads: how Medusa heads are stored; None for ``precision``.
+            stored: how matrices are that are multiplied or looked up; everything else (norms, biases) is in fp32.
+            heads: how Medusa heads are; None for ``stored``.
         """
         of_heads = set() if heads is None else needed_only_for(graph, tensors.CANDIDATES)
         for value in list(graph.initializers.values()):
-            kind = heads if heads is not None and value in of_heads else precision
+            storage = heads if heads is not None and value in of_heads else stored
+            kind, block_size = storage.kind, storage.block_size
             tensor = value.const_value
             if tensor is None or tensor.nbytes <= INLINE_BYTES:
                 continue
@@ -150,7 +158,7 @@ class WeightsFile:
         for node in graph:
             for attribute in node.attributes.values():
                 if attribute.type == ir.AttributeType.GRAPH:
-                    self.externalize(attribute.as_graph(), precision, block_size, heads)
+                    self.externalize(attribute.as_graph(), stored, heads)
 
     def _half(self, graph: ir.Graph, value: ir.Value, array: npt.NDArray[np.float32], kind: _Half) -> ir.Value | None:
         """Stores a matrix in 16 bits: the fp32 value to read instead of it, or None where it was left as it is."""

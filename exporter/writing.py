@@ -15,7 +15,7 @@ from specexport.exporter import static, trace
 from specexport.exporter.checkpoint import (
     Checkpoint,
 )
-from specexport.exporter.weights import QUANTIZED, Precision, WeightsFile, WeightsReport
+from specexport.exporter.weights import QUANTIZED, Storage, WeightsFile, WeightsReport
 
 Progress = Callable[[str, int, int], None]
 """Called with a step's name, how much of it is done, and how much there is in all."""
@@ -44,9 +44,8 @@ def write_models(
     folder: Path,
     parts: list[Part],
     checkpoint: Checkpoint,
-    precision: Precision,
-    heads: Precision | None,
-    block_size: int | None,
+    stored: Storage,
+    heads: Storage | None,
     progress: Progress,
 ) -> list[Model]:
     """Writes one weights file, masters and static graphs into ``folder`` and describes them."""
@@ -58,15 +57,15 @@ def write_models(
     def advance(size: int) -> None:
         nonlocal done
         done = min(total, done + size)
-        progress(f"writing the {role}'s weights ({precision})", done, total)
+        progress(f"writing the {role}'s weights ({stored.kind})", done, total)
 
     reports = []
     with WeightsFile(folder / "weights.bin", advance) as weights:
         for part in parts:
-            weights.externalize(part.model.graph, precision, block_size, heads)
+            weights.externalize(part.model.graph, stored, heads)
             reports.append(weights.report)
             weights.report = WeightsReport()
-    progress(f"writing the {role}'s weights ({precision})", total, total)
+    progress(f"writing the {role}'s weights ({stored.kind})", total, total)
     count, pinned, made = sum(len(part.at) for part in parts), 0, []
     for part, report in zip(parts, reports, strict=True):
         passes.RemoveUnusedNodesPass()(part.model)
@@ -86,7 +85,7 @@ def write_models(
                 parameters=part.parameters,
                 vocab_size=checkpoint.vocab_size,
                 max_positions=checkpoint.max_positions,
-                precision=_precision_info(precision, block_size, report),
+                precision=_precision_info(stored, report),
                 cache=tuple(
                     CacheLayer(heads=c.heads, key_size=c.key_size, value_size=c.value_size) for c in part.cache
                 ),
@@ -97,13 +96,13 @@ def write_models(
     return made
 
 
-def _precision_info(precision: Precision, block_size: int | None, report: WeightsReport) -> PrecisionInfo:
-    quantized = precision in QUANTIZED
+def _precision_info(stored: Storage, report: WeightsReport) -> PrecisionInfo:
+    quantized = stored.kind in QUANTIZED
     return PrecisionInfo(
-        weights=precision,
+        weights=stored.kind,
         compute="fp32",
         cache="fp32",
-        block_size=block_size if quantized and precision != "fp8" else None,
+        block_size=stored.block_size if quantized and stored.kind != "fp8" else None,
         weight_rms_error=report.rms_error if quantized else None,
         not_quantized=report.left,
     )

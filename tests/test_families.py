@@ -25,7 +25,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.tree import TokenTree
 from specexport.exporter import check, compose, trace
 from specexport.exporter.checkpoint import Checkpoint, load_checkpoint
-from specexport.exporter.weights import WeightsFile
+from specexport.exporter.weights import Storage, WeightsFile
 from specexport.graphs.propose import MAX_CANDIDATES, draw_candidate
 from tests.checkpoints import FAMILIES, GROUPED, LAYERS_DIFFER, MAX_POSITIONS, VOCAB, WINDOW, make_checkpoint
 
@@ -313,7 +313,7 @@ def test_every_linear_layer_is_quantized(family: Family, step_graph: Path, tmp_p
     model = ir.load(step_graph)
     matrices = sum(_weight_shape(node) is not None for node in model.graph)
     with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model.graph, "int8", 32)
+        weights.externalize(model.graph, Storage("int8", 32))
     passes.RemoveUnusedNodesPass()(model)
     ir.save(model, tmp_path / "step.onnx")
     report = weights.report

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.quantize import column_scales, pack_int4, quantize_blocks, quantize_columns
-from specexport.exporter.weights import QUANTIZED, WeightsFile
+from specexport.exporter.weights import QUANTIZED, Storage, WeightsFile
 from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.exporter
@@ -97,7 +97,7 @@ def test_a_stored_graph_computes_what_the_original_does(
     weight = rng.standard_normal((K, K if tied else N)).astype(np.float32)
     model = _model(embedding, weight, tied=tied)
     with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model.graph, precision, 32)  # type: ignore[arg-type]
+        weights.externalize(model.graph, Storage(precision, 32))  # type: ignore[arg-type]
     passes.RemoveUnusedNodesPass()(model)
     ir.save(model, tmp_path / "model.onnx")
     ids = rng.integers(0, VOCAB, (2, 5))
@@ -116,7 +116,7 @@ def test_a_stored_graph_computes_what_the_original_does(
 def test_a_matrix_that_blocks_do_not_divide_stays_fp32_and_is_reported(tmp_path: Path) -> None:
     model = _model(np.ones((VOCAB, 24), np.float32), np.ones((24, N), np.float32), tied=False)
     with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model.graph, "int8", 32)
+        weights.externalize(model.graph, Storage("int8", 32))
     assert set(weights.report.left) == {"table", "weight"}
     assert "24" in weights.report.left["weight"]
 
@@ -124,7 +124,7 @@ def test_a_matrix_that_blocks_do_not_divide_stays_fp32_and_is_reported(tmp_path:
 def test_weights_beyond_fp16_stay_fp32_and_are_reported(tmp_path: Path) -> None:
     model = _model(np.ones((VOCAB, K), np.float32), np.full((K, N), 1e6, np.float32), tied=False)
     with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model.graph, "fp16", 32)
+        weights.externalize(model.graph, Storage("fp16", 32))
     assert list(weights.report.left) == ["weight"]
 
 
@@ -159,11 +159,14 @@ def test_building_takes_at_most_1_6_times_the_memory_of_the_fp32_weights(tmp_pat
 @pytest.mark.parametrize(
     ("options", "stored"),
     [
-        ({"precision": "fp32"}, "int8"),
-        ({"precision": "int4"}, "int4"),
-        ({"precision": "int4", "block_size": 128}, "int8"),
-        ({"precision": "int4", "block_size": 128, "draft_precision": "int4"}, "int4"),
+        ({"precision": "fp32"}, Storage("int8", 32)),
+        ({"precision": "int8", "block_size": 128}, Storage("int8", 128)),
+        ({"precision": "int4"}, Storage("int4", 32)),
+        ({"precision": "int4", "block_size": 16}, Storage("int4", 16)),
+        ({"precision": "int4", "block_size": 128}, Storage("int4", 32)),
+        ({"precision": "int4", "block_size": 128, "draft_precision": "int8"}, Storage("int8", 128)),
+        ({"precision": "int8", "lowering": "portable"}, Storage("int8", None)),
     ],
 )
-def test_what_proposes_is_rounded_no_more_than_pays(tmp_path: Path, options: dict[str, Any], stored: str) -> None:
-    assert BuildOptions("target", tmp_path / "bundle", **options).proposing_precision == stored
+def test_what_proposes_is_rounded_no_more_than_pays(tmp_path: Path, options: dict[str, Any], stored: Storage) -> None:
+    assert BuildOptions("target", tmp_path / "bundle", **options).proposing == stored

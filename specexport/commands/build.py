@@ -108,11 +108,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-precision",
         choices=_PRECISIONS,
-        help="of the draft, of Medusa heads and of the speculator (default: int8, or int4 where the target is, in "
-        "blocks of at most 32)",
+        help="of the draft, of Medusa heads and of the speculator (default: int8, or int4 where the target is)",
     )
     parser.add_argument(
-        "--block-size", type=int, metavar="N", help="weights that share a scale in int8 and int4 (default: 32)"
+        "--block-size",
+        type=int,
+        metavar="N",
+        help="weights that share a scale in int8 and int4 (default: 32; in int4 that only proposes, at most 32)",
     )
     parser.add_argument(
         "--lowering",
