@@ -92,16 +92,19 @@ def main(args: argparse.Namespace) -> int:
     lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.num_prompts]
     texts = [json.loads(line)["text"] for line in lines]
     measured: list[Point] = []
+    over_bare: dict[str, float] = {}
     for precision in args.precisions.split(","):
         folder = bundle(target, draft, args.work, precision, CHOICES, args.max_seq_len, args.block_size)
         with Engine.load(folder, threads=args.threads, check_hashes=False) as engine:
             prompts = [engine.encode(text)[: args.prompt_tokens] for text in texts]
             points = _decode(engine, precision, prompts, ks, args)
+            over_bare[precision] = _plain_over_bare(engine, prompts)
         measured += points
         way = f"temperature {args.temperature:g}" if args.temperature else "greedy"
         console.print(
             _table(f"{precision}, {way}, {len(prompts)} prompts", points, len(prompts) * (not args.temperature))
         )
+        console.print(f"a plain step takes {over_bare[precision]:.3f}x as long as its bare graph")
     long = _long_context(target, draft, texts, args) if args.long_context else None
     if long is not None:
         console.print(
@@ -117,6 +120,7 @@ def main(args: argparse.Namespace) -> int:
             "machine": machine(args.threads),
             "options": options,
             "points": [asdict(p) for p in measured],
+            "plain_over_bare": over_bare,
             "long_context": long,
         }
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -158,6 +162,19 @@ def _decode(
             done.append(engine.generate(prompt, params, num_speculative_tokens=k or None, speculation=k > 0))
             costs[k] += step_costs(engine._target, proposer.graph, k, rows, half)
     return [_point(precision, k, runs, costs, args.repeats) for k in runs]
+
+
+def _plain_over_bare(engine: Engine, prompts: list[list[int]], repeats: int = 2, steps: int = 60) -> float:
+    """How long a step of plain decoding takes, over the bare graph's run at as many rows before and after it."""
+    params = SamplingParams(max_tokens=steps, temperature=0, ignore_eos=True)
+    ratios = []
+    for prompt in prompts * repeats:
+        rows = len(prompt) + steps // 2
+        bare = step_costs(engine._target, None, 0, rows, steps)
+        stats = engine.generate(prompt, params, speculation=False).stats
+        bare += step_costs(engine._target, None, 0, rows, steps)
+        ratios.append(stats.decode_seconds / stats.steps * 1e3 / statistics.mean(verify for verify, _ in bare))
+    return statistics.median(ratios)
 
 
 def speed(done: list[Completion]) -> float:
