@@ -168,10 +168,8 @@ class BuildOptions:
     @property
     def proposing(self) -> Storage:
         """How what only proposes is stored: a draft, Medusa heads, an MLP speculator."""
-        kind, block_size = (
-            self.draft_precision or ("int4" if self.precision == "int4" else "int8"),
-            self.stored.block_size,
-        )
+        kind = self.draft_precision or ("int4" if self.precision == "int4" else "int8")
+        block_size = self.stored.block_size
         if kind == "int4" and block_size is not None:
             block_size = min(block_size, DEFAULT_BLOCK_SIZE)
         return Storage(kind, block_size)

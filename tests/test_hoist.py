@@ -24,7 +24,14 @@ TEXT = """<ir_version: 10, opset_import: ["" : 24]>
             sum = Add(state, squared)
             more = Add(sum, own)
             next = Add(more, turned)
-            out = Identity(wide)
+            chosen = If(going) <then_branch = yes () => (float[N] a) { a = Add(given, state) },
+                else_branch = no () => (float[N] b) { b = Identity(given) }>
+            least = ReduceMin<keepdims = 0>(given)
+            enough = Less(least, least)
+            held = If(enough) <then_branch = yes2 () => (float[N] c) { c = Add(given, state) },
+                else_branch = no2 () => (float[N] d) { d = Mul(given, state) }>
+            both = Add(chosen, held)
+            out = Add(wide, both)
         }>
     }"""
 WIDTH = 2048
@@ -48,7 +55,7 @@ def test_nodes_that_no_pass_changes_run_once_and_give_the_same() -> None:
     hoist_invariants(model.graph, loop)
     outside = [node.outputs[0].name for node in model.graph]
     assert outside[-1] == loop.outputs[0].name
-    assert {"doubled", "squared"} <= set(outside)
+    assert {"doubled", "squared", "enough"} <= set(outside)
     for found, wanted in zip(_run(model), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
 
@@ -57,6 +64,6 @@ def test_weights_and_what_is_fused_stay_in_the_loop() -> None:
     model, loop = _model()
     hoist_invariants(model.graph, loop)
     body = loop.attributes["body"].as_graph()
-    assert {"own", "wide", "turned"} <= {node.outputs[0].name for node in body}
+    assert {"own", "wide", "turned", "held"} <= {node.outputs[0].name for node in body}
     assert "large" in body.initializers
     assert "large" not in " ".join(model.graph.initializers)

@@ -170,3 +170,23 @@ def test_building_takes_at_most_1_6_times_the_memory_of_the_fp32_weights(tmp_pat
 )
 def test_what_proposes_is_rounded_no_more_than_pays(tmp_path: Path, options: dict[str, Any], stored: Storage) -> None:
     assert BuildOptions("target", tmp_path / "bundle", **options).proposing == stored
+
+
+def test_heads_are_stored_as_what_proposes(tmp_path: Path) -> None:
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["" : 24]>
+        g (float[B,T,128] x) => (float[B,T,128] logits, float[B,T,128] candidates) {
+            logits = MatMul(x, own)
+            candidates = MatMul(x, head)
+        }"""
+    )
+    for node in model.graph:
+        weight = node.inputs[1]
+        assert weight is not None
+        weight.const_value = ir.Tensor(np.random.default_rng(0).standard_normal((128, 128)).astype(np.float32))
+        weight.shape, weight.type = ir.Shape((128, 128)), ir.TensorType(ir.DataType.FLOAT)
+        model.graph.register_initializer(weight)
+    with WeightsFile(tmp_path / "weights.bin", lambda size: None) as weights:
+        weights.externalize(model.graph, Storage("int4", 128), Storage("int4", 32))
+    blocks = [node.attributes["block_size"].as_int() for node in model.graph if node.op_type == "DequantizeLinear"]
+    assert blocks == [128, 32]

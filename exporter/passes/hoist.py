@@ -15,7 +15,8 @@ _FUSED = frozenset({"Transpose"})
 def hoist_invariants(graph: ir.Graph, loop: ir.Node) -> None:
     """Moves nodes of a loop's body that depend on the graph around it, and on nothing of a pass, into that graph.
 
-    What depends on constants alone stays: those are weights, and a backend packs them where they are multiplied.
+    What depends on constants alone stays: those are weights, and a backend packs them where they are multiplied. So do
+    nodes that hold a graph, which may read values of a pass that are not among their inputs.
 
     Args:
         graph: holds the loop; changed in place.
@@ -28,7 +29,9 @@ def hoist_invariants(graph: ir.Graph, loop: ir.Node) -> None:
         read = {value for value in node.inputs if value is not None}
         sizes = [constants[value].size for value in read & constants.keys()]
         invariant = not read & varying and not read <= constants.keys() and max(sizes, default=0) <= _LARGEST_CONSTANT
-        if not invariant or node.op_type in _FUSED or any(value in body.outputs for value in node.outputs):
+        holds_graph = any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values())
+        returned = any(value in body.outputs for value in node.outputs)
+        if not invariant or holds_graph or returned or node.op_type in _FUSED:
             varying.update(node.outputs)
             continue
         for at, value in enumerate(node.inputs):
