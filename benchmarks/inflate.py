@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from specexport.exporter.medusa import load_medusa, read_outline, save_medusa
-from specexport.exporter.mlp_speculator import load_speculator, read_speculator, require_fit, save_speculator
+from specexport.checkpoints.medusa import load_medusa, read_outline, save_medusa
+from specexport.checkpoints.mlp_speculator import load_speculator, read_speculator, require_fit, save_speculator
 from specexport.graphs.medusa import MedusaHeads
 
 TINY = 3e-9  # of the standard deviation of the embedding: next to nothing beside what float32 rounds off

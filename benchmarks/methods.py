@@ -27,7 +27,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.retree import set_default_tree
 from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.tune import candidates, observe, step_costs
+from specexport.tuning.tree import candidates, observe, step_costs
 
 SIZES = (2, 3, 4, 5, 6, 8, 12, 16)
 CHAINS = (1, 2, 3, 4, 6, 8)

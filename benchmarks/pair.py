@@ -18,7 +18,7 @@ from specexport.contract.errors import BundleError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.runtime.measure import is_measured, measure_into
+from specexport.tuning.batch import is_measured, measure_into
 
 TARGET_PARAMETERS, DRAFT_PARAMETERS = 290e6, 25e6
 MAX_POSITIONS = 8192

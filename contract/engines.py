@@ -9,9 +9,9 @@ from msgspec import Meta
 
 from specexport.contract.shapes import ShapePoint
 
-Backend = Literal["onnxruntime", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
+BackendName = Literal["onnxruntime", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 """What a bundle is meant to run on, and what runs one."""
-BACKENDS: tuple[Backend, ...] = get_args(Backend)
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 EngineRuntime = Literal["tensorrt", "tensorrt-rtx"]
 """The libraries that compile engines and run them; neither runs the other's."""
 ENGINE_RUNTIMES: tuple[EngineRuntime, ...] = get_args(EngineRuntime)
@@ -25,7 +25,7 @@ class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     pass
 
 
-class Engine(_Strict, frozen=True, kw_only=True):
+class CompiledEngine(_Strict, frozen=True, kw_only=True):
     """One graph, compiled for some devices.
 
     Inputs and outputs are those of the ONNX graph by the same names, of the same types but for the KV cache, which is
@@ -75,7 +75,7 @@ class _ProgramGraph(_Strict, frozen=True, kw_only=True):
     """
 
     file: str
-    engines: tuple[Engine, ...] = ()
+    engines: tuple[CompiledEngine, ...] = ()
 
 
 class Accept(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="accept"):

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from specexport.contract.costs import CostCurve
-from specexport.contract.engines import Backend, Engine, ProgramGraph
+from specexport.contract.engines import BackendName, CompiledEngine, ProgramGraph
 from specexport.contract.methods import Beside, Method, draft_role, method_name
 from specexport.contract.model import Count, LoweredAs, Model, Probability, Size, Strict
 
@@ -87,7 +87,7 @@ class Manifest(Strict, frozen=True):
     specexport_version: str
     created: str
     built_with: dict[str, str]
-    backend: Backend
+    backend: BackendName
     lowering: LoweredAs
     max_seq_len: Size
     prefill_chunk: Size
@@ -107,7 +107,7 @@ class Manifest(Strict, frozen=True):
         return {"target": self.target} | {draft_role(method): method.draft for method in drafts}
 
     @property
-    def engines(self) -> tuple[Engine, ...]:
+    def engines(self) -> tuple[CompiledEngine, ...]:
         """Every engine: the models', then the step program's."""
         holders = (*self.models.values(), *self.program)
         return tuple(engine for holder in holders for engine in holder.engines)

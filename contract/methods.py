@@ -31,7 +31,7 @@ class _Method(Strict, frozen=True):
         """The trees, the default first."""
         return tuple(TokenTree.from_choices(choices) for choices in self.trees)
 
-    def misfit(self, tree: TokenTree) -> str | None:
+    def validate_tree(self, tree: TokenTree) -> str | None:
         """Why a tree is none that this method can fill; None for one that it can, as any is unless a method says so."""
         return None
 
@@ -53,7 +53,7 @@ class _Ranked(_Method, frozen=True):
 
     candidates: Size
 
-    def misfit(self, tree: TokenTree) -> str | None:
+    def validate_tree(self, tree: TokenTree) -> str | None:
         """See :class:`_Method`."""
         return (
             f"rank {max(tree.ranks)}, with {self.candidates} candidates" if max(tree.ranks) >= self.candidates else None
@@ -69,7 +69,7 @@ def _not_a_chain(tree: TokenTree) -> str | None:
 class _Chained(_Method, frozen=True):
     """A way to propose by looking in text: chains, of which steps verify shorter ones where less is found."""
 
-    def misfit(self, tree: TokenTree) -> str | None:
+    def validate_tree(self, tree: TokenTree) -> str | None:
         """See :class:`_Method`."""
         return _not_a_chain(tree)
 
@@ -85,10 +85,10 @@ class DraftModel(_Ranked, frozen=True, tag_field="name", tag="draft_model"):
 
     draft: Model
 
-    def misfit(self, tree: TokenTree) -> str | None:
+    def validate_tree(self, tree: TokenTree) -> str | None:
         """See :class:`_Method`."""
         spine = "only the most probable token of each depth can have children"
-        return super().misfit(tree) or (None if tree.has_spine else spine)
+        return super().validate_tree(tree) or (None if tree.has_spine else spine)
 
 
 class SelfDraft(DraftModel, frozen=True, tag_field="name", tag="self_draft"):
@@ -115,7 +115,7 @@ class UniversalDraft(DraftModel, frozen=True, tag_field="name", tag="universal_d
 
     tokenizer: str
 
-    def misfit(self, tree: TokenTree) -> str | None:
+    def validate_tree(self, tree: TokenTree) -> str | None:
         """See :class:`_Method`."""
         return _not_a_chain(tree)
 
@@ -135,10 +135,10 @@ class Medusa(_Ranked, frozen=True, tag_field="name", tag="medusa"):
     parameters: Positive
     weights: StoredAs
 
-    def misfit(self, tree: TokenTree) -> str | None:
+    def validate_tree(self, tree: TokenTree) -> str | None:
         """See :class:`_Method`."""
         deep = f"depth {tree.depth}, with {self.heads} heads" if tree.depth > self.heads else None
-        return super().misfit(tree) or deep
+        return super().validate_tree(tree) or deep
 
 
 class MedusaDraft(_Ranked, frozen=True, tag_field="name", tag="medusa_draft"):
@@ -154,10 +154,10 @@ class MedusaDraft(_Ranked, frozen=True, tag_field="name", tag="medusa_draft"):
     source: str
     draft: Model
 
-    def misfit(self, tree: TokenTree) -> str | None:
+    def validate_tree(self, tree: TokenTree) -> str | None:
         """See :class:`_Method`."""
         deep = f"depth {tree.depth}, with {self.heads} heads" if tree.depth > self.heads + 1 else None
-        return super().misfit(tree) or deep
+        return super().validate_tree(tree) or deep
 
 
 class MlpSpeculator(_Ranked, frozen=True, tag_field="name", tag="mlp_speculator"):
@@ -175,10 +175,10 @@ class MlpSpeculator(_Ranked, frozen=True, tag_field="name", tag="mlp_speculator"
     hidden: Size
     draft: Model
 
-    def misfit(self, tree: TokenTree) -> str | None:
+    def validate_tree(self, tree: TokenTree) -> str | None:
         """See :class:`_Method`."""
         deep = f"depth {tree.depth}, with {self.stages} stages" if tree.depth > self.stages else None
-        return super().misfit(tree) or deep
+        return super().validate_tree(tree) or deep
 
 
 class Ngram(_Chained, frozen=True, tag_field="name", tag="ngram"):
@@ -247,7 +247,7 @@ class Lookahead(_Method, frozen=True, tag_field="name", tag="lookahead"):
         """Nodes of the window, the root included."""
         return self.window * (self.ngram - 1)
 
-    def misfit(self, tree: TokenTree) -> str | None:
+    def validate_tree(self, tree: TokenTree) -> str | None:
         """See :class:`_Method`."""
         guesses = (len(tree) - 1) // (self.ngram - 1)
         if tree.choices != guess_tree(guesses, self.ngram).choices:

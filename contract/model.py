@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from specexport.contract.engines import Engine
+from specexport.contract.engines import CompiledEngine
 from specexport.contract.shapes import ShapePoint
 
 Count = Annotated[int, Meta(ge=0)]
@@ -18,6 +18,8 @@ StoredAs = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
 LoweredAs = Literal["native", "portable"]
 """Which operators the graphs are made of: the newest, which write the cache in place, or those of opset 20, which
 return new rows for the runtime to copy."""
+OPSETS: dict[LoweredAs, int] = {"native": 24, "portable": 20}
+"""TensorRT 10.3, which JetPack 6 ships, and ONNX Runtimes for Python 3.10 know operators up to opset 20."""
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
@@ -32,7 +34,7 @@ class PointGraph(Strict, frozen=True):
     file: str
 
 
-class Graph(Strict, frozen=True):
+class GraphFiles(Strict, frozen=True):
     """One compiled graph: the symbolic master and its static shapes.
 
     Attributes:
@@ -101,6 +103,6 @@ class Model(Strict, frozen=True):
     precision: PrecisionInfo
     cache: tuple[CacheLayer, ...]
     weights: str
-    graph: Graph
-    engines: tuple[Engine, ...] = ()
+    graph: GraphFiles
+    engines: tuple[CompiledEngine, ...] = ()
     embedding_size: Size | None = None

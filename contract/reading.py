@@ -191,8 +191,8 @@ def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:
         if len(tree) in sizes or len(tree) == 1:
             raise BundleError(f"{path}: {name}: trees: two have {len(tree) - 1} draft tokens, or one has none")
         sizes.add(len(tree))
-        if (misfit := method.misfit(tree)) is not None:
-            raise BundleError(f"{path}: {name}: trees: {misfit}")
+        if (validate_tree := method.validate_tree(tree)) is not None:
+            raise BundleError(f"{path}: {name}: trees: {validate_tree}")
     if isinstance(method, MlpSpeculator):
         trees, points = method.token_trees(), [graph.point for graph in method.draft.graph.points]
         deepest, widest = max(tree.depth for tree in trees), max(tree.level_width for tree in trees)

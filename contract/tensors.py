@@ -8,6 +8,8 @@ a model in one call: ``T`` for a step, ``T + K - 1`` for a propose graph, whose 
 
 from __future__ import annotations
 
+from specexport.contract.model import LoweredAs
+
 # --- step graph (the target's prefill, decode and verify) -------------------------------------------------------------
 INPUT_IDS = "input_ids"  # int64 [B,T]    tokens of this step: a chain, a tree, or a prefill chunk
 POSITION_IDS = "position_ids"  # int64 [B,T]    absolute positions; siblings in a tree share one
@@ -98,3 +100,15 @@ CACHES = ("past_key.", "past_value.", "present_key.", "present_value.", "new_key
 def of_stage(name: str, stage: int) -> str:
     """An output of one stage of an MLP speculator, such as ``draft_tokens.0``."""
     return f"{name}.{stage}"
+
+
+def cache_names(layers: int) -> list[str]:
+    """``[past_key.0, past_value.0, past_key.1, ...]``."""
+    return [name(layer) for layer in range(layers) for name in (past_key, past_value)]
+
+
+def returned_names(layers: int, lowering: LoweredAs) -> list[str]:
+    """What a graph returns of its cache: ``[present_key.0, present_value.0, ...]``, or ``[new_key.0, ...]``."""
+    native = lowering == "native"
+    names = (present_key, present_value) if native else (new_key, new_value)
+    return [name(layer) for layer in range(layers) for name in names]

@@ -9,8 +9,15 @@ from pathlib import Path
 import onnx
 import torch
 
+from specexport.checkpoints.checkpoint import (
+    TRANSFORMERS_VERSION,
+    load_tokenizer,
+    require_same_tokenizer,
+)
+from specexport.checkpoints.locate import locate
 from specexport.contract.engines import ProgramGraph
 from specexport.contract.errors import BuildError
+from specexport.contract.folders import written_beside
 from specexport.contract.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -25,17 +32,10 @@ from specexport.contract.methods import (
 )
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.exporter import points
-from specexport.exporter.checkpoint import (
-    TRANSFORMERS_VERSION,
-    load_tokenizer,
-    require_same_tokenizer,
-)
 from specexport.exporter.engines.bundle import CompileReport, compile_bundle
 from specexport.exporter.engines.library import load_library
 from specexport.exporter.engines.program import write_program
-from specexport.exporter.folders import written_beside
-from specexport.exporter.layout import Layout, speculator_outline
-from specexport.exporter.locate import locate
+from specexport.exporter.layout import BuildPlan, speculator_outline
 from specexport.exporter.models import WrittenDraft, WrittenTarget, draft_stage, speculator_stage, target_stage
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.stages import RECORDS, Stages
@@ -87,7 +87,7 @@ def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progres
         draft_path = locate(options.draft)
         require_same_tokenizer(tokenizer.tokenizer, load_tokenizer(draft_path).tokenizer, path, draft_path)
     target = stages.run("target", WrittenTarget, lambda: target_stage(folder, options, tokenizer, progress))
-    layout = Layout.of(options, target.model.vocab_size, target.model.parameters, target.max_seq_len)
+    layout = BuildPlan.of(options, target.model.vocab_size, target.model.parameters, target.max_seq_len)
     made: list[Method] = []
     source = options.draft or options.universal_draft
     if source is not None:

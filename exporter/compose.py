@@ -8,9 +8,10 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.contract import tensors
-from specexport.contract.model import LoweredAs
+from specexport.contract.model import OPSETS, CacheLayer, LoweredAs
+from specexport.contract.tensors import cache_names, returned_names
 from specexport.exporter.passes.hoist import hoist_invariants
-from specexport.exporter.trace import OPSETS, CacheShape, cache_names, returned_names, row_names
+from specexport.exporter.trace import row_names
 
 _INT64 = ir.TensorType(ir.DataType.INT64)
 _FLOAT = ir.TensorType(ir.DataType.FLOAT)
@@ -30,7 +31,7 @@ def _op(op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes
     return node
 
 
-def propose_graph(draft_pass: ir.Model, shapes: Sequence[CacheShape], lowering: LoweredAs = "native") -> ir.Model:
+def propose_graph(draft_pass: ir.Model, shapes: Sequence[CacheLayer], lowering: LoweredAs = "native") -> ir.Model:
     """Builds the propose graph around one pass of the draft.
 
     The pass becomes the body of an ONNX Loop. Its weights live in the body: ONNX Runtime fuses a quantized weight only
@@ -84,7 +85,7 @@ def _rewire(old: ir.Value, new: ir.Value) -> None:
         node.replace_input_with(index, new)
 
 
-def _propose_inputs(shapes: Sequence[CacheShape]) -> list[ir.Value]:
+def _propose_inputs(shapes: Sequence[CacheLayer]) -> list[ir.Value]:
     def value(name: str, kind: ir.TensorType, *shape: int | str) -> ir.Value:
         return ir.Value(name=name, type=kind, shape=ir.Shape(shape))
 
@@ -111,7 +112,7 @@ def _around(
     body: ir.Graph,
     inputs: list[ir.Value],
     outer: dict[str | None, ir.Value],
-    shapes: Sequence[CacheShape],
+    shapes: Sequence[CacheLayer],
     draft_pass: ir.Model,
     lowering: LoweredAs,
 ) -> ir.Model:
@@ -171,7 +172,7 @@ def _around(
     return ir.Model(graph, ir_version=draft_pass.ir_version, producer_name="specexport")
 
 
-def _rows(shapes: Sequence[CacheShape]) -> list[tuple[str, int, int]]:
+def _rows(shapes: Sequence[CacheLayer]) -> list[tuple[str, int, int]]:
     """Name, heads and size of each tensor of new rows, in the order of :func:`row_names`."""
     sizes = [(shape.heads, size) for shape in shapes for size in (shape.key_size, shape.value_size)]
     return [(name, heads, size) for name, (heads, size) in zip(row_names(len(shapes)), sizes, strict=True)]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from specexport.checkpoints.medusa import HeadsOutline, read_outline
+from specexport.checkpoints.mlp_speculator import SpeculatorOutline, read_speculator
 from specexport.contract.methods import Hypothesis, Method, Ngram, Suffix
 from specexport.contract.shapes import batch_points, cache_buckets
 from specexport.exporter import methods, points
-from specexport.exporter.medusa import HeadsOutline, read_outline
-from specexport.exporter.mlp_speculator import SpeculatorOutline, read_speculator
 from specexport.exporter.options import BuildOptions
 
 
 @dataclass(frozen=True)
-class Layout:
+class BuildPlan:
     """What every stage of a build goes by.
 
     Attributes:
@@ -32,7 +32,7 @@ class Layout:
     caches: tuple[int, ...]
 
     @classmethod
-    def of(cls, options: BuildOptions, vocab: int, parameters: int, max_seq_len: int) -> Layout:
+    def of(cls, options: BuildOptions, vocab: int, parameters: int, max_seq_len: int) -> BuildPlan:
         """The layout of a target with so many tokens and parameters.
 
         Raises:

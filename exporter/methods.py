@@ -7,11 +7,11 @@ import math
 import operator
 from collections.abc import Sequence
 
+from specexport.checkpoints.medusa import HeadsOutline
+from specexport.checkpoints.mlp_speculator import SpeculatorOutline
 from specexport.contract.errors import BuildError, SpecExportError
 from specexport.contract.methods import Lookahead
 from specexport.contract.tree import MAX_NODES, TokenTree
-from specexport.exporter.medusa import HeadsOutline
-from specexport.exporter.mlp_speculator import SpeculatorOutline
 from specexport.exporter.options import BuildOptions
 from specexport.graphs.medusa import MAX_TOP_K
 from specexport.graphs.propose import MAX_CANDIDATES

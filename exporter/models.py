@@ -9,6 +9,20 @@ from pathlib import Path
 import msgspec
 import onnx_ir as ir
 
+from specexport.checkpoints import parity as check
+from specexport.checkpoints.checkpoint import (
+    Checkpoint,
+    TokenizerFiles,
+    load_checkpoint,
+    load_tokenizer,
+)
+from specexport.checkpoints.medusa import load_medusa
+from specexport.checkpoints.mlp_speculator import (
+    SpeculatorOutline,
+    as_checkpoint,
+    load_speculator,
+    require_fit,
+)
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import (
     DraftModel,
@@ -21,21 +35,8 @@ from specexport.contract.methods import (
 )
 from specexport.contract.model import LoweredAs, Model, Strict
 from specexport.contract.shapes import ShapePoint
-from specexport.exporter import check, compose, methods, points, quality, trace
-from specexport.exporter.checkpoint import (
-    Checkpoint,
-    TokenizerFiles,
-    load_checkpoint,
-    load_tokenizer,
-)
-from specexport.exporter.layout import Layout, speculator_outline
-from specexport.exporter.medusa import load_medusa
-from specexport.exporter.mlp_speculator import (
-    SpeculatorOutline,
-    as_checkpoint,
-    load_speculator,
-    require_fit,
-)
+from specexport.exporter import compose, methods, points, quality, trace
+from specexport.exporter.layout import BuildPlan, speculator_outline
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.weights import QUANTIZED
 from specexport.exporter.writing import Part, Progress, write_models
@@ -72,7 +73,7 @@ def target_stage(folder: Path, options: BuildOptions, tokenizer: TokenizerFiles,
     if (outline := speculator_outline(options)) is not None:
         require_fit(outline, hidden=_hidden_size(target), vocab=target.vocab_size)
     max_seq_len = _max_seq_len(options, target)
-    layout = Layout.of(options, target.vocab_size, target.parameters, max_seq_len)
+    layout = BuildPlan.of(options, target.vocab_size, target.parameters, max_seq_len)
     sample = tokenizer.tokenizer.encode(quality.SAMPLE).ids
     exact = quality.reference(target, sample) if options.precision in QUANTIZED and sample else None
     at = points.of_target(layout.plan, layout.batches, layout.caches, layout.widths)
@@ -96,7 +97,7 @@ def target_stage(folder: Path, options: BuildOptions, tokenizer: TokenizerFiles,
 
 
 def draft_stage(
-    folder: Path, options: BuildOptions, source: str, target: WrittenTarget, layout: Layout, progress: Progress
+    folder: Path, options: BuildOptions, source: str, target: WrittenTarget, layout: BuildPlan, progress: Progress
 ) -> WrittenDraft:
     """Loads, checks, traces and writes the draft."""
     progress("loading the draft", 0, 1)
@@ -119,7 +120,7 @@ def speculator_stage(
     outline: SpeculatorOutline,
     options: BuildOptions,
     target: WrittenTarget,
-    layout: Layout,
+    layout: BuildPlan,
     progress: Progress,
 ) -> MlpSpeculator:
     """Loads, traces and writes the target's MLP speculator."""

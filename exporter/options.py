@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES, Backend
+from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES, BackendName
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MAX_LOOKUP
 from specexport.contract.model import LoweredAs
@@ -94,7 +94,7 @@ class BuildOptions:
     lowering: LoweredAs = "native"
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
-    backend: Backend = "onnxruntime"
+    backend: BackendName = "onnxruntime"
     engines: EngineOptions | None = None
     overwrite: bool = False
     resume: bool = False

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from specexport.checkpoints.checkpoint import Checkpoint
+from specexport.checkpoints.quiet import quiet
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.tree import TokenTree
 from specexport.exporter.caches import after_call, new_caches, no_embeddings
-from specexport.exporter.checkpoint import Checkpoint
-from specexport.exporter.trace import quiet
 from specexport.graphs.attention import ATTENTION_NAME
 from specexport.runtime.ort import available_cores, open_session
 

@@ -10,10 +10,10 @@ from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
+from specexport.checkpoints.checkpoint import load_tokenizer, require_same_tokenizer
+from specexport.checkpoints.locate import locate
 from specexport.contract.errors import BuildError
 from specexport.exporter import methods
-from specexport.exporter.checkpoint import load_tokenizer, require_same_tokenizer
-from specexport.exporter.locate import locate
 
 Device = Literal["cpu", "gpu"]
 SMALLER = (5.0, 10.0)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import onnx_ir as ir
@@ -15,8 +11,10 @@ import onnx_ir.passes.common as passes
 import torch
 from onnxscript import optimizer
 
+from specexport.checkpoints.quiet import quiet
 from specexport.contract import tensors
-from specexport.contract.model import LoweredAs
+from specexport.contract.model import OPSETS, CacheLayer, LoweredAs
+from specexport.contract.tensors import cache_names, returned_names
 from specexport.exporter.passes.linear import canonical_weights, transposes_weight
 from specexport.exporter.passes.merge_linear import merge_linear
 from specexport.exporter.passes.names import name_weights
@@ -25,14 +23,12 @@ from specexport.graphs.accept import AcceptModule, TypicalModule
 from specexport.graphs.commit import CommitModule
 from specexport.graphs.fill import FillModule
 from specexport.graphs.medusa import MedusaHeads
-from specexport.graphs.mlp_speculator import MlpSpeculator, SpeculatorModule
+from specexport.graphs.mlp_speculator import SpeculatorModule, SpeculatorStages
 from specexport.graphs.ops import translations
 from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import CandidatesModule, StepModule
 
-OPSETS: dict[LoweredAs, int] = {"native": 24, "portable": 20}
-"""TensorRT 10.3, which JetPack 6 ships, and ONNX Runtimes for Python 3.10 know operators up to opset 20."""
 PROGRAM_OPSET = 18
 """Of the accept and fill graphs. ONNX Runtime registers CUDA kernels by operator version, and of this one it has those
 of all their operators; for Equal, ReduceMax and ReduceMin newer ones came late (``docs/gpu.md``)."""
@@ -44,34 +40,13 @@ _Inputs = dict[str, tuple[torch.Tensor, dict[int, Any]]]
 """Inputs by name: an example of each, and the names of its symbolic dimensions (``torch.export.Dim``)."""
 
 
-@dataclass(frozen=True)
-class CacheShape:
-    """Key/value heads and head sizes of one attention layer."""
-
-    heads: int
-    key_size: int
-    value_size: int
-
-
-def cache_names(layers: int) -> list[str]:
-    """``[past_key.0, past_value.0, past_key.1, ...]``."""
-    return [name(layer) for layer in range(layers) for name in (tensors.past_key, tensors.past_value)]
-
-
-def returned_names(layers: int, lowering: LoweredAs) -> list[str]:
-    """What a graph returns of its cache: ``[present_key.0, present_value.0, ...]``, or ``[new_key.0, ...]``."""
-    native = lowering == "native"
-    names = (tensors.present_key, tensors.present_value) if native else (tensors.new_key, tensors.new_value)
-    return [name(layer) for layer in range(layers) for name in names]
-
-
-def _cache(shapes: Sequence[CacheShape], rows: int) -> list[torch.Tensor]:
+def _cache(shapes: Sequence[CacheLayer], rows: int) -> list[torch.Tensor]:
     return [torch.zeros(_B, s.heads, rows, size) for s in shapes for size in (s.key_size, s.value_size)]
 
 
 def trace_step(
     model: torch.nn.Module,
-    shapes: Sequence[CacheShape],
+    shapes: Sequence[CacheLayer],
     heads: MedusaHeads | None = None,
     candidates: int = 0,
     hidden: bool = False,
@@ -90,7 +65,7 @@ def trace_step(
 
 def trace_candidates(
     model: torch.nn.Module,
-    shapes: Sequence[CacheShape],
+    shapes: Sequence[CacheLayer],
     heads: MedusaHeads,
     candidates: int,
     vocab_size: int,
@@ -105,7 +80,7 @@ def trace_candidates(
 def _trace_step(
     model: torch.nn.Module,
     module: StepModule | CandidatesModule,
-    shapes: Sequence[CacheShape],
+    shapes: Sequence[CacheLayer],
     outputs: list[str],
     embedding_size: int | None = None,
 ) -> ir.Model:
@@ -151,7 +126,7 @@ def _sampling(batch: Any) -> _Inputs:
 
 def trace_draft_pass(
     model: torch.nn.Module,
-    shapes: Sequence[CacheShape],
+    shapes: Sequence[CacheLayer],
     vocab_size: int,
     input_vocab: int,
     max_positions: int,
@@ -185,7 +160,7 @@ def trace_draft_pass(
     )
 
 
-def trace_speculator(speculator: MlpSpeculator, lowering: LoweredAs = "native") -> ir.Model:
+def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native") -> ir.Model:
     """The propose graph of an MLP speculator (:class:`~specexport.graphs.mlp_speculator.SpeculatorModule`)."""
     stages = len(speculator)
     b, t = torch.export.Dim("B"), torch.export.Dim("T")
@@ -251,7 +226,7 @@ def trace_fill(candidates: int) -> ir.Model:
     return _trace_named(FillModule(), inputs, outputs, opset=PROGRAM_OPSET)
 
 
-def trace_commit(shapes: Sequence[CacheShape]) -> ir.Model:
+def trace_commit(shapes: Sequence[CacheLayer]) -> ir.Model:
     """The commit graph of a model lowered natively (see ``specexport.graphs.commit``)."""
     b, n, s = (torch.export.Dim(name) for name in "BNS")
     module = CommitModule()
@@ -344,16 +319,3 @@ def _root_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silences what torch and its exporter say about their own insides; errors still raise."""
-    previous = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logging.disable(previous)

@@ -9,12 +9,12 @@ from pathlib import Path
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from specexport.contract.model import CacheLayer, Graph, Model, PointGraph, PrecisionInfo
-from specexport.contract.shapes import ShapePoint
-from specexport.exporter import static, trace
-from specexport.exporter.checkpoint import (
+from specexport.checkpoints.checkpoint import (
     Checkpoint,
 )
+from specexport.contract.model import CacheLayer, GraphFiles, Model, PointGraph, PrecisionInfo
+from specexport.contract.shapes import ShapePoint
+from specexport.exporter import static
 from specexport.exporter.weights import QUANTIZED, Storage, WeightsFile, WeightsReport
 
 Progress = Callable[[str, int, int], None]
@@ -36,7 +36,7 @@ class Part:
     name: str
     model: ir.Model
     at: tuple[ShapePoint, ...]
-    cache: tuple[trace.CacheShape, ...]
+    cache: tuple[CacheLayer, ...]
     parameters: int
 
 
@@ -90,7 +90,7 @@ def write_models(
                     CacheLayer(heads=c.heads, key_size=c.key_size, value_size=c.value_size) for c in part.cache
                 ),
                 weights=f"{role}/weights.bin",
-                graph=Graph(master=f"{role}/{part.name}.onnx", points=tuple(graphs)),
+                graph=GraphFiles(master=f"{role}/{part.name}.onnx", points=tuple(graphs)),
             )
         )
     return made

@@ -33,7 +33,7 @@ def normalized(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON)
 
 
-class MlpSpeculator(torch.nn.Module):
+class SpeculatorStages(torch.nn.Module):
     """The stages, with parameters named as in checkpoints of ``ibm-fms``, less their ``speculator.``.
 
     Args:
@@ -95,7 +95,7 @@ class SpeculatorModule(torch.nn.Module):
         speculator: the stages.
     """
 
-    def __init__(self, speculator: MlpSpeculator) -> None:
+    def __init__(self, speculator: SpeculatorStages) -> None:
         super().__init__()
         self.speculator = speculator
         self.candidates = min(MAX_CANDIDATES, speculator.vocab)

@@ -58,7 +58,7 @@ class Graph(Protocol):
     def reserve(self, rows: int) -> None:
         """Makes every slot's cache hold at least ``rows`` rows, keeping its content."""
 
-    def fit(self, rows: int) -> None:
+    def shrink_cache(self, rows: int) -> None:
         """Makes the cache as small as ``rows`` rows allow, if it is larger; rows beyond its new size are lost."""
 
     def copy(self, source: int, to: int, rows: int) -> None:

@@ -13,17 +13,17 @@ from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
 from specexport.runtime.costs import Costs
 from specexport.runtime.request import Request
-from specexport.runtime.step import ROOT, Outcome, Speculation
+from specexport.runtime.step import PLAIN_TREE, Outcome, Speculation
 
 MARGIN = 1.03
 """By how much speculation must promise to be faster than plain decoding: a measured curve is not exact."""
-TRYING = 0.01
+PROBE_SHARE = 0.01
 """The share of time that trying to speculate again may cost where it did not pay."""
-READING = 0.01
+READ_SHARE = 0.01
 """The share beside it where a draft has to read what it missed first."""
 
 
-class Budget:
+class SpeculationPolicy:
     """Chooses the tree each request verifies in a step, by a rule.
 
     A request alone gets what it asked for. In a batch its share of a step is what its method's default tree, made for
@@ -44,7 +44,7 @@ class Budget:
         """Sets the tree of each request's next step."""
         for request in requests:
             # The last token of an output needs no draft.
-            request.view.tree = ROOT if request.room <= 1 else self._share(request, len(requests))
+            request.view.tree = PLAIN_TREE if request.room <= 1 else self._share(request, len(requests))
 
     def learn(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
         """Takes in what the step did that the last :meth:`assign` was for; a rule learns nothing."""
@@ -54,18 +54,19 @@ class Budget:
         if method is None or others == 1:
             return request.tree
         nodes = min(self._tokens[method] // others, len(request.tree))
-        return next((tree for tree in self._smaller[method] if len(tree) <= nodes), ROOT)
+        return next((tree for tree in self._smaller[method] if len(tree) <= nodes), PLAIN_TREE)
 
 
-class MeasuredBudget(Budget):
+class MeasuredPolicy(SpeculationPolicy):
     """Chooses the trees that are expected to commit most tokens a second on this device.
 
     What is expected to be accepted comes from the request's own steps so far, and what a step costs from the bundle's
     curve; no clock is read, so a request alone runs the same way every time. All slots of a step pay for the widest
     tree among them, and those of one method for its largest: see :func:`best`.
 
-    Where a method is left out, its requests save up ``TRYING`` of the time, with a draft ``READING`` too, and spend it
-    on trying its smallest tree. What is accepted pays back, so that a try that succeeds is followed by the next.
+    Where a method is left out, its requests save up ``PROBE_SHARE`` of the time, with a draft ``READ_SHARE`` too, and
+    spend it on trying its smallest tree. What is accepted pays back, so that a try that succeeds is followed by
+    the next.
 
     Args:
         manifest: the bundle's.
@@ -95,7 +96,7 @@ class MeasuredBudget(Budget):
         self._idle: list[_Idle] = []
 
     def assign(self, requests: Sequence[Request]) -> None:
-        """See :class:`Budget`."""
+        """See :class:`SpeculationPolicy`."""
         self._chosen, self._idle = {}, []
         groups: dict[str, list[Request]] = {}
         for request in requests:
@@ -106,7 +107,7 @@ class MeasuredBudget(Budget):
             self._choose(groups, requests)
         for request in requests:
             fit = self._chosen.get(request)
-            request.view.tree = ROOT if fit is None else fit.tree
+            request.view.tree = PLAIN_TREE if fit is None else fit.tree
 
     def _choose(self, groups: Mapping[str, list[Request]], requests: Sequence[Request]) -> None:
         rows = max(len(request.view.tokens) for request in requests)
@@ -165,7 +166,7 @@ class MeasuredBudget(Budget):
         chunks = math.ceil(trying[0].history.unread / self._chunk)
         wider = max(width, *(fit.width for fit in fits.values()))
         cost = verify(wider) - verify(width) + self._propose(name, fits, cache) + read * chunks
-        share = TRYING + (READING if read else 0.0)
+        share = PROBE_SHARE + (READ_SHARE if read else 0.0)
         return _Idle(members, fits, cost, read, verify(1) / running, share * verify(width) / running)
 
     def _within(self, request: Request) -> tuple[Fit, ...]:
@@ -181,7 +182,7 @@ class MeasuredBudget(Budget):
         return self._costs.propose(name, self._batch(list(fits)), nodes, cache)
 
     def learn(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
-        """See :class:`Budget`."""
+        """See :class:`SpeculationPolicy`."""
         made = dict(zip(requests, outcomes, strict=True))
         for request, outcome in made.items():
             fit, history = self._chosen.get(request), request.history
@@ -196,9 +197,9 @@ class MeasuredBudget(Budget):
             idle.settle(made)
 
 
-def open_budget(
+def open_policy(
     manifest: Manifest, speculations: Mapping[str, Speculation], device: str | None, sizes: Sequence[int]
-) -> Budget:
+) -> SpeculationPolicy:
     """What chooses for an engine: the curve of its device, or the rule where there is none.
 
     Args:
@@ -209,8 +210,8 @@ def open_budget(
     """
     curve = manifest.curve(device) if device is not None else None
     if curve is None or max(cost.batch for cost in curve.steps) < sizes[-1]:
-        return Budget(manifest, speculations)
-    return MeasuredBudget(manifest, speculations, Costs(curve), sizes)
+        return SpeculationPolicy(manifest, speculations)
+    return MeasuredPolicy(manifest, speculations, Costs(curve), sizes)
 
 
 @dataclass(frozen=True)
@@ -353,6 +354,6 @@ def smaller_trees(manifest: Manifest, name: str) -> tuple[TokenTree, ...]:
             nodes = graph.point.tokens
             known = drafted is None or nodes - 1 in drafted
             fits = graph.point.rows == nodes and 1 < nodes <= deepest + 1 and known
-            if fits and method.misfit(TokenTree.chain(nodes)) is None:
+            if fits and method.validate_tree(TokenTree.chain(nodes)) is None:
                 trees.setdefault(nodes, TokenTree.chain(nodes))
     return tuple(tree for _, tree in sorted(trees.items(), reverse=True))

@@ -14,16 +14,16 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import HYPOTHESIS, Drafted, method_name
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, Graph, open_backend, step_buffers
-from specexport.runtime.budget import Budget, open_budget
+from specexport.runtime.budget import SpeculationPolicy, open_policy
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt, encoded
-from specexport.runtime.hypothesis import Unverified, check_hypothesis, continuation, taken_as_it_is
+from specexport.runtime.hypothesis import BypassRunner, check_hypothesis, continuation, taken_as_it_is
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposers import SlotView, open_proposer
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Scheduler
-from specexport.runtime.step import ROOT, Speculation
+from specexport.runtime.step import PLAIN_TREE, Speculation
 from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
 
@@ -68,8 +68,8 @@ class Engine:
         self.slots = target.sizes[-1]
         self.speculations = dict(speculations)
         program = backend.program(target, self.speculations)
-        self._warm_up(Scheduler(program, Budget(self.manifest, self.speculations), prefix_cache=False))
-        budget = open_budget(self.manifest, self.speculations, backend.device if cost_curve else None, target.sizes)
+        self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.speculations), prefix_cache=False))
+        budget = open_policy(self.manifest, self.speculations, backend.device if cost_curve else None, target.sizes)
         self._scheduler = Scheduler(program, budget, prefix_cache)
         self._closed = False
 
@@ -270,12 +270,12 @@ class Engine:
         )
         check_hypothesis(params, speculation, method, hypothesis, hypothesis_entropy)
         if hypothesis is None:
-            chosen, tree = self._choose(method, num_speculative_tokens, embedded) if speculation else (None, ROOT)
+            chosen, tree = self._choose(method, num_speculative_tokens, embedded) if speculation else (None, PLAIN_TREE)
             return Stream(self._scheduler, self._request(read, params, chosen, tree))
         chosen, tree = self._choose(HYPOTHESIS, num_speculative_tokens)
         before = prompt if isinstance(prompt, str) else ""
         request = self._request(read, params, chosen, tree, continuation(self, before, hypothesis))
-        return Stream(Unverified() if taken_as_it_is(params, hypothesis_entropy) else self._scheduler, request)
+        return Stream(BypassRunner() if taken_as_it_is(params, hypothesis_entropy) else self._scheduler, request)
 
     def _request(
         self,
@@ -315,7 +315,7 @@ class Engine:
         if method is None:
             method = next((name for name in able if name != HYPOTHESIS), None)
             if method is None and draft_tokens is None:
-                return None, ROOT
+                return None, PLAIN_TREE
         if not self.speculations or method is None:
             asked = f"method is {method!r}" if method else f"num_speculative_tokens is {draft_tokens}"
             after = " after a prompt with embeddings" if embedded and self.speculations else ""
@@ -365,6 +365,6 @@ class Engine:
         # Repeats, so that there is something to look up; long enough for the longest chain.
         start = self.encode([0] * max(2, min(_WARM_UP_TOKENS, self.manifest.max_seq_len - 2)))
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-        for method, tree in ((None, ROOT), *(self._choose(name, None) for name in self.speculations)):
+        for method, tree in ((None, PLAIN_TREE), *(self._choose(name, None) for name in self.speculations)):
             for _ in Stream(scheduler, self._request(list(start), params, method, tree, start)):
                 pass

@@ -78,7 +78,7 @@ def taken_as_it_is(params: SamplingParams, entropy: float | None) -> bool:
     return gate is not None and entropy is not None and entropy < gate and not model
 
 
-class Unverified:
+class BypassRunner:
     """Runs requests whose hypothesis is their output: no model is asked, and no slot is taken."""
 
     def submit(self, request: Request) -> None:

@@ -207,7 +207,7 @@ class OnnxRuntimeGraph:
         if rows > self._rows and self._model.cache:
             self._resize(rows)
 
-    def fit(self, rows: int) -> None:
+    def shrink_cache(self, rows: int) -> None:
         """See :class:`~specexport.runtime.backend.Graph`."""
         if rows <= self._rows and self._model.cache:
             self._resize(rows)

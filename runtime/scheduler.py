@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from specexport.contract.errors import RequestError
-from specexport.runtime.budget import Budget
+from specexport.runtime.budget import SpeculationPolicy
 from specexport.runtime.request import Chunk, Request
 from specexport.runtime.slots import Slots
 from specexport.runtime.step import Outcome, StepProgram
@@ -29,7 +29,7 @@ class Scheduler:
         prefix_cache: see :class:`~specexport.runtime.slots.Slots`.
     """
 
-    def __init__(self, program: StepProgram, budget: Budget, prefix_cache: bool) -> None:
+    def __init__(self, program: StepProgram, budget: SpeculationPolicy, prefix_cache: bool) -> None:
         self._program = program
         self._budget = budget
         self._slots = Slots(program, prefix_cache)
@@ -142,9 +142,9 @@ class Scheduler:
     def _hand_over(self) -> None:
         """Wakes one that waits on, to take the next turn."""
         if not self._driving:
-            heir = next((waiter for waiter in self._waiters if not waiter.done()), None)
-            if heir is not None:
-                heir.wake.notify()
+            next_driver = next((waiter for waiter in self._waiters if not waiter.done()), None)
+            if next_driver is not None:
+                next_driver.wake.notify()
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Scheduler:
             self._fit()
 
     def _fit(self) -> None:
-        self._program.fit(max(len(request.view.tokens) + request.room for request in self._running))
+        self._program.shrink_cache(max(len(request.view.tokens) + request.room for request in self._running))
 
     def _read(self, request: Request, stalled: list[Request]) -> None:
         """Reads a chunk of a request's prompt."""

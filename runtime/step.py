@@ -21,7 +21,7 @@ from specexport.runtime.logprobs import TokenLogprobs, token_logprobs
 from specexport.runtime.proposers import Proposal, Proposer, SlotView
 from specexport.runtime.sampling import accept_greedy, accept_relaxed, accept_sampled, accept_typical
 
-ROOT = TokenTree.chain(1)
+PLAIN_TREE = TokenTree.chain(1)
 """What a plain step verifies."""
 
 
@@ -107,7 +107,7 @@ class StepProgram(Protocol):
     def share(self, source: int, to: int, tokens: int) -> None:
         """Slot ``to`` begins a text whose first tokens are those in ``source``, this many; they may be one slot."""
 
-    def fit(self, rows: int) -> None:
+    def shrink_cache(self, rows: int) -> None:
         """The longest text running will have at most so many tokens: larger caches may be given up."""
 
     def release(self, slot: int, method: str | None) -> None:
@@ -183,16 +183,16 @@ class HostProgram:
 
         All slots take as many tokens as the widest; what comes after a smaller tree is seen by none of its nodes.
         """
-        looked_at = {slot: proposal.window or proposal for slot, proposal in proposals.items()}
-        trees = {slot: step.tree for slot, step in looked_at.items()}
+        to_verify = {slot: proposal.window or proposal for slot, proposal in proposals.items()}
+        trees = {slot: step.tree for slot, step in to_verify.items()}
         slots = window([one.slot for one in sequences], self.sizes)
         widest = max((len(tree) for tree in trees.values()), default=1)
         width = next(width for width in self._widths[len(slots)] if width >= widest)
         self._target.reserve(max(len(one.tokens) for one in sequences) - 1 + width)
         given = self._target.inputs(width, width, slots=slots)
         for one in sequences:
-            drafted = looked_at[one.slot].tokens if one.slot in looked_at else None
-            self._write(given, one.slot - slots.start, one, trees.get(one.slot, ROOT), drafted)
+            drafted = to_verify[one.slot].tokens if one.slot in to_verify else None
+            self._write(given, one.slot - slots.start, one, trees.get(one.slot, PLAIN_TREE), drafted)
         made = self._target.run(width, width, slots=slots)
         return {one.slot: {name: array[one.slot - slots.start] for name, array in made.items()} for one in sequences}
 
@@ -274,11 +274,11 @@ class HostProgram:
             for speculation in self._speculations.values():
                 speculation.proposer.share(source, to, tokens)
 
-    def fit(self, rows: int) -> None:
+    def shrink_cache(self, rows: int) -> None:
         """See :class:`StepProgram`."""
-        self._target.fit(rows)
+        self._target.shrink_cache(rows)
         for speculation in self._speculations.values():
-            speculation.proposer.fit(rows)
+            speculation.proposer.shrink_cache(rows)
 
     def release(self, slot: int, method: str | None) -> None:
         """See :class:`StepProgram`."""
@@ -309,7 +309,7 @@ def padded_mask(tree: TokenTree, width: int) -> npt.NDArray[np.bool_]:
 def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: SlotView) -> tuple[list[int], int]:
     """The nodes of the proposal's tree that are accepted, and the token after them; ``logits`` may have more rows."""
     tree, drafted, q = (
-        (ROOT, np.empty(0, np.int64), None) if proposal is None else (proposal.tree, proposal.tokens, proposal.q)
+        (PLAIN_TREE, np.empty(0, np.int64), None) if proposal is None else (proposal.tree, proposal.tokens, proposal.q)
     )
     logits = logits[: len(tree)]
     if view.constraint is not None:

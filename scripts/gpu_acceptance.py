@@ -37,7 +37,7 @@ from benchmarks.gpu.machine import Folder, Found, compiled, find  # noqa: E402
 from benchmarks.gpu.timing import copy_bandwidth  # noqa: E402
 from specexport.contract.engines import ComputedIn  # noqa: E402
 from specexport.contract.errors import SpecExportError  # noqa: E402
-from specexport.runtime.cuda.api import Cuda, Device  # noqa: E402
+from specexport.runtime.cuda.api import Cuda, CudaDevice  # noqa: E402
 
 K = 4
 SLOTS = 4
@@ -122,7 +122,7 @@ def attempt(backend: str, work: Work) -> list[Check]:
         return [Check(backend, work.title, False, f"{type(error).__name__}: {error}", "no error")]
 
 
-def plan(args: argparse.Namespace, found: Found, device: Device, texts: list[str], bandwidth: float) -> list[Work]:
+def plan(args: argparse.Namespace, found: Found, device: CudaDevice, texts: list[str], bandwidth: float) -> list[Work]:
     """What is done with a library, in order."""
     made: list[Work] = []
     for lowering in args.lowerings.split(","):
@@ -135,7 +135,7 @@ def plan(args: argparse.Namespace, found: Found, device: Device, texts: list[str
 
 
 def _on_demo_models(
-    args: argparse.Namespace, found: Found, device: Device, texts: list[str], lowering: str, compute: ComputedIn
+    args: argparse.Namespace, found: Found, device: CudaDevice, texts: list[str], lowering: str, compute: ComputedIn
 ) -> list[Work]:
     samples = QUICK_SAMPLES if args.quick else SAMPLES
 
@@ -172,7 +172,7 @@ def _on_demo_models(
 
 
 def _benchmark(
-    args: argparse.Namespace, found: Found, device: Device, texts: list[str], bandwidth: float, lowering: str
+    args: argparse.Namespace, found: Found, device: CudaDevice, texts: list[str], bandwidth: float, lowering: str
 ) -> list[Check]:
     from benchmarks.gpu.decoding import Pair, benchmark
     from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, WIDTH_PER_LAYER

@@ -34,8 +34,8 @@ from demo_corpus import (
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from specexport.exporter.folders import written_beside
-from specexport.exporter.medusa import save_medusa
+from specexport.checkpoints.medusa import save_medusa
+from specexport.contract.folders import written_beside
 from specexport.graphs.medusa import MedusaHeads
 from specexport.training.data import sampled_windows, seeded
 from specexport.training.distill import (

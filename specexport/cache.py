@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from specexport import __version__
+from specexport.checkpoints.locate import locate
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME
 from specexport.contract.reading import sha256
-from specexport.exporter.locate import locate
 
 _MODELS = ("target", "draft", "universal_draft", "medusa", "draft_medusa", "mlp_speculator")
 """Build options that name checkpoints."""

@@ -229,7 +229,7 @@ def _engines(backend: str | None) -> Any:
 
 def _measure(folder: Path, threads: int | None, backend: str | None, *, shared: bool) -> None:
     """Measures a bundle on this device, if nobody has; of the processes that share a cache one does."""
-    from specexport.runtime.measure import is_measured, measure_into
+    from specexport.tuning.batch import is_measured, measure_into
 
     if is_measured(folder, threads, backend):
         return

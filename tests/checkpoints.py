@@ -15,10 +15,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from specexport.exporter.medusa import save_medusa
-from specexport.exporter.mlp_speculator import save_speculator
+from specexport.checkpoints.medusa import save_medusa
+from specexport.checkpoints.mlp_speculator import save_speculator
 from specexport.graphs.medusa import MedusaHeads
-from specexport.graphs.mlp_speculator import MlpSpeculator
+from specexport.graphs.mlp_speculator import SpeculatorStages
 from specexport.training.data import Windows
 from specexport.training.hidden import run_model
 from specexport.training.mlp_speculator import speculator_loss
@@ -208,7 +208,7 @@ def make_speculator(
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
     vocab, hidden = model.get_output_embeddings().weight.shape
     torch.manual_seed(6)
-    made = MlpSpeculator(vocab, hidden, inner, stages, scale_input=scale_input, tied=tied)
+    made = SpeculatorStages(vocab, hidden, inner, stages, scale_input=scale_input, tied=tied)
     with torch.no_grad():
         for parameter in made.parameters():
             noise = torch.randn(parameter.shape)

@@ -52,7 +52,7 @@ def compiled(
             "compute": "fp32",
             "profiles": job.profiles,
         }
-        return ce.Engine(**(described | changes))
+        return ce.CompiledEngine(**(described | changes))
 
     def with_engines(model: Model) -> Model:
         jobs = model_jobs(model, manifest, batches, plain=plain)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from specexport.contract.engines import Backend, ProgramGraph
+from specexport.contract.engines import BackendName, ProgramGraph
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.exporter.engines.program import write_program
 from specexport.runtime import Engine, SamplingParams
@@ -33,7 +33,7 @@ def program_of(folder: Path) -> tuple[ProgramGraph, ...]:
     return write_program(folder, manifest.methods, manifest.target.cache, manifest.lowering)
 
 
-def with_program(folder: Path, backend: Backend) -> Path:
+def with_program(folder: Path, backend: BackendName) -> Path:
     """Makes a bundle one that was built for a backend with a step program, as ``specexport build`` does."""
     program, manifest = program_of(folder), read_manifest(folder)
     files = (*manifest.files, *(file_entry(folder, graph.file) for graph in program))

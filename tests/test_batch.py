@@ -15,10 +15,10 @@ import pytest
 from specexport.contract.shapes import batch_points, window
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, RequestError, SamplingParams, Stream
-from specexport.runtime.budget import Budget
+from specexport.runtime.budget import SpeculationPolicy
 from specexport.runtime.request import Request
 from specexport.runtime.slots import Slots
-from specexport.runtime.step import ROOT, HostProgram, Step
+from specexport.runtime.step import PLAIN_TREE, HostProgram, Step
 from tests.reference import chi_square_p, text_distribution, warped
 from tests.threads import in_threads
 
@@ -30,13 +30,13 @@ BUNDLES = ("llama-near-batch", "llama-near-batch-portable", "gpt2-tree-batch", "
            "qwen3-medusa-draft-batch", "qwen3-mlp", "qwen3-lookup-batch")  # fmt: skip
 
 
-class Generous(Budget):
+class Generous(SpeculationPolicy):
     """Lets every request speculate as if it were alone."""
 
     def assign(self, requests: Sequence[Request]) -> None:
         """Sets the tree of each request's next step."""
         for request in requests:
-            request.view.tree = request.tree if request.room > 1 else ROOT
+            request.view.tree = request.tree if request.room > 1 else PLAIN_TREE
 
 
 @pytest.fixture

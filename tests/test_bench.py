@@ -12,9 +12,10 @@ import pytest
 from specexport.cli import main
 from specexport.contract.errors import RequestError
 from specexport.contract.reading import read_manifest
-from specexport.runtime import Engine, workloads
+from specexport.runtime import Engine
 from specexport.runtime import step as step_module
-from specexport.runtime.bench import compare, extra_memory
+from specexport.tuning import workloads
+from specexport.tuning.bench import compare, extra_memory
 
 Engines = Callable[[str], Engine]
 NAME = "qwen3-lookup"

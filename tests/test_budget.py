@@ -23,7 +23,16 @@ from specexport.contract.methods import method_name
 from specexport.contract.reading import check_files, exchange_manifest, read_manifest
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
-from specexport.runtime.budget import MARGIN, READING, TRYING, Budget, MeasuredBudget, Option, best, smaller_trees
+from specexport.runtime.budget import (
+    MARGIN,
+    PROBE_SHARE,
+    READ_SHARE,
+    MeasuredPolicy,
+    Option,
+    SpeculationPolicy,
+    best,
+    smaller_trees,
+)
 from specexport.runtime.costs import Costs
 from specexport.runtime.ort import cpu_name
 from specexport.runtime.proposers import SlotView
@@ -66,7 +75,7 @@ class Batch:
     """Requests that only a budget sees, and steps that accept what a test says."""
 
     def __init__(self, manifest: Manifest, costs: CostCurve, count: int, asked: int) -> None:
-        self.budget = MeasuredBudget(manifest, {}, Costs(costs), SIZES)
+        self.budget = MeasuredPolicy(manifest, {}, Costs(costs), SIZES)
         method = method_name(manifest.methods[0])
         tree = next(tree for tree in smaller_trees(manifest, method) if len(tree) == asked)
         self.requests = [
@@ -228,7 +237,7 @@ def test_trying_again_costs_a_hundredth_and_finds_what_changed(manifest: Manifes
             tries += 1
             spent += 0.6 + read * -(-unread // 64)
     assert tries >= 3
-    assert spent <= 1.1 * (TRYING + READING * (read > 0)) * steps
+    assert spent <= 1.1 * (PROBE_SHARE + READ_SHARE * (read > 0)) * steps
     if read and count > 1:
         return  # a draft that has to read one text after the other takes longer than this to find out
     # From here on everything is accepted: that is found, and soon everyone speculates again.
@@ -281,8 +290,8 @@ def test_tuning_keeps_the_curve_in_the_bundle(copy: Path, capsys: pytest.Capture
     assert main([*words[:3], "--threads", "2", "--seconds", "0.1"]) == 0
     assert len(read_manifest(copy).costs) == 2
     with Engine.load(copy, threads=1) as measured, Engine.load(copy, threads=1, cost_curve=False) as ruled:
-        assert isinstance(measured._scheduler._budget, MeasuredBudget)
-        assert type(ruled._scheduler._budget) is Budget
+        assert isinstance(measured._scheduler._budget, MeasuredPolicy)
+        assert type(ruled._scheduler._budget) is SpeculationPolicy
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from specexport.contract.errors import BackendError
 from specexport.contract.model import CacheLayer
 from specexport.runtime.cuda.api import Cuda, OutOfDeviceMemoryError
 from specexport.runtime.cuda.caches import DeviceCache, Made
-from specexport.runtime.cuda.memory import Budget, Layout, Plan, Staged
-from specexport.runtime.cuda.stream import Stream
+from specexport.runtime.cuda.memory import BufferLayout, MemoryBudget, MemoryPlan, Staged
+from specexport.runtime.cuda.stream import CudaStream
 from tests.cuda_stand_in import FRESH, StandIn, real
 
 
@@ -30,9 +30,9 @@ def cuda(fake: StandIn) -> Cuda:
 
 
 def _staged(cuda: Cuda, arrays: dict[str, np.ndarray]) -> tuple[Staged, object]:
-    layout, plan = Layout(arrays), Plan()
+    layout, plan = BufferLayout(arrays), MemoryPlan()
     plan.add("all", layout.nbytes)
-    memory = plan.allocate(cuda, Budget(cuda, 0.9), "a test")
+    memory = plan.allocate(cuda, MemoryBudget(cuda, 0.9), "a test")
     return Staged(cuda, layout, memory["all"]), memory
 
 
@@ -117,9 +117,9 @@ def test_errors_say_what_to_do(fake: StandIn) -> None:
 
 def test_budget_counts_what_others_took(cuda: Cuda, fake: StandIn) -> None:
     fake.cudaMalloc(512 << 20)
-    budget = Budget(cuda, 0.75)
+    budget = MemoryBudget(cuda, 0.75)
     assert budget.left == 256 << 20
-    plan = Plan()
+    plan = MemoryPlan()
     plan.add("cache", 257 << 20)
     with pytest.raises(OutOfDeviceMemoryError) as refused:
         plan.allocate(cuda, budget, "the target's cache")
@@ -129,10 +129,10 @@ def test_budget_counts_what_others_took(cuda: Cuda, fake: StandIn) -> None:
 
 
 def test_plan_takes_everything_at_once(cuda: Cuda, fake: StandIn) -> None:
-    plan = Plan()
+    plan = MemoryPlan()
     for name, nbytes in (("a", 1000), ("b", 1), ("shared", 10), ("shared", 300), ("none", 0)):
         plan.add(name, nbytes)
-    memory = plan.allocate(cuda, Budget(cuda, 0.9), "a test")
+    memory = plan.allocate(cuda, MemoryBudget(cuda, 0.9), "a test")
     assert fake.calls.count("cudaMalloc") == 1
     regions = [memory[name] for name in ("a", "b", "shared")]
     assert all(region.address % 256 == 0 for region in regions)
@@ -146,7 +146,7 @@ def test_plan_takes_everything_at_once(cuda: Cuda, fake: StandIn) -> None:
 def test_nothing_outlives_its_last_reference(cuda: Cuda, fake: StandIn) -> None:
     def use() -> None:
         staged, memory = _staged(cuda, {"x": np.zeros(7)})
-        stream = Stream(cuda)
+        stream = CudaStream(cuda)
         captured = stream.capture(lambda: staged.upload(stream.handle))
         captured.launch()
         stream.synchronize()
@@ -163,7 +163,7 @@ def test_nothing_outlives_its_last_reference(cuda: Cuda, fake: StandIn) -> None:
 def test_staged_arrays_travel_in_one_copy(cuda: Cuda, fake: StandIn) -> None:
     arrays = {"ids": np.arange(5), "mask": np.eye(3, dtype=np.bool_), "empty": np.zeros((0, 4), np.float32)}
     staged, memory = _staged(cuda, arrays)
-    stream = Stream(cuda)
+    stream = CudaStream(cuda)
     fake.calls.clear()
     staged.upload(stream.handle)
     ids = staged.device["ids"]
@@ -184,7 +184,7 @@ def test_staged_arrays_travel_in_one_copy(cuda: Cuda, fake: StandIn) -> None:
 
 def test_capture_records_and_launches(cuda: Cuda, fake: StandIn) -> None:
     staged, memory = _staged(cuda, {"x": np.arange(4)})
-    stream = Stream(cuda)
+    stream = CudaStream(cuda)
     captured = stream.capture(lambda: staged.upload(stream.handle))
     address = staged.device["x"].address
     stream.synchronize()
@@ -200,7 +200,7 @@ def test_capture_records_and_launches(cuda: Cuda, fake: StandIn) -> None:
 
 @pytest.mark.parametrize("forbidden", ["allocate", "synchronize"])
 def test_capture_must_neither_allocate_nor_wait(cuda: Cuda, fake: StandIn, forbidden: str) -> None:
-    stream = Stream(cuda)
+    stream = CudaStream(cuda)
     with pytest.raises(BackendError, match="cudaErrorStreamCaptureUnsupported"):
         stream.capture((lambda: cuda.allocate(64) and None) if forbidden == "allocate" else stream.synchronize)
     stream.capture(lambda: None).close()  # usable as before
@@ -209,7 +209,7 @@ def test_capture_must_neither_allocate_nor_wait(cuda: Cuda, fake: StandIn, forbi
 
 
 def test_a_failed_capture_leaves_the_stream_usable(cuda: Cuda, fake: StandIn) -> None:
-    stream = Stream(cuda)
+    stream = CudaStream(cuda)
     fake.refuse_capture = True
     with pytest.raises(BackendError, match="cudaErrorStreamCaptureInvalidated"):
         stream.capture(lambda: None)
@@ -222,7 +222,7 @@ def test_a_failed_capture_leaves_the_stream_usable(cuda: Cuda, fake: StandIn) ->
 def test_stale_addresses_are_noticed(cuda: Cuda) -> None:
     """Of the stand-in itself: what it is trusted to find, it finds."""
     staged, memory = _staged(cuda, {"x": np.arange(4)})
-    stream = Stream(cuda)
+    stream = CudaStream(cuda)
     captured = stream.capture(lambda: staged.upload(stream.handle))
     memory.close()  # type: ignore[attr-defined]
     captured.launch()
@@ -241,11 +241,11 @@ class Caches:
     """A cache on the device beside what it should hold: by layer and kind ``[B,Hkv,S,D]``."""
 
     def __init__(self, cuda: Cuda, fake: StandIn, batch: int, fed: int) -> None:
-        self.fake, self.stream = fake, Stream(cuda)
+        self.fake, self.stream = fake, CudaStream(cuda)
         self.cache = DeviceCache(cuda, LAYERS, batch, np.dtype(np.float32), SIZES, fed)
-        plan = Plan()
+        plan = MemoryPlan()
         self.cache.plan(plan)
-        self.memory = plan.allocate(cuda, Budget(cuda, 0.9), "a test")
+        self.memory = plan.allocate(cuda, MemoryBudget(cuda, 0.9), "a test")
         self.cache.place(self.memory, self.stream.handle)
         self.stream.synchronize()
 

@@ -16,7 +16,7 @@ from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
 from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
 from specexport.runtime.embeds import Embeddings
-from specexport.runtime.record import recorded
+from specexport.tuning.record import recorded
 
 Engines = Callable[[str], Engine]
 NAMES = ("gemma2-embeds", "granite-embeds")
@@ -209,7 +209,7 @@ def test_building(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[s
     from specexport.exporter.engines.bundle import compile_bundle
     from specexport.exporter.engines.options import EngineOptions
     from specexport.exporter.options import BuildOptions
-    from specexport.exporter.verify import verify
+    from specexport.verify.bundle import verify
 
     folder = bundle(NAMES[1])
     report = verify(folder, prompts=("the words of all",), max_tokens=4)

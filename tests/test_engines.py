@@ -16,7 +16,7 @@ import pytest
 
 from specexport.cli import main
 from specexport.contract import tensors
-from specexport.contract.engines import Accept, Commit, Engine, Fill
+from specexport.contract.engines import Accept, Commit, CompiledEngine, Fill
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
@@ -48,7 +48,7 @@ def _tokens(folder: Path) -> list[int]:
         return engine.generate(PROMPT, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)).token_ids
 
 
-def _widths(engine: Engine) -> list[int]:
+def _widths(engine: CompiledEngine) -> list[int]:
     return [profile.tokens for profile in engine.profiles]
 
 

@@ -20,11 +20,12 @@ import torch
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.pytorch_utils import Conv1D
 
+from specexport.checkpoints import parity as check
+from specexport.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.tree import TokenTree
-from specexport.exporter import check, compose, trace
-from specexport.exporter.checkpoint import Checkpoint, load_checkpoint
+from specexport.exporter import compose, trace
 from specexport.exporter.weights import Storage, WeightsFile
 from specexport.graphs.propose import MAX_CANDIDATES, draw_candidate
 from tests.checkpoints import FAMILIES, GROUPED, LAYERS_DIFFER, MAX_POSITIONS, VOCAB, WINDOW, make_checkpoint

@@ -182,7 +182,7 @@ def test_engines_are_compiled_once(uncompiled: Callable[[str], Path], tmp_path: 
     """With the real TensorRT-RTX, in a process of its own."""
     pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
     folder = Path(shutil.copytree(uncompiled("fp16-portable-plain"), tmp_path / "bundle"))
-    device = api.Device(0, "GPU", (8, 9), 1 << 30)
+    device = api.CudaDevice(0, "GPU", (8, 9), 1 << 30)
     found = Found("tensorrt-rtx", "1.7.1.116", ("fp32", "fp16"), "tensorrt-rtx")
     assert machine.compiled(lambda: folder, Found("onnxruntime-cuda", "1", ("fp32",)), device, "fp32") == folder
     assert read_manifest(folder).engines == ()

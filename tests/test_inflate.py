@@ -22,8 +22,8 @@ from benchmarks.inflate import (
     main,
     real_layers,
 )
-from specexport.exporter.verify_runners import reference_states
-from specexport.exporter.verify_speculator import ReferenceSpeculator
+from specexport.verify.runners import reference_states
+from specexport.verify.speculator import ReferenceSpeculator
 from tests.checkpoints import make_speculator
 
 pytestmark = pytest.mark.exporter

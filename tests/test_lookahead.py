@@ -20,7 +20,7 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposers import SlotView
 from specexport.runtime.proposers.lookahead import LookaheadProposer, NgramPool, Trajectory
-from specexport.runtime.record import recorded
+from specexport.tuning.record import recorded
 from tests.manifests import rewritten
 
 Engines = Callable[[str], Engine]

@@ -24,7 +24,7 @@ from specexport.runtime.proposers import SlotView
 from specexport.runtime.proposers.base import Chains
 from specexport.runtime.proposers.ngram import NgramIndex, NgramProposer
 from specexport.runtime.proposers.suffix import OutputStore, SuffixAutomaton, SuffixProposer
-from specexport.runtime.record import recorded
+from specexport.tuning.record import recorded
 from tests.manifests import rewritten
 
 Engines = Callable[[str], Engine]
@@ -409,7 +409,7 @@ def test_there_is_no_tree_to_tune(
 
 @pytest.mark.exporter
 def test_verify_covers_what_is_looked_up(bundle: Callable[[str], Path]) -> None:
-    from specexport.exporter.verify import verify
+    from specexport.verify.bundle import verify
 
     report = verify(bundle(NAME), prompts=("one two three one two three one", "some words"), max_tokens=24)
     assert report.verdict == "passed", report

@@ -13,17 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specexport.checkpoints.medusa import HeadAccuracy, load_medusa, read_outline, save_medusa
 from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.methods import Medusa
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
-from specexport.exporter.medusa import HeadAccuracy, load_medusa, read_outline, save_medusa
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.verify import verify
 from specexport.graphs.medusa import MedusaHeads
 from specexport.runtime import Engine, SamplingParams
+from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint, make_heads
 
 pytestmark = pytest.mark.exporter

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from specexport.checkpoints.mlp_speculator import load_speculator, read_speculator, require_fit
 from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError, RequestError
@@ -35,18 +36,17 @@ from specexport.exporter.engines.library import load_library
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.engines.profiles import model_jobs
 from specexport.exporter.engines.source import write_source
-from specexport.exporter.mlp_speculator import load_speculator, read_speculator, require_fit
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.retree import set_default_tree
-from specexport.exporter.verify import verify
-from specexport.exporter.verify_logits import head_proposals
-from specexport.exporter.verify_speculator import compare_speculator, speculator_limits
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backend import speculator_buffers, step_buffers
-from specexport.runtime.bench import extra_memory
-from specexport.runtime.measure import _show
 from specexport.runtime.proposers import SlotView
 from specexport.runtime.proposers.mlp_speculator import MlpSpeculatorProposer
+from specexport.tuning.batch import _show
+from specexport.tuning.bench import extra_memory
+from specexport.verify.bundle import verify
+from specexport.verify.logits import head_proposals
+from specexport.verify.speculator import compare_speculator, speculator_limits
 from tests.checkpoints import VOCAB, make_checkpoint, make_speculator
 from tests.reference import draw_candidates
 

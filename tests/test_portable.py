@@ -15,10 +15,10 @@ from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.verify import verify
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backend import Graph, open_graph, step_buffers
 from specexport.runtime.bundle import Bundle
+from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.make_bundles import PORTABLE
 

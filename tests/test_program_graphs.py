@@ -10,8 +10,9 @@ import onnxruntime as ort
 import pytest
 
 from specexport.contract import tensors
+from specexport.contract.model import CacheLayer
 from specexport.contract.tree import TokenTree
-from specexport.exporter.trace import CacheShape, trace_commit, trace_fill
+from specexport.exporter.trace import trace_commit, trace_fill
 from specexport.runtime.proposers.base import drawn
 
 pytestmark = pytest.mark.exporter
@@ -65,7 +66,7 @@ def test_filling_a_tree_is_what_the_proposer_does(fill: Any, choices: list[list[
 
 
 def test_a_commit_moves_the_rows_of_the_path_and_no_others_that_are_seen() -> None:
-    shapes = [CacheShape(2, 4, 4), CacheShape(1, 8, 4)]
+    shapes = [CacheLayer(heads=2, key_size=4, value_size=4), CacheLayer(heads=1, key_size=8, value_size=4)]
     session, random = _session(trace_commit(shapes)), np.random.default_rng(1)
     rows, past, path = 16, np.array([3, 7]), np.array([[0, 2, 5, 0, 0, 0], [0, 1, 3, 4, 0, 0]])
     kept = (3, 4)

@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 def test_it_is_the_targets_first_layers(bundle: Callable[[str], Path], engine: Engines) -> None:
-    from specexport.exporter.verify import verify
+    from specexport.verify.bundle import verify
 
     report = verify(bundle(NAME), prompts=("one two three", "some words of it"), max_tokens=12)
     assert report.verdict == "passed", report

@@ -13,10 +13,10 @@ from specexport.commands.run import describe
 from specexport.contract.tree import TokenTree
 from specexport.exporter.engines import program
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.budget import Budget
+from specexport.runtime.budget import SpeculationPolicy
 from specexport.runtime.cuda.executor import Enqueue
 from specexport.runtime.request import Request
-from specexport.runtime.step import ROOT
+from specexport.runtime.step import PLAIN_TREE
 from specexport.runtime.stream import Completion, Stream, completed
 from tests.compiled import compiled
 from tests.step_program import GREEDY, SAMPLED, TYPICAL, WAYS, program_of, same, says_what_it_says
@@ -124,11 +124,11 @@ def test_trees_that_a_budget_hands_out_run_in_larger_steps(
 ) -> None:
     """Chains of two draft tokens, which nothing was captured for, proposed from the host."""
 
-    def assign(self: Budget, requests: Sequence[Request]) -> None:
+    def assign(self: SpeculationPolicy, requests: Sequence[Request]) -> None:
         for request in requests:
-            request.view.tree = TokenTree.chain(3) if request.room > 1 and request.view.method else ROOT
+            request.view.tree = TokenTree.chain(3) if request.room > 1 and request.view.method else PLAIN_TREE
 
-    monkeypatch.setattr(Budget, "assign", assign)
+    monkeypatch.setattr(SpeculationPolicy, "assign", assign)
     with load("dice-near-batch") as there, Engine.load(bundle("dice-near-batch"), threads=1) as cpu:
         for params in (GREEDY, SAMPLED):
             ours = there.generate([7, 9, 11], params)
@@ -217,7 +217,7 @@ def _together(engine: Engine, asks: Sequence[Ask]) -> list[Completion]:
 @pytest.fixture
 def whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests verify the trees they ask for, whatever runs beside them: so that a seed says what it says alone."""
-    monkeypatch.setattr(Budget, "_share", lambda self, request, others: request.tree)
+    monkeypatch.setattr(SpeculationPolicy, "_share", lambda self, request, others: request.tree)
 
 
 @pytest.mark.usefixtures("whole_trees")

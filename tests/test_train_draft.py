@@ -11,9 +11,9 @@ import pytest
 import torch
 from scipy.special import log_softmax
 
+from specexport.checkpoints.checkpoint import load_checkpoint, load_tokenizer, require_same_tokenizer
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError, TrainError
-from specexport.exporter.checkpoint import load_checkpoint, load_tokenizer, require_same_tokenizer
 from specexport.training.data import seeded
 from specexport.training.distill import (
     acceptance_length,

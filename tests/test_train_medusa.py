@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specexport.checkpoints.checkpoint import load_checkpoint
+from specexport.checkpoints.medusa import COMPATIBLE, load_medusa, read_outline
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError, TrainError
-from specexport.exporter.checkpoint import load_checkpoint
-from specexport.exporter.medusa import COMPATIBLE, load_medusa, read_outline
 from specexport.training.data import Windows
 from specexport.training.heads import head_accuracy, new_heads, train_heads
 from specexport.training.hidden import run_model

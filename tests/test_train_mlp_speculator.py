@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from specexport.checkpoints.mlp_speculator import read_speculator
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError
 from specexport.exporter.build import build
-from specexport.exporter.mlp_speculator import read_speculator
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.training.data import Windows

@@ -20,9 +20,9 @@ from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.record import recorded
 from specexport.runtime.stats import Stats
-from specexport.runtime.tune import Observed, candidates, observe, step_costs
+from specexport.tuning.record import recorded
+from specexport.tuning.tree import Observed, candidates, observe, step_costs
 
 Bundles = Callable[[str], Path]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -129,7 +129,7 @@ def data(tmp_path: Path) -> Path:
 def test_tuning_writes_the_tree_into_the_bundle(
     bundle: Bundles, name: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from specexport.exporter.verify import verify
+    from specexport.verify.bundle import verify
 
     folder = copytree(bundle(name), tmp_path / "bundle")
     before = read_manifest(folder)

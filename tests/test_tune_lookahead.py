@@ -17,9 +17,9 @@ from specexport.contract.methods import Lookahead
 from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.record import recorded
 from specexport.runtime.stats import Stats
-from specexport.runtime.tune_lookahead import Run, Step, any_widths, candidates, observe, proposing, replay, widest
+from specexport.tuning.lookahead import ReplayedStep, Run, any_widths, candidates, observe, proposing, replay, widest
+from specexport.tuning.record import recorded
 
 Bundles = Callable[[str], Path]
 NAME = "qwen3-lookahead"
@@ -79,10 +79,10 @@ def test_a_narrow_window_is_the_beginning_of_a_wide_one(wide: Engine) -> None:
 
 def test_what_a_pool_would_have_guessed() -> None:
     steps = (
-        Step(5, (6, 7), ((1, (2, 3)), (4, (8, 8)))),
-        Step(1, (2, 9), ((1, (2, 9)), (4, (8, 9)))),
-        Step(4, (8, 8), ()),
-        Step(4, (8,), ()),
+        ReplayedStep(5, (6, 7), ((1, (2, 3)), (4, (8, 8)))),
+        ReplayedStep(1, (2, 9), ((1, (2, 9)), (4, (8, 9)))),
+        ReplayedStep(4, (8, 8), ()),
+        ReplayedStep(4, (8,), ()),
     )
     run = Run(((5, (6, 7)),), steps)
     # All three guesses are found; with one column nothing is known of 4, with one guess only the latest.
@@ -111,7 +111,7 @@ def test_tuning_writes_the_sizes_into_the_bundle(
     bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from specexport.exporter.retree import set_lookahead
-    from specexport.exporter.verify import verify
+    from specexport.verify.bundle import verify
 
     folder = copytree(bundle(NAME), tmp_path / "bundle")
     data = tmp_path / "data.jsonl"

@@ -100,7 +100,7 @@ def test_decoding_is_lossless(tmp_path: Path) -> None:
 
     from specexport.exporter.build import build
     from specexport.exporter.options import BuildOptions
-    from specexport.exporter.verify import verify
+    from specexport.verify.bundle import verify
     from tests.checkpoints import make_checkpoint
 
     target = make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1, calm=True)

@@ -20,16 +20,16 @@ from specexport.contract.errors import BuildError, BundleError, RequestError
 from specexport.contract.manifest import FileEntry
 from specexport.contract.methods import DraftModel
 from specexport.contract.reading import read_manifest, sha256, write_manifest
-from specexport.exporter import verify as module
-from specexport.exporter import verify_decoding
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.verify import verify
-from specexport.exporter.verify_graphs import check_graphs
-from specexport.exporter.verify_logits import LIMITS, Agreement, rounds
-from specexport.exporter.verify_report import Check, VerifyReport, render
 from specexport.runtime import Completion, Engine
 from specexport.runtime.bundle import Bundle
+from specexport.verify import bundle as module
+from specexport.verify import decoding as verify_decoding
+from specexport.verify.bundle import verify
+from specexport.verify.graphs import check_graphs
+from specexport.verify.logits import LIMITS, Agreement, rounds
+from specexport.verify.report import Check, VerifyReport, render
 from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.exporter

@@ -22,20 +22,20 @@ from polygraphy.backend.base import BaseRunner
 from polygraphy.common import FormattedArray, TensorMetadata
 
 from specexport.contract import tensors
-from specexport.contract.engines import Engine
+from specexport.contract.engines import CompiledEngine
 from specexport.contract.errors import BackendError
 from specexport.contract.reading import read_manifest
-from specexport.exporter import verify as module
-from specexport.exporter import verify_engines
 from specexport.exporter.engines import bundle as bundle_module
 from specexport.exporter.engines import program
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.compiler import EngineReport
 from specexport.exporter.engines.options import EngineOptions
-from specexport.exporter.verify import verify
-from specexport.exporter.verify_engines import Subject, compare_engines, runnable
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
+from specexport.verify import bundle as module
+from specexport.verify import engines as verify_engines
+from specexport.verify.bundle import verify
+from specexport.verify.engines import Subject, compare_engines, runnable
 from tests.cuda_stand_in import StandIn
 from tests.make_bundles import RECIPES
 
@@ -55,7 +55,7 @@ _TYPES = {
 class SourceRunner(BaseRunner):  # type: ignore[misc]
     """Polygraphy's ``TrtRunner``, as far as it is used, over the ONNX graph of an engine."""
 
-    def __init__(self, folder: Path, engine: Engine, spoil: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, folder: Path, engine: CompiledEngine, spoil: Callable[[dict[str, Any]], None]) -> None:
         super().__init__(name="stand-in")
         self._path, self._engine, self._spoil = folder / engine.source, engine, spoil
 

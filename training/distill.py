@@ -17,7 +17,7 @@ from specexport.contract.errors import TrainError
 from specexport.training.data import Windows, sampled_windows, seeded
 from specexport.training.loop import load_tensors, progress_bar
 from specexport.training.options import HeadRunOptions, RunOptions
-from specexport.training.setup import Model, Watch
+from specexport.training.setup import TrainingModel, Watch
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
 _MEASURED_TEXTS = 64
@@ -162,7 +162,7 @@ def sample_texts(
 
 
 def own_texts(
-    model: Model, data: Windows, count: int, prompt: int, options: RunOptions, *, work: Path, watch: Watch
+    model: TrainingModel, data: Windows, count: int, prompt: int, options: RunOptions, *, work: Path, watch: Watch
 ) -> Windows:
     """A model's own continuations of prompts cut from data: what is met when its texts are drafted.
 
@@ -189,7 +189,14 @@ def own_texts(
 
 
 def self_distilled(
-    model: Model, windows: Windows, held_out: Windows, prompt: int, options: HeadRunOptions, *, work: Path, watch: Watch
+    model: TrainingModel,
+    windows: Windows,
+    held_out: Windows,
+    prompt: int,
+    options: HeadRunOptions,
+    *,
+    work: Path,
+    watch: Watch,
 ) -> tuple[Windows, Windows]:
     """Texts of the model itself, as many as ``options`` say, and an eighth as many, at most 64, to measure with.
 

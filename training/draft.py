@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specexport.checkpoints.checkpoint import load_tokenizer, require_same_tokenizer
 from specexport.contract.errors import TrainError
-from specexport.exporter.checkpoint import load_tokenizer, require_same_tokenizer
-from specexport.exporter.folders import written_beside
+from specexport.contract.folders import written_beside
 from specexport.training.data import Windows, sampled_windows, seeded
 from specexport.training.distill import (
     DIVERGENCES,
@@ -27,8 +27,8 @@ from specexport.training.distill import (
 from specexport.training.loop import Loss, Schedule, adamw, muon_and_adamw, train
 from specexport.training.options import RunOptions, within
 from specexport.training.setup import (
-    Model,
     Place,
+    TrainingModel,
     Watch,
     choose_place,
     described,
@@ -205,7 +205,7 @@ def new_llama(
     )
 
 
-def _draft(options: DraftOptions, target: Model, place: Place) -> Model:
+def _draft(options: DraftOptions, target: TrainingModel, place: Place) -> TrainingModel:
     """The draft to train: one that is there, whose tokenizer is the target's, or a new one."""
     if options.draft is not None:
         draft = load_model(options.draft, place, frozen=False)
@@ -224,7 +224,7 @@ def _draft(options: DraftOptions, target: Model, place: Place) -> Model:
     if options.hidden <= target.model.get_input_embeddings().weight.shape[1]:
         inherit_embedding(model, target.model)
     model.generation_config = target.model.generation_config
-    return Model(
+    return TrainingModel(
         source="a new draft",
         path=Path(),
         model=model.to(place.device).eval(),
@@ -238,7 +238,7 @@ def _draft(options: DraftOptions, target: Model, place: Place) -> Model:
 class _Measured:
     """How many of a draft's tokens the target takes, over its own continuations of held-out prompts."""
 
-    def __init__(self, target: Model, held_out: Windows, prompt: int, seed: int, place: Place) -> None:
+    def __init__(self, target: TrainingModel, held_out: Windows, prompt: int, seed: int, place: Place) -> None:
         self._target = target.model
         self._prompt = prompt
         self._seed = seed

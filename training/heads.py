@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from specexport.exporter.medusa import HeadAccuracy
+from specexport.checkpoints.medusa import HeadAccuracy
 from specexport.graphs.medusa import MedusaHeads
 from specexport.training.data import Windows
 from specexport.training.distill import divergence

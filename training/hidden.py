@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from specexport.checkpoints.medusa import HeadAccuracy
 from specexport.contract.errors import TrainError
 from specexport.contract.tree import MAX_NODES
-from specexport.exporter.medusa import HeadAccuracy
 from specexport.graphs.medusa import MAX_TOP_K
 from specexport.training.data import Windows
 from specexport.training.loop import Loss, Trained, adamw, progress_bar, train

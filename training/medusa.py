@@ -14,10 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from specexport.contract.errors import TrainError
-from specexport.exporter.checkpoint import load_checkpoint
-from specexport.exporter.folders import written_beside
-from specexport.exporter.medusa import (
+from specexport.checkpoints.checkpoint import load_checkpoint
+from specexport.checkpoints.medusa import (
     COMPATIBLE,
     CONFIG,
     HeadAccuracy,
@@ -26,7 +24,9 @@ from specexport.exporter.medusa import (
     save_compatible,
     save_medusa,
 )
-from specexport.exporter.trace import quiet
+from specexport.checkpoints.quiet import quiet
+from specexport.contract.errors import TrainError
+from specexport.contract.folders import written_beside
 from specexport.graphs.medusa import MedusaHeads
 from specexport.training.data import Windows
 from specexport.training.distill import self_distilled
@@ -35,8 +35,8 @@ from specexport.training.hidden import run_model
 from specexport.training.loop import Trained
 from specexport.training.options import HeadRunOptions, within
 from specexport.training.setup import (
-    Model,
     Place,
+    TrainingModel,
     Watch,
     choose_place,
     described,
@@ -151,7 +151,7 @@ class _Stages:
     """The two stages over the same heads and data."""
 
     options: MedusaOptions
-    base: Model
+    base: TrainingModel
     heads: MedusaHeads
     windows: Windows
     place: Place
@@ -238,7 +238,7 @@ def _lm_loss(model: Any, windows: Windows, place: Place) -> float:
     return total / max(1, count)
 
 
-def _save_together(folder: Path, base: Model, heads: MedusaHeads, accuracy: HeadAccuracy, name: str) -> None:
+def _save_together(folder: Path, base: TrainingModel, heads: MedusaHeads, accuracy: HeadAccuracy, name: str) -> None:
     """A model folder whose weights hold the heads as well; read back, so that what is written can be used."""
     model = base.model.cpu().to(base.stored)
     state = {f"medusa_head.{key}": value.detach().to(base.stored) for key, value in heads.state_dict().items()}

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
+from specexport.checkpoints.medusa import HeadAccuracy
+from specexport.checkpoints.mlp_speculator import save_speculator
+from specexport.contract.folders import written_beside
 from specexport.contract.methods import MAX_STAGES
-from specexport.exporter.folders import written_beside
-from specexport.exporter.medusa import HeadAccuracy
-from specexport.exporter.mlp_speculator import save_speculator
-from specexport.graphs.mlp_speculator import MlpSpeculator
+from specexport.graphs.mlp_speculator import SpeculatorStages
 from specexport.training.data import Windows
 from specexport.training.distill import self_distilled
 from specexport.training.hidden import measured, summed_loss, train_over, weighted
 from specexport.training.loop import Loss, Trained
 from specexport.training.options import HeadRunOptions, within
 from specexport.training.setup import (
-    Model,
     Place,
+    TrainingModel,
     Watch,
     choose_place,
     described,
@@ -111,8 +111,8 @@ class _Stage:
     """Learns some windows for some steps."""
 
     options: SpeculatorOptions
-    base: Model
-    speculator: MlpSpeculator
+    base: TrainingModel
+    speculator: SpeculatorStages
     place: Place
     work: Path
     watch: Watch
@@ -133,11 +133,11 @@ class _Stage:
         )
 
 
-def new_speculator(options: SpeculatorOptions, model: Any) -> MlpSpeculator:
+def new_speculator(options: SpeculatorOptions, model: Any) -> SpeculatorStages:
     """Stages for a model, drawn from torch's global generator as ``fms-extras`` draws them."""
     vocab, hidden = model.get_output_embeddings().weight.shape
     inner = options.inner_dim or hidden
-    made = MlpSpeculator(
+    made = SpeculatorStages(
         vocab, hidden, inner, options.n_predict, scale_input=options.scale_input, tied=options.tie_weights
     )
     for parameter in made.parameters():
@@ -146,7 +146,7 @@ def new_speculator(options: SpeculatorOptions, model: Any) -> MlpSpeculator:
     return made.to(model.device)
 
 
-def speculator_loss(speculator: MlpSpeculator, hidden: torch.Tensor, batch: Windows, decay: float) -> Loss:
+def speculator_loss(speculator: SpeculatorStages, hidden: torch.Tensor, batch: Windows, decay: float) -> Loss:
     """Σ decay^i · CE_i, where CE_i is stage i's mean cross-entropy of the token 2 + i positions on.
 
     Each stage is given the true token before its own (arXiv 2404.19124).
@@ -161,7 +161,7 @@ def speculator_loss(speculator: MlpSpeculator, hidden: torch.Tensor, batch: Wind
 
 
 def _losses(
-    speculator: MlpSpeculator, hidden: torch.Tensor, batch: Windows
+    speculator: SpeculatorStages, hidden: torch.Tensor, batch: Windows
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     state = speculator.first_state(hidden)
     for stage, head in enumerate(speculator.head):
@@ -171,7 +171,7 @@ def _losses(
         yield summed_loss(head, state[learnt], labels, speculator.vocab)
 
 
-def stage_accuracy(speculator: MlpSpeculator, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
+def stage_accuracy(speculator: SpeculatorStages, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
     """Measures each stage, after true tokens, over windows it was not trained on."""
 
     def ranks(hidden: torch.Tensor, batch: Windows) -> Iterator[torch.Tensor]:

@@ -16,9 +16,9 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specexport import __version__
+from specexport.checkpoints.locate import locate
+from specexport.checkpoints.quiet import quiet
 from specexport.contract.errors import TrainError
-from specexport.exporter.locate import locate
-from specexport.exporter.trace import quiet
 from specexport.training.data import Windows
 from specexport.training.loop import Trained
 from specexport.training.options import RunOptions
@@ -76,7 +76,7 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Model:
+class TrainingModel:
     """A causal LM and its tokenizer.
 
     Attributes:
@@ -98,7 +98,7 @@ class Model:
     max_positions: int
 
 
-def load_model(source: str, place: Place, *, frozen: bool) -> Model:
+def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
     """Loads a model to train with, or to train.
 
     Args:
@@ -136,7 +136,7 @@ def load_model(source: str, place: Place, *, frozen: bool) -> Model:
     if ends is None:
         ends = tokenizer.eos_token_id
     longest = getattr(text, "max_position_embeddings", None)
-    return Model(
+    return TrainingModel(
         source=source,
         path=path,
         model=model.to(place.device).eval().requires_grad_(not frozen),
@@ -167,7 +167,7 @@ def _windows_fingerprint(windows: Windows) -> str:
 
 
 def run_settings(
-    options: RunOptions, target: Model, windows: Windows, held_out: Windows, place: Place
+    options: RunOptions, target: TrainingModel, windows: Windows, held_out: Windows, place: Place
 ) -> dict[str, Any]:
     """Everything the result of a training depends on, as :func:`work_folder` wants it."""
     return options.settings() | {

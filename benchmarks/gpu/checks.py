@@ -100,7 +100,7 @@ def widths(engine: Engine) -> list[int]:
 def read(graph: Graph, tokens: Sequence[int], width: int, past: int = 0) -> np.ndarray:
     """Reads a text ``width`` tokens at a time behind ``past`` rows: logits ``[n, V]``; a rest too short is left out."""
     found = []
-    graph.fit(1)
+    graph.shrink_cache(1)
     chain = TokenTree.chain(width)
     for start in range(0, len(tokens) - width + 1, width):
         found.append(step(graph, tokens[start : start + width], past + start, chain))
@@ -135,7 +135,7 @@ def tree_commit(folder: Path, backend: str, compute: ComputedIn, text: str) -> l
         step(graph, nodes, past, tree)
         graph.commit(0, past, path)
         kept = step(graph, after, past + len(path), TokenTree.chain(width))
-        graph.fit(1)
+        graph.shrink_cache(1)
         read(graph, tokens[:past], width)
         chain = [nodes[node] for node in path]
         step(graph, [*chain, *after[: width - len(chain)]], past, TokenTree.chain(width))

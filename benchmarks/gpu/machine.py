@@ -14,7 +14,7 @@ from specexport.contract.engines import ComputedIn, EngineRuntime
 from specexport.contract.errors import BackendError, SpecExportError
 from specexport.contract.reading import read_manifest
 from specexport.runtime.cuda import ort, trt
-from specexport.runtime.cuda.api import Cuda, Device
+from specexport.runtime.cuda.api import Cuda, CudaDevice
 
 Folder = Callable[[], Path]
 """Makes a bundle if it is not there yet, and says where it is."""
@@ -60,7 +60,7 @@ def _onnxruntime() -> Found:
     return Found("onnxruntime-cuda", str(ort.import_onnxruntime().__version__), ("fp32",))
 
 
-def _engine_library(runtime: EngineRuntime, device: Device) -> Found:
+def _engine_library(runtime: EngineRuntime, device: CudaDevice) -> Found:
     """A library that compiles engines for this device and runs them.
 
     Raises:
@@ -75,7 +75,7 @@ def _engine_library(runtime: EngineRuntime, device: Device) -> Found:
     return Found(runtime, str(module.__version__), ("fp32", "fp16"), runtime)
 
 
-def compiled(made: Folder, found: Found, device: Device, compute: ComputedIn, slots: int = 1) -> Path:
+def compiled(made: Folder, found: Found, device: CudaDevice, compute: ComputedIn, slots: int = 1) -> Path:
     """A bundle, with engines for this device if the library runs engines.
 
     Compiled in a process of its own, as one process drives one library only.
@@ -108,7 +108,7 @@ def compiled(made: Folder, found: Found, device: Device, compute: ComputedIn, sl
     return folder
 
 
-def _has_engines(folder: Path, found: Found, device: Device, compute: ComputedIn, slots: int) -> bool:
+def _has_engines(folder: Path, found: Found, device: CudaDevice, compute: ComputedIn, slots: int) -> bool:
     return any(
         (engine.runtime, engine.version, engine.compute) == (found.engines, found.version, compute)
         and engine.runs_on(device.capability)

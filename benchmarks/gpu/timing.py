@@ -18,8 +18,8 @@ from specexport.runtime.backend import Graph
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.backend import CudaBackend
 from specexport.runtime.cuda.executor import Enqueue
-from specexport.runtime.cuda.memory import Budget, Plan
-from specexport.runtime.cuda.stream import Stream
+from specexport.runtime.cuda.memory import MemoryBudget, MemoryPlan
+from specexport.runtime.cuda.stream import CudaStream
 
 COPIED = 1 << 30
 
@@ -32,11 +32,11 @@ def on_device(engine: Engine) -> CudaBackend:
 
 def copy_bandwidth(cuda: Cuda, rounds: int = 10) -> float:
     """Bytes a second that a copy within the device's memory reads and writes."""
-    stream, needs = Stream(cuda), Plan()
-    nbytes = min(COPIED, Budget(cuda, 0.5).left // 4)
+    stream, needs = CudaStream(cuda), MemoryPlan()
+    nbytes = min(COPIED, MemoryBudget(cuda, 0.5).left // 4)
     needs.add("from", nbytes)
     needs.add("to", nbytes)
-    memory = needs.allocate(cuda, Budget(cuda, 1.0), "the bandwidth test")
+    memory = needs.allocate(cuda, MemoryBudget(cuda, 1.0), "the bandwidth test")
     start, end = cuda.create_event(), cuda.create_event()
     times = []
     for _ in range(rounds):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from specexport.contract.engines import Commit, ComputedIn, Engine, EngineRuntime, ProgramGraph
+from specexport.contract.engines import Commit, CompiledEngine, ComputedIn, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import Beside, Medusa, Method, draft_role
@@ -132,7 +132,7 @@ class _Compiler:
             made.append(self._engine(source, job, compute))
         return msgspec.structs.replace(graph, engines=(*self._kept(graph.engines), *made))
 
-    def _source(self, master: str, compute: ComputedIn, job: Job, engines: tuple[Engine, ...]) -> Path:
+    def _source(self, master: str, compute: ComputedIn, job: Job, engines: tuple[CompiledEngine, ...]) -> Path:
         """The graph to compile: as another engine's, or written."""
         drafts = f".k{job.drafts}" if job.drafts else ""
         slots = ".slots" if job.several else ""  # B is symbolic there
@@ -144,7 +144,7 @@ class _Compiler:
         self._progress(f"writing {path.parent.name}/{path.name}", 1, 1)
         return path
 
-    def _kept(self, engines: tuple[Engine, ...]) -> tuple[Engine, ...]:
+    def _kept(self, engines: tuple[CompiledEngine, ...]) -> tuple[CompiledEngine, ...]:
         """Engines of other libraries and devices."""
         mine = tuple(dotted(one) for one in self.capabilities)
         return tuple(
@@ -153,7 +153,7 @@ class _Compiler:
             if (engine.runtime, engine.compute_capabilities) != (self._options.runtime, mine)
         )
 
-    def _engine(self, source: Path, job: Job, compute: ComputedIn) -> Engine:
+    def _engine(self, source: Path, job: Job, compute: ComputedIn) -> CompiledEngine:
         devices = "-".join(f"sm{major}{minor}" for major, minor in self.capabilities)
         output = self._free(source.with_name(f"{source.stem}.{self._options.runtime}.{devices}.engine"))
         name = f"compiling {source.parent.name}/{source.stem}"
@@ -166,7 +166,7 @@ class _Compiler:
             compile_graph(source, output, job.sizes, self._library, self._options, self.capabilities, advance)
         )
         self._progress(name, 100, 100)
-        return Engine(
+        return CompiledEngine(
             file=output.relative_to(self._folder).as_posix(),
             source=source.relative_to(self._folder).as_posix(),
             runtime=self._options.runtime,

@@ -64,6 +64,5 @@ def write_program(
             file = save("fill", trace.trace_fill(method.candidates))
             made.append(Fill(file=file, candidates=method.candidates))
     if lowering == "native" and not all(tree.is_chain for tree in trees):
-        shapes = [trace.CacheShape(layer.heads, layer.key_size, layer.value_size) for layer in cache]
-        made.append(Commit(file=save("commit", trace.trace_commit(shapes)), model="target"))
+        made.append(Commit(file=save("commit", trace.trace_commit(cache)), model="target"))
     return tuple(made)

@@ -17,7 +17,7 @@ class OutOfDeviceMemoryError(BackendError):
 
 
 @dataclass(frozen=True)
-class Device:
+class CudaDevice:
     """A GPU.
 
     Attributes:
@@ -59,7 +59,7 @@ class Cuda:
         major = self._call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMajor, index)
         minor = self._call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMinor, index)
         name = self._call("cudaGetDeviceProperties", index).name
-        self.device = Device(
+        self.device = CudaDevice(
             index, name.decode() if isinstance(name, bytes) else str(name), (major, minor), self.memory()[1]
         )
 

@@ -13,12 +13,12 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.executor import Enqueue, Execution, worst
 from specexport.runtime.cuda.graph import DeviceGraph
-from specexport.runtime.cuda.kinds import Kinds
-from specexport.runtime.cuda.libraries import EngineLibrary, Library, OnnxRuntimeLibrary
-from specexport.runtime.cuda.memory import Budget
+from specexport.runtime.cuda.kinds import StepVariants
+from specexport.runtime.cuda.libraries import EngineLibrary, GraphLibrary, OnnxRuntimeLibrary
+from specexport.runtime.cuda.memory import MemoryBudget
 from specexport.runtime.cuda.program import DeviceProgram
 from specexport.runtime.cuda.steps import ProgramGraphs, Steps
-from specexport.runtime.cuda.stream import Stream
+from specexport.runtime.cuda.stream import CudaStream
 from specexport.runtime.step import HostProgram, Speculation, StepProgram
 
 Runtime = Literal["onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
@@ -40,12 +40,16 @@ class CudaBackend:
     """
 
     def __init__(
-        self, bundle: Bundle, cuda: Cuda, utilization: float, library: Callable[[Stream, Budget], Library]
+        self,
+        bundle: Bundle,
+        cuda: Cuda,
+        utilization: float,
+        library: Callable[[CudaStream, MemoryBudget], GraphLibrary],
     ) -> None:
         self._bundle = bundle
         self.cuda = cuda
-        self._budget = Budget(cuda, utilization)
-        self.stream = Stream(cuda)
+        self._budget = MemoryBudget(cuda, utilization)
+        self.stream = CudaStream(cuda)
         self._library = library(self.stream, self._budget)
         self.graphs: list[DeviceGraph] = []
         self._steps: Steps | None = None
@@ -126,7 +130,7 @@ class CudaBackend:
             return HostProgram(manifest, target, speculations, self._of_graphs)
         graphs = ProgramGraphs(executors)
         try:
-            kinds = Kinds(manifest, target, speculations, graphs)
+            kinds = StepVariants(manifest, target, speculations, graphs)
             self._steps = Steps(self.cuda, self.stream, self._budget, target, graphs, kinds.all)
         except BaseException:
             graphs.close()

@@ -12,7 +12,7 @@ import numpy as np
 from specexport.contract import tensors
 from specexport.contract.model import CacheLayer
 from specexport.runtime.cuda.api import Cuda
-from specexport.runtime.cuda.memory import Memory, Plan, Tensor, aligned
+from specexport.runtime.cuda.memory import Memory, MemoryPlan, Tensor, aligned
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class DeviceCache:
         self.rows = self._sizes[0]
         self._memory: Memory | None = None
 
-    def plan(self, plan: Plan) -> None:
+    def plan(self, plan: MemoryPlan) -> None:
         """Says what it needs."""
         widest = 0
         for (heads, width), members in self._members.items():

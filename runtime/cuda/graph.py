@@ -16,9 +16,9 @@ from specexport.runtime.backend import FIRST, Array, Buffers
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.caches import DeviceCache, Made
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
-from specexport.runtime.cuda.memory import Budget, Layout, Plan, Staged, Tensor
+from specexport.runtime.cuda.memory import BufferLayout, MemoryBudget, MemoryPlan, Staged, Tensor
 from specexport.runtime.cuda.repeat import PASTS, Repeated, call_arrays, call_of, note_pasts, repeated_points
-from specexport.runtime.cuda.stream import Captured, Stream
+from specexport.runtime.cuda.stream import Captured, CudaStream
 
 _Key = tuple[int, int, int]
 """T, R and K: a shape point but for its batch and its cache."""
@@ -91,8 +91,8 @@ class DeviceGraph:
     def __init__(
         self,
         cuda: Cuda,
-        stream: Stream,
-        budget: Budget,
+        stream: CudaStream,
+        budget: MemoryBudget,
         model: Model,
         lowering: LoweredAs,
         buffers: Buffers,
@@ -123,9 +123,9 @@ class DeviceGraph:
         self._instead = _wider_drafts({_key(point) for point in self._points})
         self._beyond = max((drafts - 1 for _, _, drafts in self._instead.values()), default=0)
         layouts = {key: self._layouts(point, buffers) for key, point in points.items()}
-        self._call = next((Layout(call_arrays(point, buffers)) for point in self._repeated), Layout({}))
+        self._call = next((BufferLayout(call_arrays(point, buffers)) for point in self._repeated), BufferLayout({}))
 
-        plan = Plan()
+        plan = MemoryPlan()
         self.cache.plan(plan)
         plan.add("workspace", executor.workspace)
         plan.add("call", self._call.nbytes)
@@ -184,7 +184,7 @@ class DeviceGraph:
             raise BackendError(f"{rows} cache rows wanted, but the bundle's largest cache has {self.cache_sizes[-1]}")
         self.cache.resize(size, self._stream.handle)
 
-    def fit(self, rows: int) -> None:
+    def shrink_cache(self, rows: int) -> None:
         """See :class:`~specexport.runtime.backend.Graph`."""
         size = next((size for size in self.cache_sizes if size >= rows + self._beyond), self.cache_sizes[-1])
         if size < self.cache.rows:
@@ -288,10 +288,10 @@ class DeviceGraph:
         """The slots a point may run for."""
         return [range(first, first + point.batch) for first in range(0, self._slots, point.batch)]
 
-    def _layouts(self, point: ShapePoint, buffers: Buffers) -> tuple[Layout, Layout]:
+    def _layouts(self, point: ShapePoint, buffers: Buffers) -> tuple[BufferLayout, BufferLayout]:
         inputs, outputs = buffers(point)
         pasts = {PASTS: np.zeros((point.drafts, point.batch), np.int64)} if point in self._repeated else {}
-        return Layout(inputs | pasts), Layout(outputs)
+        return BufferLayout(inputs | pasts), BufferLayout(outputs)
 
     def _ready(self, point: ShapePoint) -> list[_Piece]:
         """Prepares a point and runs it once, so that libraries have set themselves up before anything is captured."""

@@ -11,14 +11,14 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.runtime.budget import smaller_trees
 from specexport.runtime.cuda.graph import DeviceGraph
-from specexport.runtime.cuda.step_kind import Drafting, Kind
+from specexport.runtime.cuda.step_kind import Drafting, StepVariant
 from specexport.runtime.cuda.steps import READ_BACK, ProgramGraphs
 from specexport.runtime.proposers import SlotView
 from specexport.runtime.proposers.draft_model import DraftModelProposer
 from specexport.runtime.step import Speculation
 
 
-class Kinds:
+class StepVariants:
     """The kinds of steps that are captured, by what requests ask for.
 
     One accept graph decides for all slots of a step: they accept by one rule, and draw from drafts of one M at most.
@@ -47,15 +47,15 @@ class Kinds:
         }
         self._longest = {name: max(map(len, known)) for name, known in trees.items()}
         lengths = {1, *(len(tree) for known in trees.values() for tree in known)}
-        made: dict[tuple[int, int, int], Kind] = {}
-        self._verified: dict[tuple[int, int], Kind] = {}
-        self._drafted: dict[tuple[int, str], list[Kind]] = {}
+        made: dict[tuple[int, int, int], StepVariant] = {}
+        self._verified: dict[tuple[int, int], StepVariant] = {}
+        self._drafted: dict[tuple[int, str], list[StepVariant]] = {}
         for at, (accept, executor) in enumerate(graphs.of(Accept)):
             nodes = {point.tokens for point in executor.points if point.batch == self._slots}
             for length in lengths:
                 T, N = self._fitting(target.widths(self._slots), nodes, length)
                 if T and N:
-                    self._verified[at, length] = made.setdefault((at, T, N), Kind(accept, T, N))
+                    self._verified[at, length] = made.setdefault((at, T, N), StepVariant(accept, T, N))
         for name, known in trees.items():
             for drafting in self._fillable(name, speculations[name], known, graphs):
                 length = len(drafting.tree)
@@ -63,7 +63,7 @@ class Kinds:
                     kind = self._verified.get((at, length))
                     exact = kind is not None and kind.tokens == kind.nodes == length
                     if exact and (accept.rule == "typical" or accept.candidates == self._support[name]):
-                        self._drafted.setdefault((at, name), []).append(Kind(accept, length, length, drafting))
+                        self._drafted.setdefault((at, name), []).append(StepVariant(accept, length, length, drafting))
         self.all = (*made.values(), *(kind for kinds in self._drafted.values() for kind in kinds))
 
     def deciding(self, views: Sequence[SlotView]) -> int | None:
@@ -83,19 +83,19 @@ class Kinds:
                 return at
         return None
 
-    def verified(self, at: int, trees: Collection[TokenTree]) -> Kind:
+    def verified(self, at: int, trees: Collection[TokenTree]) -> StepVariant:
         """The step in which an accept graph decides on trees that the host filled."""
         # Smaller trees than any that was captured run in the next larger one's step.
         kind = self._at_least(at, max(map(len, trees)))
         assert kind is not None
         return kind
 
-    def drafted(self, at: int, method: str, trees: Collection[TokenTree]) -> Kind | None:
+    def drafted(self, at: int, method: str, trees: Collection[TokenTree]) -> StepVariant | None:
         """The step in which a draft fills the trees on the device; None where there is none."""
         known = self._drafted.get((at, method), ())
         return next((kind for kind in known if kind.drafting and all(map(kind.drafting.holds, trees))), None)
 
-    def _at_least(self, at: int, length: int) -> Kind | None:
+    def _at_least(self, at: int, length: int) -> StepVariant | None:
         fits = [captured for known, captured in self._verified if known == at and captured >= length]
         return self._verified[at, min(fits)] if fits else None
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from specexport.contract.engines import Engine, EngineRuntime, ProgramGraph
+from specexport.contract.engines import CompiledEngine, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
 from specexport.contract.program import program_points, program_sizes
@@ -15,13 +15,13 @@ from specexport.contract.shapes import speculator_points
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.executor import Executor
-from specexport.runtime.cuda.memory import Budget
+from specexport.runtime.cuda.memory import MemoryBudget
 from specexport.runtime.cuda.ort import SessionExecutor, Sessions, StaticGraph
-from specexport.runtime.cuda.stream import Stream
+from specexport.runtime.cuda.stream import CudaStream
 from specexport.runtime.cuda.trt import EngineExecutor, choose, import_tensorrt
 
 
-class Library(Protocol):
+class GraphLibrary(Protocol):
     """A library on a device, with a bundle to run."""
 
     @property
@@ -62,21 +62,21 @@ class OnnxRuntimeLibrary:
 
     name = "onnxruntime-cuda"
 
-    def __init__(self, bundle: Bundle, cuda: Cuda, stream: Stream, budget: Budget) -> None:
+    def __init__(self, bundle: Bundle, cuda: Cuda, stream: CudaStream, budget: MemoryBudget) -> None:
         self._bundle = bundle
         self._sessions = Sessions(cuda, stream, budget)
         self.batch_sizes = bundle.manifest.batch_sizes
         self.without_program = ""
 
     def model(self, model: Model) -> SessionExecutor:
-        """See :class:`Library`."""
+        """See :class:`GraphLibrary`."""
         graphs = {graph.point: StaticGraph(self._bundle.file(graph.file)) for graph in model.graph.points}
         if not model.cache:
             graphs = {point: graphs[point] for point in speculator_points(graphs)}
         return SessionExecutor(self._sessions, graphs, np.dtype(np.float32))
 
     def program(self, slots: int) -> list[tuple[ProgramGraph, Executor]]:
-        """See :class:`Library`; bundles built for the CPU have none, nor is one that needs the CPU taken."""
+        """See :class:`GraphLibrary`; bundles built for the CPU have none, nor is one that needs the CPU taken."""
         manifest = self._bundle.manifest
         if manifest.methods and not manifest.program:
             self.without_program = (
@@ -113,7 +113,9 @@ class EngineLibrary:
         runtime: the library.
     """
 
-    def __init__(self, bundle: Bundle, cuda: Cuda, stream: Stream, budget: Budget, runtime: EngineRuntime) -> None:
+    def __init__(
+        self, bundle: Bundle, cuda: Cuda, stream: CudaStream, budget: MemoryBudget, runtime: EngineRuntime
+    ) -> None:
         self._bundle = bundle
         self._device = cuda.device
         self._stream = stream
@@ -124,16 +126,16 @@ class EngineLibrary:
 
     @property
     def batch_sizes(self) -> list[int]:
-        """See :class:`Library`; those that steps of the target were compiled for."""
+        """See :class:`GraphLibrary`; those that steps of the target were compiled for."""
         engines = choose(self._bundle.manifest.target.engines, self._runtime, self._device)
         return sorted({p.batch for engine in engines for p in engine.profiles if p.rows == p.tokens})
 
     def model(self, model: Model) -> EngineExecutor:
-        """See :class:`Library`."""
+        """See :class:`GraphLibrary`."""
         return self._executor(choose(model.engines, self._runtime, self._device))
 
     def program(self, slots: int) -> list[tuple[ProgramGraph, Executor]]:
-        """See :class:`Library`; bundles that only decode plainly have none, older ones none for this device."""
+        """See :class:`GraphLibrary`; bundles that only decode plainly have none, older ones none for this device."""
         try:
             return [
                 (graph, self._executor(choose(graph.engines, self._runtime, self._device)))
@@ -144,7 +146,7 @@ class EngineLibrary:
             self.without_program = str(error)
             return []
 
-    def _executor(self, engines: Sequence[Engine]) -> EngineExecutor:
+    def _executor(self, engines: Sequence[CompiledEngine]) -> EngineExecutor:
         trt: Any = import_tensorrt(
             self._runtime, version_compatible=all(engine.version_compatible for engine in engines)
         )

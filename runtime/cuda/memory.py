@@ -23,7 +23,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-class Budget:
+class MemoryBudget:
     """What may be used of a device: a fraction of all its memory, shared by everything a bundle loads.
 
     Args:
@@ -72,7 +72,7 @@ class Region:
     nbytes: int
 
 
-class Plan:
+class MemoryPlan:
     """What will be allocated; nothing is until :meth:`allocate`."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Plan:
         """Plans a region. One that is planned twice is as large as the larger: it is shared."""
         self._sizes[name] = max(nbytes, self._sizes.get(name, 0))
 
-    def allocate(self, cuda: Cuda, budget: Budget, purpose: str) -> Memory:
+    def allocate(self, cuda: Cuda, budget: MemoryBudget, purpose: str) -> Memory:
         """Takes everything at once.
 
         Args:
@@ -163,7 +163,7 @@ class Tensor:
         return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
 
-class Layout:
+class BufferLayout:
     """Where arrays lie in one piece of memory, one after the other.
 
     Args:
@@ -198,7 +198,7 @@ class Staged:
         region: where it is on the device.
     """
 
-    def __init__(self, cuda: Cuda, layout: Layout, region: Region) -> None:
+    def __init__(self, cuda: Cuda, layout: BufferLayout, region: Region) -> None:
         assert layout.nbytes <= region.nbytes
         self._cuda = cuda
         self._region = region

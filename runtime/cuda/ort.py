@@ -14,8 +14,8 @@ from specexport.contract.errors import BackendError
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.executor import Enqueue, Execution
-from specexport.runtime.cuda.memory import Budget, Region, Tensor
-from specexport.runtime.cuda.stream import Stream
+from specexport.runtime.cuda.memory import MemoryBudget, Region, Tensor
+from specexport.runtime.cuda.stream import CudaStream
 
 MINIMUM = (1, 31)
 """Older releases were not looked at: what is asked of a session below may not be there."""
@@ -78,7 +78,7 @@ class Sessions:
         BackendError: onnxruntime-gpu is missing or too old.
     """
 
-    def __init__(self, cuda: Cuda, stream: Stream, budget: Budget) -> None:
+    def __init__(self, cuda: Cuda, stream: CudaStream, budget: MemoryBudget) -> None:
         self._ort = import_onnxruntime()
         self._device = cuda.device.index
         self._stream = stream

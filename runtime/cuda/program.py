@@ -16,13 +16,13 @@ from specexport.contract.shapes import CATCH_UP_TOKENS
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, write_sampling
 from specexport.runtime.cuda.graph import DeviceGraph
-from specexport.runtime.cuda.kinds import Kinds
-from specexport.runtime.cuda.step_kind import Kind
+from specexport.runtime.cuda.kinds import StepVariants
+from specexport.runtime.cuda.step_kind import StepVariant
 from specexport.runtime.cuda.steps import READ_BACK, Steps
-from specexport.runtime.cuda.stream import Stream
+from specexport.runtime.cuda.stream import CudaStream
 from specexport.runtime.proposers import Proposal, SlotView
 from specexport.runtime.proposers.draft_model import DraftModelProposer
-from specexport.runtime.step import ROOT, HostProgram, Outcome, Speculation, Step, padded_mask
+from specexport.runtime.step import PLAIN_TREE, HostProgram, Outcome, Speculation, Step, padded_mask
 
 _NEVER = np.float32(1e30)
 """Noise with which no draft token stays: its product with q exceeds every p."""
@@ -73,8 +73,8 @@ class DeviceProgram(HostProgram):
         target: DeviceGraph,
         speculations: Mapping[str, Speculation],
         execution: str,
-        stream: Stream,
-        kinds: Kinds,
+        stream: CudaStream,
+        kinds: StepVariants,
         steps: Steps,
     ) -> None:
         super().__init__(manifest, target, speculations, execution)
@@ -92,7 +92,7 @@ class DeviceProgram(HostProgram):
         drafter, kind = self._drafter(sequences, accept)
         proposals = {} if kind is not None else self._propose(sequences)
         if kind is None:
-            kind = self._kinds.verified(accept, [proposal.tree for proposal in proposals.values()] or [ROOT])
+            kind = self._kinds.verified(accept, [proposal.tree for proposal in proposals.values()] or [PLAIN_TREE])
         parts = [self._part(one, proposals.get(one.slot), drafter) for one in sequences]
         self._ask(kind, parts, drafter)
         asked = time.perf_counter()
@@ -103,7 +103,7 @@ class DeviceProgram(HostProgram):
 
     def _drafter(
         self, sequences: Sequence[SlotView], accept: int
-    ) -> tuple[DraftModelProposer, Kind] | tuple[None, None]:
+    ) -> tuple[DraftModelProposer, StepVariant] | tuple[None, None]:
         """The draft that proposes on the device for all who speculate, and the step; none if the host has to propose.
 
         It has to where they speculate in several ways, or where a draft is behind in a text.
@@ -121,10 +121,10 @@ class DeviceProgram(HostProgram):
 
     def _part(self, one: SlotView, proposal: Proposal | None, drafter: DraftModelProposer | None) -> _Part:
         if drafter is None or one.method is None or len(one.tree) == 1:
-            return _Part(one, ROOT if proposal is None else proposal.tree, proposal, None)
+            return _Part(one, PLAIN_TREE if proposal is None else proposal.tree, proposal, None)
         return _Part(one, one.tree, None, drafter)
 
-    def _ask(self, kind: Kind, parts: Sequence[_Part], drafter: DraftModelProposer | None) -> None:
+    def _ask(self, kind: StepVariant, parts: Sequence[_Part], drafter: DraftModelProposer | None) -> None:
         """Writes everything a step is to be given; what slots without a part write goes behind their rows."""
         slots = range(self.sizes[-1])
         self._device.reserve(max(len(part.view.tokens) for part in parts) - 1 + kind.tokens)
@@ -140,7 +140,7 @@ class DeviceProgram(HostProgram):
         for part in parts:
             self._decide(kind, part)
 
-    def _decide(self, kind: Kind, part: _Part) -> None:
+    def _decide(self, kind: StepVariant, part: _Part) -> None:
         """Writes what the accept and fill graphs are to be given of a slot."""
         given = {name: array[part.view.slot] for name, array in self._steps[kind].inputs.host.items()}
         params, random, tree = part.view.params, part.view.random, part.tree
@@ -160,7 +160,7 @@ class DeviceProgram(HostProgram):
             for name, of_node in ((tensors.TREE_DEPTHS, tree.depths), (tensors.TREE_RANKS, tree.ranks)):
                 given[name][: len(tree) - 1] = of_node[1:]
 
-    def _take(self, kind: Kind, part: _Part) -> Outcome:
+    def _take(self, kind: StepVariant, part: _Part) -> Outcome:
         """Reads what a step accepted of a slot, and tells those who go on from it."""
         one, tree, step = part.view, part.tree, self._steps[kind]
         accepted = int(step.outputs.host[tensors.NUM_ACCEPTED][one.slot])

@@ -14,7 +14,7 @@ from specexport.runtime.backend import Array, Buffers
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.executor import Enqueue
 from specexport.runtime.cuda.memory import Tensor
-from specexport.runtime.cuda.stream import Stream
+from specexport.runtime.cuda.stream import CudaStream
 
 PASTS = "pasts"
 """int64 ``[K,B]`` beside a propose graph's inputs: the cache rows before each call."""
@@ -69,7 +69,7 @@ class Repeated:
     def __init__(
         self,
         cuda: Cuda,
-        stream: Stream,
+        stream: CudaStream,
         inputs: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor],
         call: Mapping[str, Tensor],

@@ -45,7 +45,7 @@ class Drafting:
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class StepVariant:
     """What steps have in common that one CUDA graph runs, but for the size of the cache.
 
     Attributes:

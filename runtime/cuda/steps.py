@@ -16,9 +16,9 @@ from specexport.contract.shapes import ShapePoint
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor, worst
 from specexport.runtime.cuda.graph import DeviceGraph, Width
-from specexport.runtime.cuda.memory import Budget, Layout, Plan, Staged, Tensor
-from specexport.runtime.cuda.step_kind import Drafting, Kind
-from specexport.runtime.cuda.stream import Captured, Stream
+from specexport.runtime.cuda.memory import BufferLayout, MemoryBudget, MemoryPlan, Staged, Tensor
+from specexport.runtime.cuda.step_kind import Drafting, StepVariant
+from specexport.runtime.cuda.stream import Captured, CudaStream
 
 G = TypeVar("G", Accept, Fill, Commit)
 READ_BACK = frozenset({tensors.CANDIDATES, tensors.HIDDEN})
@@ -122,11 +122,11 @@ class Steps:
     def __init__(
         self,
         cuda: Cuda,
-        stream: Stream,
-        budget: Budget,
+        stream: CudaStream,
+        budget: MemoryBudget,
         target: DeviceGraph,
         graphs: ProgramGraphs,
-        kinds: Sequence[Kind],
+        kinds: Sequence[StepVariant],
     ) -> None:
         self._cuda = cuda
         self._stream = stream
@@ -135,7 +135,7 @@ class Steps:
         self._graphs = graphs
         self._captured: list[Captured] = []
         layouts = {kind: self._layouts(kind) for kind in kinds}
-        plan = Plan()
+        plan = MemoryPlan()
         plan.add("workspace", graphs.workspace)
         for inputs, outputs, filled in layouts.values():  # one step runs at a time
             plan.add("inputs", inputs.nbytes)
@@ -151,7 +151,7 @@ class Steps:
         elif not self._capture("graph per step", lambda parts: [_together(parts)]):
             self._capture("graph per engine", lambda parts: parts)
 
-    def __getitem__(self, kind: Kind) -> DeviceStep:
+    def __getitem__(self, kind: StepVariant) -> DeviceStep:
         return self._steps[kind]
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
@@ -176,15 +176,17 @@ class Steps:
 
     # --- binding ------------------------------------------------------------------------------------------------------
 
-    def _layouts(self, kind: Kind) -> tuple[Layout, Layout, Layout]:
+    def _layouts(self, kind: StepVariant) -> tuple[BufferLayout, BufferLayout, BufferLayout]:
         """What a kind is given, what it returns, and what stays on the device in between, for all slots."""
         inputs, outputs, between = (
-            Layout({name: np.repeat(array, self._slots, 0) for name, array in of_one.items()})
+            BufferLayout({name: np.repeat(array, self._slots, 0) for name, array in of_one.items()})
             for of_one in (kind.inputs(), kind.outputs(), kind.between())
         )
         return inputs, outputs, between
 
-    def _bound(self, kind: Kind, inputs: Layout, outputs: Layout, filled: Layout) -> DeviceStep:
+    def _bound(
+        self, kind: StepVariant, inputs: BufferLayout, outputs: BufferLayout, filled: BufferLayout
+    ) -> DeviceStep:
         """A step with its graphs prepared, run once, so that libraries have set themselves up before it is captured."""
         step = DeviceStep(
             Staged(self._cuda, inputs, self._memory["inputs"]), Staged(self._cuda, outputs, self._memory["outputs"])
@@ -244,14 +246,14 @@ class Steps:
         to, pitch = ids.address + _ID, ids.shape[1] * _ID
         self._cuda.copy_rows(to, pitch, drafted.address, behind, behind, self._slots, self._stream.handle)
 
-    def _accept(self, kind: Kind, verify: Width, step: DeviceStep, drafted: Mapping[str, Tensor]) -> Enqueue:
+    def _accept(self, kind: StepVariant, verify: Width, step: DeviceStep, drafted: Mapping[str, Tensor]) -> Enqueue:
         logits = verify.outputs.device[tensors.LOGITS]
         # One slot's first N rows; where the target computes fewer, the rest belongs to nodes that never stay.
         seen = Tensor(logits.address, logits.dtype, (self._slots, kind.nodes, logits.shape[-1]))
         arrays = {**step.inputs.device, **drafted, **step.outputs.device, tensors.LOGITS: seen}
         return self._prepare(kind.accept, ShapePoint(self._slots, kind.nodes, 0, kind.nodes), arrays)
 
-    def _commit(self, kind: Kind, verify: Width, step: DeviceStep, cache: int) -> list[list[Enqueue]]:
+    def _commit(self, kind: StepVariant, verify: Width, step: DeviceStep, cache: int) -> list[list[Enqueue]]:
         """What puts the accepted rows together: nothing for chains, nor where they are copied from the host."""
         if kind.tokens == 1 or (kind.drafting is not None and kind.drafting.tree.is_chain):
             return []
@@ -277,7 +279,7 @@ class Steps:
 
     def _capture(self, execution: Execution, divided: Callable[[list[Enqueue]], list[Enqueue]]) -> bool:
         """Captures every step, or none where one cannot be; whether it did."""
-        captured: dict[tuple[Kind, int], list[Captured]] = {}
+        captured: dict[tuple[StepVariant, int], list[Captured]] = {}
         try:
             for kind, step in self._steps.items():
                 for cache, parts in step.parts.items():

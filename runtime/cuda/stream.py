@@ -10,7 +10,7 @@ from specexport.contract.errors import BackendError
 from specexport.runtime.cuda.api import Cuda
 
 
-class Stream:
+class CudaStream:
     """Work that the device does in the order it was given.
 
     It lives until it is closed: libraries that were given its handle may use it in their own destructors, and what is

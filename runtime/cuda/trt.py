@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from specexport.contract.engines import ComputedIn, Engine, EngineRuntime
+from specexport.contract.engines import CompiledEngine, ComputedIn, EngineRuntime
 from specexport.contract.errors import BackendError
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.cuda.api import Device
+from specexport.runtime.cuda.api import CudaDevice
 from specexport.runtime.cuda.executor import Enqueue, Execution
 from specexport.runtime.cuda.memory import Region, Tensor
-from specexport.runtime.cuda.stream import Stream
+from specexport.runtime.cuda.stream import CudaStream
 
 _MODULES: dict[EngineRuntime, tuple[str, ...]] = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx",)}
 _LEAN: dict[EngineRuntime, tuple[str, ...]] = {"tensorrt": ("tensorrt_lean", "tensorrt_dispatch"), "tensorrt-rtx": ()}
@@ -49,7 +49,7 @@ def import_tensorrt(runtime: EngineRuntime, *, version_compatible: bool) -> Any:
     )
 
 
-def choose(engines: Sequence[Engine], runtime: EngineRuntime, device: Device) -> list[Engine]:
+def choose(engines: Sequence[CompiledEngine], runtime: EngineRuntime, device: CudaDevice) -> list[CompiledEngine]:
     """The engines of a graph that run on a device, those compiled for just it rather than compatible ones.
 
     Args:
@@ -77,7 +77,7 @@ def choose(engines: Sequence[Engine], runtime: EngineRuntime, device: Device) ->
     return [engine for engine in running if capability in engine.compute_capabilities] or running
 
 
-def check_version(engine: Engine, installed: str) -> None:
+def check_version(engine: CompiledEngine, installed: str) -> None:
     """Checks that an engine can be read by the installed library.
 
     Raises:
@@ -99,7 +99,7 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
-def load_engine(trt: Any, logger: Any, runtime: Any, folder: Path, engine: Engine) -> Any:
+def load_engine(trt: Any, logger: Any, runtime: Any, folder: Path, engine: CompiledEngine) -> Any:
     """Reads an engine, and puts its weights in where it was written without them.
 
     Args:
@@ -158,7 +158,7 @@ class EngineExecutor:
     execution: Execution = "plain"
     fallback = ""
 
-    def __init__(self, trt: Any, stream: Stream, folder: Path, engines: Sequence[Engine]) -> None:
+    def __init__(self, trt: Any, stream: CudaStream, folder: Path, engines: Sequence[CompiledEngine]) -> None:
         self._trt = trt
         self._stream = stream
         self._logger = trt.Logger(trt.Logger.ERROR)

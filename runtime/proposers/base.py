@@ -122,7 +122,7 @@ class Proposer(ABC):
     def share(self, source: int, to: int, tokens: int) -> None:
         """The text in slot ``to`` begins with the same tokens as the one in ``source``, this many."""
 
-    def fit(self, rows: int) -> None:
+    def shrink_cache(self, rows: int) -> None:
         """The longest text running will have at most so many tokens: a larger cache may be given up."""
 
     def release(self, slot: int) -> None:

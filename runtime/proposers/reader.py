@@ -62,9 +62,9 @@ class Reader:
         self._graph.copy(source, to, rows)
         self._texts[to] = text[:rows]
 
-    def fit(self, rows: int) -> None:
+    def shrink_cache(self, rows: int) -> None:
         """See :class:`~specexport.runtime.proposers.base.Proposer`."""
-        self._graph.fit(rows)
+        self._graph.shrink_cache(rows)
 
 
 class ReadingProposer(Proposer):
@@ -85,9 +85,9 @@ class ReadingProposer(Proposer):
         """See :class:`Proposer`."""
         self._reader.copy(source, to, tokens)
 
-    def fit(self, rows: int) -> None:
+    def shrink_cache(self, rows: int) -> None:
         """See :class:`Proposer`."""
-        self._reader.fit(rows)
+        self._reader.shrink_cache(rows)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

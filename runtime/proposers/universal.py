@@ -128,9 +128,9 @@ class UniversalDraftProposer(Proposer):
         moved(self._texts, source, to)
         self._drafter.move(source, to)
 
-    def fit(self, rows: int) -> None:
+    def shrink_cache(self, rows: int) -> None:
         """See :class:`Proposer`."""
-        self._drafter.fit(rows)
+        self._drafter.shrink_cache(rows)
 
     def release(self, slot: int) -> None:
         """See :class:`Proposer`."""

@@ -15,8 +15,9 @@ from rich.table import Table
 from specexport.commands.build import Bars, build_progress
 from specexport.contract.errors import RequestError
 from specexport.contract.methods import method_name
-from specexport.runtime import Engine, workloads
-from specexport.runtime.bench import Row, compare
+from specexport.runtime import Engine
+from specexport.tuning import workloads
+from specexport.tuning.bench import Row, compare
 
 _UNATTENDED_WIDTH = 160
 """Columns of the table where nobody watches; rich would take 80."""

@@ -232,7 +232,7 @@ def main(arguments: argparse.Namespace) -> int:
     with build_progress(console) as progress:
         module.build(options, Bars(progress), reports.append)
         if arguments.measure:
-            from specexport.runtime.measure import measure_into
+            from specexport.tuning.batch import measure_into
 
             measure_into(arguments.output, progress=Bars(progress))
     for report in reports:

@@ -13,8 +13,9 @@ from rich.table import Table
 from specexport.commands.build import Bars, build_progress, exporter
 from specexport.contract.errors import RequestError
 from specexport.contract.methods import method_name
-from specexport.runtime import Engine, workloads
-from specexport.runtime.bench import compare
+from specexport.runtime import Engine
+from specexport.tuning import workloads
+from specexport.tuning.bench import compare
 
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 3, 128, 64
 _UNATTENDED_WIDTH = 160

@@ -29,7 +29,7 @@ from specexport.help import HelpFormatter
 from specexport.runtime import Engine
 
 if TYPE_CHECKING:
-    from specexport.runtime.tune import Candidate
+    from specexport.tuning.tree import TreeCandidate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport tune tree``."""
-    from specexport.runtime import tune
+    from specexport.tuning import tree as tune
 
     bundle = open_to_tune(arguments)
     manifest = bundle.manifest
@@ -115,7 +115,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _as_dict(name: str, found: list[Candidate], costs: Sequence[float]) -> dict[str, object]:
+def _as_dict(name: str, found: list[TreeCandidate], costs: Sequence[float]) -> dict[str, object]:
     return {
         "method": name,
         "step_ms": [round(cost * 1e3, 4) for cost in costs],
@@ -132,7 +132,7 @@ def _as_dict(name: str, found: list[Candidate], costs: Sequence[float]) -> dict[
     }
 
 
-def _table(name: str, found: list[Candidate], costs: Sequence[float]) -> Table:
+def _table(name: str, found: list[TreeCandidate], costs: Sequence[float]) -> Table:
     table = Table(title=f"{name}: the best tree of each size", title_justify="left", show_edge=False)
     for column in ("nodes", "depth", "tokens a step", "c(T) ms", "step ms", "tokens/s", "against plain"):
         table.add_column(column, justify="right")

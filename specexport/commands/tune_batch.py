@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport tune batch``."""
-    from specexport.runtime.measure import measure, measure_into
+    from specexport.tuning.batch import measure, measure_into
 
     if not arguments.seconds > 0:
         raise RequestError(f"--seconds is {arguments.seconds:g}; expected more than 0")

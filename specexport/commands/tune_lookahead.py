@@ -25,7 +25,7 @@ from specexport.contract.tree import MAX_NODES
 from specexport.runtime import Engine
 
 if TYPE_CHECKING:
-    from specexport.runtime.tune_lookahead import Candidate, Measured
+    from specexport.tuning.lookahead import LookaheadSizes, Measured
 
 _SHOWN = 8
 
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport tune lookahead``."""
-    from specexport.runtime import tune
-    from specexport.runtime import tune_lookahead as search
+    from specexport.tuning import lookahead as search
+    from specexport.tuning import tree as tune
 
     bundle = open_to_tune(arguments)
     manifest = bundle.manifest
@@ -97,7 +97,7 @@ def _text(method: Lookahead) -> str:
 
 
 def _as_dict(
-    found: Sequence[Candidate], measured: dict[_Sizes, Measured], chosen: Lookahead, costs: Sequence[float]
+    found: Sequence[LookaheadSizes], measured: dict[_Sizes, Measured], chosen: Lookahead, costs: Sequence[float]
 ) -> dict[str, object]:
     return {
         "method": "lookahead",
@@ -120,7 +120,9 @@ def _as_dict(
     }
 
 
-def _table(found: Sequence[Candidate], measured: dict[_Sizes, Measured], chosen: Lookahead, now: Lookahead) -> Table:
+def _table(
+    found: Sequence[LookaheadSizes], measured: dict[_Sizes, Measured], chosen: Lookahead, now: Lookahead
+) -> Table:
     table = Table(title="lookahead: the best sizes, and those that were run", title_justify="left", show_edge=False)
     for column in ("W,N,G", "nodes", "tokens a step", "step ms", "against plain", "run: tokens", "run: against plain"):
         table.add_column(column, justify="right")

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport verify``; returns 1 if a check failed."""
     exporter()
-    from specexport.exporter.verify import verify
-    from specexport.exporter.verify_report import render
+    from specexport.verify.bundle import verify
+    from specexport.verify.report import render
 
     with build_progress(Console(stderr=True)) as progress:
         report = verify(

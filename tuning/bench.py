@@ -22,7 +22,7 @@ from specexport.contract.model import Model, StoredAs
 from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.stream import Completion
-from specexport.runtime.workloads import Task
+from specexport.tuning.workloads import Task
 
 _WARM_UP = 12
 _BYTES: dict[StoredAs, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.125, "int4": 0.625}

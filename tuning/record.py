@@ -46,9 +46,9 @@ class Recorder(Proposer):
         """See :class:`Proposer`."""
         self._proposer.share(source, to, tokens)
 
-    def fit(self, rows: int) -> None:
+    def shrink_cache(self, rows: int) -> None:
         """See :class:`Proposer`."""
-        self._proposer.fit(rows)
+        self._proposer.shrink_cache(rows)
 
     def release(self, slot: int) -> None:
         """See :class:`Proposer`."""

@@ -18,13 +18,13 @@ import torch
 from msgspec import Meta
 from safetensors.torch import save_file
 
+from specexport.checkpoints.checkpoint import Checkpoint
+from specexport.checkpoints.locate import locate
+from specexport.checkpoints.medusa import HeadAccuracy, accuracy_config
+from specexport.checkpoints.stored import StoredTensors, stored_names
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MAX_STAGES
-from specexport.exporter.checkpoint import Checkpoint
-from specexport.exporter.locate import locate
-from specexport.exporter.medusa import HeadAccuracy, accuracy_config
-from specexport.exporter.stored import StoredTensors, stored_names
-from specexport.graphs.mlp_speculator import MlpSpeculator
+from specexport.graphs.mlp_speculator import SpeculatorStages
 from specexport.graphs.propose import MAX_CANDIDATES
 
 CONFIG = "config.json"
@@ -69,7 +69,7 @@ class SpeculatorOutline:
         inner: I.
         stages: how many.
         widths: most children that stage i should give a node, ``top_k_tokens_per_head``.
-        scale_input: see :class:`~specexport.graphs.mlp_speculator.MlpSpeculator`.
+        scale_input: see :class:`~specexport.graphs.mlp_speculator.SpeculatorStages`.
         tied: likewise.
         accuracy: how often stages are right after tokens that were, if training measured it.
     """
@@ -84,9 +84,9 @@ class SpeculatorOutline:
     tied: bool
     accuracy: HeadAccuracy | None
 
-    def make(self) -> MlpSpeculator:
+    def make(self) -> SpeculatorStages:
         """Stages of these sizes, as torch initialises them."""
-        return MlpSpeculator(
+        return SpeculatorStages(
             self.vocab, self.hidden, self.inner, self.stages, scale_input=self.scale_input, tied=self.tied
         )
 
@@ -179,7 +179,7 @@ def require_fit(outline: SpeculatorOutline, *, hidden: int, vocab: int) -> None:
             )
 
 
-def load_speculator(outline: SpeculatorOutline) -> MlpSpeculator:
+def load_speculator(outline: SpeculatorOutline) -> SpeculatorStages:
     """Reads a speculator, in fp32 and for evaluation.
 
     Args:
@@ -214,7 +214,7 @@ def _stored(outline: SpeculatorOutline) -> tuple[StoredTensors, dict[str, str]]:
     return stored, {name.removeprefix(_PREFIX): name for name in stored.names()}
 
 
-def _shared(speculator: MlpSpeculator) -> Iterator[list[str]]:
+def _shared(speculator: SpeculatorStages) -> Iterator[list[str]]:
     """The names of each parameter; of a tied one they are several."""
     names: dict[int, list[str]] = {}
     for name, parameter in speculator.named_parameters(remove_duplicate=False):
@@ -222,7 +222,7 @@ def _shared(speculator: MlpSpeculator) -> Iterator[list[str]]:
     yield from names.values()
 
 
-def as_checkpoint(outline: SpeculatorOutline, source: str, speculator: MlpSpeculator, positions: int) -> Checkpoint:
+def as_checkpoint(outline: SpeculatorOutline, source: str, speculator: SpeculatorStages, positions: int) -> Checkpoint:
     """A speculator as a model that is written beside the target; it has no cache, and no tokens of its own.
 
     Args:
@@ -247,7 +247,7 @@ def as_checkpoint(outline: SpeculatorOutline, source: str, speculator: MlpSpecul
 
 def save_speculator(
     folder: Path,
-    speculator: MlpSpeculator,
+    speculator: SpeculatorStages,
     *,
     widths: Sequence[int] | None = None,
     accuracy: HeadAccuracy | None = None,

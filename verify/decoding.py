@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import HYPOTHESIS, method_name
-from specexport.exporter.verify_logits import LIMITS, Limits, logit_gap, paired
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposers.reader import common_prefix
+from specexport.verify.logits import LIMITS, Limits, logit_gap, paired
 
 _SEEDED_PROMPTS = 2
 _SAMPLED = SamplingParams(temperature=0.8, seed=20240229, ignore_eos=True)

@@ -24,8 +24,8 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposers.base import Ints
-from specexport.runtime.record import recorded
 from specexport.runtime.stats import Stats
+from specexport.tuning.record import recorded
 
 RankPath = tuple[int, ...]
 Progress = Callable[[str, int, int], None]
@@ -57,7 +57,7 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TreeCandidate:
     """A tree that was considered.
 
     Attributes:
@@ -178,7 +178,7 @@ def with_widths(model: Model, widths: Sequence[int]) -> Model:
     return msgspec.structs.replace(model, graph=msgspec.structs.replace(model.graph, points=points))
 
 
-def candidates(method: Ranked, observed: Observed, costs: Sequence[float]) -> list[Candidate]:
+def candidates(method: Ranked, observed: Observed, costs: Sequence[float]) -> list[TreeCandidate]:
     """For every number of nodes the tree that commits most tokens a second; the best of all comes first.
 
     Args:
@@ -191,7 +191,7 @@ def candidates(method: Ranked, observed: Observed, costs: Sequence[float]) -> li
     propose = stats.propose / max(1, stats.steps_with_draft)
     plain = 1 / (costs[0] + other)
     depths = max((len(path) for path in observed.paths), default=0)
-    found: dict[int, Candidate] = {}
+    found: dict[int, TreeCandidate] = {}
     for depth in range(1, depths + 1):
         # A draft model makes one pass a depth, a speculator one stage; heads propose for all depths at once.
         proposing = propose * depth / observed.depth if isinstance(method, Drawn) else propose
@@ -201,7 +201,7 @@ def candidates(method: Ranked, observed: Observed, costs: Sequence[float]) -> li
                 break
             tokens = 1 + sum(observed.weight(path) for path in tree.choices)
             seconds = costs[nodes - 1] + proposing + other
-            made = Candidate(tree, tokens, seconds, tokens / seconds / plain)
+            made = TreeCandidate(tree, tokens, seconds, tokens / seconds / plain)
             if nodes not in found or made.tokens_per_second > found[nodes].tokens_per_second:
                 found[nodes] = made
     return sorted(found.values(), key=lambda one: -one.tokens_per_second)

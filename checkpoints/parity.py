@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from specexport.checkpoints.checkpoint import Checkpoint
+from specexport.checkpoints.quiet import quiet
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
-from specexport.exporter.checkpoint import Checkpoint
-from specexport.exporter.trace import quiet
 from specexport.graphs.attention import ATTENTION_NAME
 from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule

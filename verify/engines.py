@@ -24,17 +24,17 @@ from polygraphy.datatype import DataType
 from polygraphy.logger import G_LOGGER
 
 from specexport.contract import tensors
-from specexport.contract.engines import ENGINE_RUNTIMES, ComputedIn, Engine, ProgramGraph
+from specexport.contract.engines import ENGINE_RUNTIMES, CompiledEngine, ComputedIn, ProgramGraph
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.exporter.engine_feeds import CACHE_TYPES, FIRST_CHOICES, Array, Call, Feed
 from specexport.exporter.engines.library import Library, load_library
 from specexport.exporter.quality import relative_rms
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.trt import check_version, choose, load_engine
+from specexport.verify.feeds import CACHE_TYPES, FIRST_CHOICES, Array, Call, Feed
 
 LIMITS: dict[ComputedIn, float] = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 0.2}
 """Largest root-mean-square difference of an output, relative to the output. On the CPU, fp16 graphs of two layers are
@@ -64,7 +64,7 @@ class Subject:
 
     master: str
     of: Model | ProgramGraph
-    engine: Engine
+    engine: CompiledEngine
 
 
 @dataclass
@@ -109,7 +109,7 @@ def runnable(manifest: Manifest) -> tuple[Library, list[Subject]]:
 def compare_engines(
     bundle: Bundle,
     subjects: Sequence[Subject],
-    runner: Callable[[Engine], BaseRunner],
+    runner: Callable[[CompiledEngine], BaseRunner],
     progress: Progress,
 ) -> EnginesResult:
     """Compares engines with their ONNX graphs at every shape they were compiled for.
@@ -127,10 +127,10 @@ def compare_engines(
     return result
 
 
-def tensorrt_runner(library: Library, folder: Path) -> Callable[[Engine], BaseRunner]:
+def tensorrt_runner(library: Library, folder: Path) -> Callable[[CompiledEngine], BaseRunner]:
     """Makes Polygraphy's runners of a bundle's engines."""
 
-    def make(engine: Engine) -> BaseRunner:
+    def make(engine: CompiledEngine) -> BaseRunner:
         def load() -> Any:
             logger = library.trt.Logger(library.trt.Logger.ERROR)
             return load_engine(library.trt, logger, library.trt.Runtime(logger), folder, engine)

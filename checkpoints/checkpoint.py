@@ -12,9 +12,10 @@ import transformers
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from specexport.checkpoints.locate import locate
+from specexport.checkpoints.quiet import quiet
 from specexport.contract.errors import BuildError
-from specexport.exporter.locate import locate
-from specexport.exporter.trace import CacheShape, quiet
+from specexport.contract.model import CacheLayer
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, lowering, sample_masks
 from specexport.graphs.rotary import freeze_frequencies
 
@@ -42,7 +43,7 @@ class Checkpoint:
     path: Path
     family: str
     model: Any
-    cache: tuple[CacheShape, ...]
+    cache: tuple[CacheLayer, ...]
     vocab_size: int
     input_vocab: int
     max_positions: int
@@ -107,14 +108,14 @@ class _Probe:
     """A lowering that only writes down the shapes of each layer's keys and values."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, CacheShape] = {}
+        self.seen: dict[int, CacheLayer] = {}
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
-        self.seen[layer] = CacheShape(key.shape[1], key.shape[3], value.shape[3])
+        self.seen[layer] = CacheLayer(heads=key.shape[1], key_size=key.shape[3], value_size=value.shape[3])
         return query.new_zeros((*query.shape[:3], value.shape[3]))
 
 
-def _probe(model: Any, family: str, max_positions: int) -> tuple[CacheShape, ...]:
+def _probe(model: Any, family: str, max_positions: int) -> tuple[CacheLayer, ...]:
     """Runs two tokens to learn each layer's cache shape: works for every family, whatever its config calls things."""
     probe = _Probe()
     layers = int(model.config.get_text_config().num_hidden_layers)

@@ -19,9 +19,9 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from specexport.checkpoints.stored import StoredTensors, stored_names
 from specexport.contract.errors import BuildError
 from specexport.contract.tree import TokenTree
-from specexport.exporter.stored import StoredTensors, stored_names
 from specexport.graphs.medusa import MAX_TOP_K, MedusaHeads
 
 CONFIG = "config.json"

@@ -23,10 +23,10 @@ from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposers.lookahead import LookaheadProposer, NgramPool, merged
 from specexport.runtime.proposers.reader import common_prefix
-from specexport.runtime.record import recorded
 from specexport.runtime.stats import Stats
 from specexport.runtime.step import Speculation
-from specexport.runtime.tune import Progress, added, with_widths
+from specexport.tuning.record import recorded
+from specexport.tuning.tree import Progress, added, with_widths
 
 Ngram = tuple[int, tuple[int, ...]]
 """Its first token, and the rest."""
@@ -39,7 +39,7 @@ _SIZES = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 63)
 
 
 @dataclass(frozen=True)
-class Step:
+class ReplayedStep:
     """A step of an observed run.
 
     Attributes:
@@ -63,11 +63,11 @@ class Run:
     """
 
     seeds: tuple[Ngram, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ReplayedStep, ...]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LookaheadSizes:
     """Sizes that were considered, and what is expected of them.
 
     Attributes:
@@ -190,7 +190,7 @@ def observe(
             for diary in diaries:  # none for a text whose only step was a plain one
                 lengths = [length for length, _ in recorder.made]
                 steps = [
-                    Step(root, tuple(whole[length : length + method.ngram - 1]), tuple(said))
+                    ReplayedStep(root, tuple(whole[length : length + method.ngram - 1]), tuple(said))
                     for root, length, said in zip(diary.asked, lengths, diary.told[1:], strict=True)
                 ]
                 runs.append(Run(tuple(diary.told[0]), tuple(steps)))
@@ -232,7 +232,7 @@ def replay(method: Lookahead, runs: Sequence[Run]) -> tuple[float, Counter[int]]
     return tokens / steps, at
 
 
-def candidates(observed: Lookahead, runs: Sequence[Run], stats: Stats, costs: Sequence[float]) -> list[Candidate]:
+def candidates(observed: Lookahead, runs: Sequence[Run], stats: Stats, costs: Sequence[float]) -> list[LookaheadSizes]:
     """Every W and G of an N that was observed, the one that is expected to commit most tokens a second first.
 
     Args:
@@ -253,7 +253,7 @@ def candidates(observed: Lookahead, runs: Sequence[Run], stats: Stats, costs: Se
             tokens, at = replay(method, runs)
             verify = sum(costs[width - 1] * count for width, count in at.items()) / at.total()
             seconds = verify + propose + other
-            found.append(Candidate(method, tokens, seconds, tokens * plain / seconds))
+            found.append(LookaheadSizes(method, tokens, seconds, tokens * plain / seconds))
     return sorted(found, key=lambda one: -one.speed_up)
 
 

@@ -11,9 +11,9 @@ from onnx import TensorProto
 from specexport.contract import tensors
 from specexport.contract.errors import BundleError
 from specexport.contract.methods import DraftModel, Medusa, MedusaDraft, MlpSpeculator
-from specexport.contract.model import LoweredAs, Model
+from specexport.contract.model import OPSETS, LoweredAs, Model
 from specexport.contract.shapes import ShapePoint
-from specexport.exporter.trace import OPSETS, cache_names, returned_names
+from specexport.contract.tensors import cache_names, returned_names
 from specexport.runtime.bundle import Bundle
 
 Dims = tuple[int | str, ...]

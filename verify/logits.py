@@ -17,7 +17,14 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import DraftModel, Medusa, MedusaDraft, SelfDraft, UniversalDraft
 from specexport.contract.tree import TokenTree
 from specexport.exporter.quality import energy, relative_rms
-from specexport.exporter.verify_runners import (
+from specexport.runtime.backend import open_graph, propose_buffers
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.engine import Engine
+from specexport.runtime.params import SamplingParams
+from specexport.runtime.proposers import SlotView
+from specexport.runtime.proposers.draft_model import DraftModelProposer
+from specexport.tuning.record import recorded
+from specexport.verify.runners import (
     COMMITTED,
     Array,
     ReferenceRunner,
@@ -30,13 +37,6 @@ from specexport.exporter.verify_runners import (
     reference_heads,
     reference_logits,
 )
-from specexport.runtime.backend import open_graph, propose_buffers
-from specexport.runtime.bundle import Bundle
-from specexport.runtime.engine import Engine
-from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposers import SlotView
-from specexport.runtime.proposers.draft_model import DraftModelProposer
-from specexport.runtime.record import recorded
 
 _Other = TypeVar("_Other")
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import MlpSpeculator
-from specexport.exporter.verify_logits import LIMITS, Agreement, Limits
-from specexport.exporter.verify_runners import Array, load_reference, reference_states
+from specexport.verify.logits import LIMITS, Agreement, Limits
+from specexport.verify.runners import Array, load_reference, reference_states
 
 
 class ReferenceSpeculator:

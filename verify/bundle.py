@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from specexport.checkpoints.locate import locate
 from specexport.contract.errors import BuildError, RequestError, SpecExportError
 from specexport.contract.methods import (
     DraftModel,
@@ -19,15 +20,13 @@ from specexport.contract.methods import (
 )
 from specexport.contract.model import Model
 from specexport.contract.reading import check_files, read_manifest
-from specexport.exporter import verify_engines as engines
-from specexport.exporter import verify_logits as logits
-from specexport.exporter.locate import locate
-from specexport.exporter.verify_decoding import compare_decoding
-from specexport.exporter.verify_graphs import check_graphs
-from specexport.exporter.verify_report import Check, Numbers, VerifyReport
-from specexport.exporter.verify_speculator import compare_speculator, speculator_limits
 from specexport.runtime import Engine
 from specexport.runtime.bundle import Bundle
+from specexport.verify import engines, logits
+from specexport.verify.decoding import compare_decoding
+from specexport.verify.graphs import check_graphs
+from specexport.verify.report import Check, Numbers, VerifyReport
+from specexport.verify.speculator import compare_speculator, speculator_limits
 
 DEFAULT_PROMPTS = (
     "The old man looked out of the window and thought about the long way home.",

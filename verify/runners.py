@@ -21,14 +21,14 @@ from polygraphy.common import TensorMetadata
 from polygraphy.datatype import DataType
 from transformers import AutoModelForCausalLM
 
+from specexport.checkpoints.medusa import load_medusa
+from specexport.checkpoints.quiet import quiet
 from specexport.contract import tensors
 from specexport.contract.errors import BundleError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
 from specexport.contract.tree import TokenTree
 from specexport.exporter.caches import after_call, new_caches, no_embeddings
-from specexport.exporter.medusa import load_medusa
-from specexport.exporter.trace import quiet
 from specexport.graphs.layers import keep_first_layers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.ort import available_cores, open_session

@@ -1,0 +1,1 @@
+"""Checkpoints on disk, read and checked: models, tokenizers, Medusa heads, MLP speculators."""
