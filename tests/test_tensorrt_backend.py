@@ -151,7 +151,7 @@ def test_engines_need_no_onnxruntime(bundle: Callable[[str], Path], gpu: TensorR
 
 
 def test_the_engine_for_just_this_device_is_preferred() -> None:
-    device = api.Device(0, "x", (8, 9), 1)
+    device = api.CudaDevice(0, "x", (8, 9), 1)
     base: dict[str, Any] = {"source": "s", "runtime": "tensorrt", "version": "10.3", "compute": "fp16"}
     base["profiles"] = (ce.ShapePoint(1, 1, 256, 1),)
     ampere = ce.Engine(file="a", compute_capabilities=("8.0",), hardware_compatible=True, **base)
