@@ -6,23 +6,33 @@ BIN := $(VENV)/bin
 PYTEST_ARGS ?= -n auto --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit compat bench clean
+# The tests of the loop: proposing from text, trees, acceptance, the step, the scheduler.
+QUICK := $(patsubst %,tests/test_%.py,tree sampling text engine batch budget scheduler losslessness lookup lookahead hypothesis)
+
+.PHONY: demo test quick lint types package unit compat bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/specexport demo
 
 test: lint types unit
 
-lint: $(VENV)/.dev
+# What to run while working: under two minutes.
+quick: lint types
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not exporter" $(QUICK)
+
+lint: package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	cd build/types && PYTHONPATH=. ../../$(BIN)/lint-imports --config ../../pyproject.toml --cache-dir ../../.import_linter_cache
 
-# mypy does not see through an editable install of this layout, so the built package is checked. setuptools would put
-# files into it that are gone from the sources if it found its old build/lib.
-types: $(VENV)/.dev
+types: package
+	cd build && MYPYPATH=types ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p specexport
+
+# mypy and import-linter do not see through an editable install of this layout: they read the built package. setuptools
+# would put files into it that are gone from the sources if it found its old build/lib.
+package: $(VENV)/.dev
 	rm -rf build/types build/lib && mkdir -p build/types
 	$(PIP) --no-deps --target build/types .
-	cd build && MYPYPATH=types ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p specexport
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -60,4 +70,4 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@ $(VENV)/.demo
 
 clean:
-	rm -rf build $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

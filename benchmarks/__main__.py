@@ -15,18 +15,9 @@ def parser() -> argparse.ArgumentParser:
     """The argument parser of all benchmarks."""
     top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
-    for name, module in (
-        ("batch", batch),
-        ("decode", decode),
-        ("lookup", lookup),
-        ("methods", methods),
-        ("peers", peers),
-        ("serve", serve),
-        ("soak", soak),
-        ("turns", turns),
-    ):
+    for module in (batch, decode, lookup, methods, peers, serve, soak, turns):
         command = commands.add_parser(
-            name,
+            module.__name__.rpartition(".")[2],
             description=module.__doc__,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )

@@ -9,28 +9,25 @@ plainly and at fp32; with speculation no concurrency is below 0.97 of plain deco
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.decode import machine
+from benchmarks.common import add_common_arguments, machine, new_table, read_texts, write_report
 from benchmarks.pair import bundle, inflated_pair, with_curve
 from specexport.runtime import Engine, SamplingParams, Stream
+from specexport.runtime.speculative import PLAIN
 
 MAX_SEQ_LEN = 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks batch``."""
-    parser.add_argument("--models", type=Path, default=Path("examples/models"), help="holds demo-target and demo-draft")
-    parser.add_argument("--prompts", type=Path, default=Path("examples/prompts/held_out.jsonl"))
-    parser.add_argument("--work", type=Path, default=Path(".cache/bench"), help="keeps inflated models and bundles")
+    add_common_arguments(parser)
     parser.add_argument("--precisions", default="fp32,int8")
     parser.add_argument("--concurrency", default="1,2,4,8,16")
     parser.add_argument("--num-prompts", type=int, default=16, help="requests at each concurrency")
@@ -38,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--k", type=int, default=4, help="draft tokens a request alone speculates")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--measure", action="store_true", help="measure the cost curve anew")
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
 
 
 @dataclass
@@ -69,21 +64,18 @@ class Point:
 def main(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints its tables."""
     target, draft = inflated_pair(args.models, args.work)
-    lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.num_prompts]
+    texts = read_texts(args.prompts)[: args.num_prompts]
     measured: list[Point] = []
     for precision in args.precisions.split(","):
         folder = bundle(target, draft, args.work, precision, (args.k,), MAX_SEQ_LEN, 32)
         with_curve(folder, args.threads, anew=args.measure)
         # Every prompt is read each time: what a prefix cache saves is not what is asked here.
         with Engine.load(folder, threads=args.threads, check_hashes=False, prefix_cache=False) as engine:
-            prompts = [engine.encode(json.loads(line)["text"])[: args.prompt_tokens] for line in lines]
+            prompts = [engine.encode(text)[: args.prompt_tokens] for text in texts]
             points = _measure(engine, precision, prompts, args)
         measured += points
         Console().print(_table(f"{precision}, greedy, {len(prompts)} prompts", points))
-    if args.json:
-        report = {"machine": machine(args.threads), "points": [asdict(point) for point in measured]}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_report(args.json, {"machine": machine(args.threads), "points": [asdict(point) for point in measured]})
     return 0
 
 
@@ -118,7 +110,7 @@ def _run(
     engine: Engine, prompts: list[list[int]], params: SamplingParams, concurrency: int, speculation: bool
 ) -> tuple[float, list[list[int]]]:
     """Seconds for all prompts, so many at once, and their outputs."""
-    waiting = deque(engine.stream(prompt, params, speculation=speculation) for prompt in prompts)
+    waiting = deque(engine.stream(prompt, params, None if speculation else PLAIN) for prompt in prompts)
     everyone, running = list(waiting), deque[Stream]()
     start = time.perf_counter()
     while waiting or running:
@@ -133,9 +125,8 @@ def _run(
 
 
 def _table(title: str, points: list[Point]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in ("at once", "plain tokens/s", "over one", "with speculation", "on / off", "same text"):
-        table.add_column(name, justify="right")
+    numbers = ("at once", "plain tokens/s", "over one", "with speculation", "on / off", "same text")
+    table = new_table(title, (), numbers)
     for point in points:
         table.add_row(
             str(point.concurrency),

@@ -8,35 +8,40 @@ repeats; step costs are means too.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnxruntime
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.common import (
+    acceptance_length,
+    add_common_arguments,
+    machine,
+    new_table,
+    open_console,
+    read_texts,
+    same_texts,
+    speed,
+    write_report,
+)
 from benchmarks.pair import bundle, inflated_pair
 from specexport.contract import tensors
 from specexport.runtime import Completion, Engine, SamplingParams
-from specexport.runtime.backend import Array, Graph
+from specexport.runtime.graph import Array, Graph
 from specexport.runtime.proposers.draft_model import DraftModelProposer
+from specexport.runtime.speculative import PLAIN
 
 CHOICES = tuple(range(1, 9))
-UNATTENDED_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks decode``."""
-    parser.add_argument("--models", type=Path, default=Path("examples/models"), help="holds demo-target and demo-draft")
-    parser.add_argument("--prompts", type=Path, default=Path("examples/prompts/held_out.jsonl"))
-    parser.add_argument("--work", type=Path, default=Path(".cache/bench"), help="keeps inflated models and bundles")
+    add_common_arguments(parser)
     parser.add_argument("--precisions", default="fp32,int8,int4")
     parser.add_argument("--k", default="1,2,3,4,5,6,7,8", help="draft tokens a step to try")
     parser.add_argument("--num-prompts", type=int, default=16)
@@ -44,13 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy; above, texts are seeded samples")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--max-seq-len", type=int, default=512)
     parser.add_argument(
         "--long-context", type=int, default=4096, help="compare with a bundle declaring this; 0: do not"
     )
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
 
 
 @dataclass
@@ -84,13 +87,10 @@ class Point:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints its tables."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=UNATTENDED_WIDTH)
+    console = open_console()
     target, draft = inflated_pair(args.models, args.work)
     ks = tuple(int(k) for k in args.k.split(","))
-    lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.num_prompts]
-    texts = [json.loads(line)["text"] for line in lines]
+    texts = read_texts(args.prompts)[: args.num_prompts]
     measured: list[Point] = []
     over_bare: dict[str, float] = {}
     for precision in args.precisions.split(","):
@@ -111,34 +111,18 @@ def main(args: argparse.Namespace) -> int:
             f"300 tokens into the text, a declared context of {args.long_context} against 512: "
             f"a plain step takes {long['plain']:.3f}x, a verify step {long['verify']:.3f}x as long"
         )
-    if args.json:
-        options = {
-            name: getattr(args, name)
-            for name in ("num_prompts", "prompt_tokens", "new_tokens", "temperature", "repeats", "block_size")
-        }
-        report = {
+    options = ("num_prompts", "prompt_tokens", "new_tokens", "temperature", "repeats", "block_size")
+    write_report(
+        args.json,
+        {
             "machine": machine(args.threads),
-            "options": options,
+            "options": {name: getattr(args, name) for name in options},
             "points": [asdict(p) for p in measured],
             "plain_over_bare": over_bare,
             "long_context": long,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0
-
-
-def machine(threads: int) -> dict[str, Any]:
-    """What the figures were taken on."""
-    cpu = next(
-        (line.partition(":")[2].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")),
-        platform.processor(),
+        },
     )
-    return {"cpu": cpu, "threads": threads, "python": platform.python_version(), "onnxruntime": onnxruntime.__version__}
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return 0
 
 
 def _decode(
@@ -152,14 +136,12 @@ def _decode(
     runs: dict[int, list[Completion]] = {k: [] for k in (0, *ks)}
     costs: dict[int, list[tuple[float, float]]] = {k: [] for k in runs}
     for k in runs:  # warm every shape up
-        engine.generate(
-            prompts[0], params.replace(max_tokens=2 * k + 2), num_speculative_tokens=k or None, speculation=k > 0
-        )
+        engine.generate(prompts[0], params.replace(max_tokens=2 * k + 2), {"num_speculative_tokens": k})
     for prompt in track(prompts * args.repeats, f"decoding at {precision}", console=Console(stderr=True)):
         for k, done in runs.items():
             half = args.new_tokens // (2 * k + 2) + 1  # of the steps that K tokens and the bonus token would need
             costs[k] += step_costs(engine._target, proposer.graph, k, rows, half)
-            done.append(engine.generate(prompt, params, num_speculative_tokens=k or None, speculation=k > 0))
+            done.append(engine.generate(prompt, params, {"num_speculative_tokens": k}))
             costs[k] += step_costs(engine._target, proposer.graph, k, rows, half)
     return [_point(precision, k, runs, costs, args.repeats) for k in runs]
 
@@ -171,15 +153,10 @@ def _plain_over_bare(engine: Engine, prompts: list[list[int]], repeats: int = 2,
     for prompt in prompts * repeats:
         rows = len(prompt) + steps // 2
         bare = step_costs(engine._target, None, 0, rows, steps)
-        stats = engine.generate(prompt, params, speculation=False).stats
+        stats = engine.generate(prompt, params, PLAIN).stats
         bare += step_costs(engine._target, None, 0, rows, steps)
         ratios.append(stats.decode_seconds / stats.steps * 1e3 / statistics.mean(verify for verify, _ in bare))
     return statistics.median(ratios)
-
-
-def speed(done: list[Completion]) -> float:
-    """Tokens a second of decoding: all tokens over all seconds."""
-    return sum(run.stats.output_tokens for run in done) / sum(run.stats.decode_seconds for run in done)
 
 
 def _point(
@@ -191,7 +168,7 @@ def _point(
 ) -> Point:
     done, plain = runs[k], runs[0]
     steps = sum(run.stats.steps for run in done)
-    length = 1 + sum(run.stats.accepted for run in done) / steps
+    length = acceptance_length(done)
     # Means, as speeds are: a median would leave out the moments when the machine was slow for everyone.
     verify, propose = (statistics.mean(part) for part in zip(*costs[k], strict=True))
     bare = statistics.mean(cost for cost, _ in costs[0])
@@ -205,7 +182,7 @@ def _point(
         propose,
         length * bare / (verify + propose),
         sum(run.stats.host + run.stats.accept for run in done) / steps * 1e3,
-        sum(a.token_ids == b.token_ids for a, b in zip(done, plain, strict=True)) // repeats,
+        same_texts(done, plain) // repeats,
     )
 
 
@@ -265,11 +242,8 @@ def _long_context(target: Path, draft: Path, texts: list[str], args: argparse.Na
 
 def _table(title: str, points: list[Point], comparable: int) -> Table:
     """A row a K; ``comparable`` is how many prompts can be expected to give the same text, 0 for samples."""
-    table = Table(title=title, title_justify="left")
-    for name in ("K", "tokens/s", "speed-up", "acceptance length", "c(K+1) ms", "d(K) ms", "allowed", "efficiency"):
-        table.add_column(name, justify="right")
-    table.add_column("host ms", justify="right")
-    table.add_column("same text", justify="right")
+    columns = ("K", "tokens/s", "speed-up", "acceptance length", "c(K+1) ms", "d(K) ms", "allowed", "efficiency")
+    table = new_table(title, (), (*columns, "host ms", "same text"))
     for p in points:
         table.add_row(
             str(p.k) if p.k else "plain",

@@ -12,20 +12,28 @@ continuation would have had right than the latest one.
 from __future__ import annotations
 
 import argparse
-import json
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.decode import UNATTENDED_WIDTH, machine, speed
+from benchmarks.common import (
+    acceptance_length,
+    add_common_arguments,
+    machine,
+    new_table,
+    open_console,
+    read_texts,
+    same_texts,
+    speed,
+    write_report,
+)
 from benchmarks.pair import built, inflated_pair
 from specexport.runtime import Completion, Engine, SamplingParams
+from specexport.runtime.speculative import PLAIN
 
 SIZES = (8, 16, 4, 2)
 METHODS = ("ngram", "suffix")
@@ -38,17 +46,13 @@ WARM_UP = 12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks lookup``."""
-    parser.add_argument("--models", type=Path, default=Path("examples/models"), help="holds demo-target and demo-draft")
-    parser.add_argument("--prompts", type=Path, default=Path("examples/prompts/held_out.jsonl"))
-    parser.add_argument("--work", type=Path, default=Path(".cache/bench"), help="keeps inflated models")
+    add_common_arguments(parser)
     parser.add_argument("--bundles", type=Path, help="keeps bundles (default: as --work)")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--k", default="16,8,4", help="draft tokens a step at most; each of 16, 8, 4, 2")
     parser.add_argument("--num-prompts", type=int, default=8, help="of each workload")
     parser.add_argument("--prompt-tokens", type=int, default=240, help="of the file; of held-out code half as many")
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
 
 
 @dataclass(frozen=True)
@@ -89,18 +93,13 @@ class Row:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints its table."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=UNATTENDED_WIDTH)
+    console = open_console()
     target, _ = inflated_pair(args.models, args.work)
     folder = built(
         (args.bundles or args.work) / f"lookup.{target.name}.{args.precision}",
         target,
-        ngram=True,
-        suffix=True,
+        methods=[{"method": name, "num_speculative_tokens": SIZES} for name in METHODS],
         precision=args.precision,
-        num_speculative_tokens=SIZES[0],
-        speculative_choices=SIZES[1:],
         max_seq_len=512,
     )
     ways = [("plain", 0), *((method, int(k)) for method in METHODS for k in args.k.split(","))]
@@ -123,16 +122,16 @@ def main(args: argparse.Namespace) -> int:
     console.print(_table(args, rows))
     for name, gained in branching.items():
         console.print(f"{name}: a second chain of 8 beside the first would add {gained:.3f} tokens a step")
-    if args.json:
-        options = {name: getattr(args, name) for name in ("precision", "num_prompts", "prompt_tokens", "new_tokens")}
-        report: dict[str, Any] = {
+    options = ("precision", "num_prompts", "prompt_tokens", "new_tokens")
+    write_report(
+        args.json,
+        {
             "machine": machine(args.threads),
-            "options": options,
+            "options": {name: getattr(args, name) for name in options},
             "rows": [asdict(row) for row in rows],
             "gained_by_branching": branching,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        },
+    )
     return 0
 
 
@@ -141,8 +140,7 @@ def _workloads(engine: Engine, args: argparse.Namespace) -> list[Workload]:
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [engine.encode((library / name).read_text(encoding="utf-8"))[SKIPPED:] for name in FILES]
     copies = [[*file[: args.prompt_tokens], *file[:BEGUN]] for file in files if len(file) >= args.prompt_tokens]
-    lines = args.prompts.read_text(encoding="utf-8").splitlines()
-    code = [engine.encode(json.loads(line)["text"])[: args.prompt_tokens // 2] for line in lines][: args.num_prompts]
+    code = [engine.encode(text)[: args.prompt_tokens // 2] for text in read_texts(args.prompts)][: args.num_prompts]
     return [
         Workload("edit", copies[: args.num_prompts], greedy),
         Workload("completion", code, greedy),
@@ -154,8 +152,8 @@ def _workloads(engine: Engine, args: argparse.Namespace) -> list[Workload]:
 def _decode(engine: Engine, way: tuple[str, int], prompt: list[int], params: SamplingParams, tokens: int) -> Completion:
     params = params.replace(max_tokens=tokens)
     if way[0] == "plain":
-        return engine.generate(prompt, params, speculation=False)
-    return engine.generate(prompt, params, method=way[0], num_speculative_tokens=way[1])
+        return engine.generate(prompt, params, PLAIN)
+    return engine.generate(prompt, params, {"method": way[0], "num_speculative_tokens": way[1]})
 
 
 def gained_by_branching(texts: Sequence[tuple[Sequence[int], Sequence[int]]], size: int = 8) -> float:
@@ -199,22 +197,19 @@ def _row(workload: str, way: tuple[str, int], done: list[Completion], plain: lis
     return Row(
         workload,
         *way,
-        1 + sum(run.stats.accepted for run in done) / steps,
+        acceptance_length(done),
         sum(run.stats.steps_with_draft for run in done) / steps,
         sum(run.stats.propose for run in done) / steps * 1e6,
         speed(done),
         speed(done) / speed(plain),
-        sum(a.token_ids == b.token_ids for a, b in zip(done, plain, strict=True)),
+        same_texts(done, plain),
     )
 
 
 def _table(args: argparse.Namespace, rows: list[Row]) -> Table:
     title = f"{args.precision}, {args.num_prompts} prompts a workload, {args.new_tokens} tokens generated"
-    table = Table(title=title, title_justify="left")
-    table.add_column("workload")
-    table.add_column("method")
-    for name in ("K", "tokens a step", "with draft", "look-up us", "tokens/s", "against plain", "same text"):
-        table.add_column(name, justify="right")
+    numbers = ("K", "tokens a step", "with draft", "look-up us", "tokens/s", "against plain", "same text")
+    table = new_table(title, ("workload", "method"), numbers)
     for row in rows:
         table.add_row(
             row.workload,

@@ -9,24 +9,32 @@ heads.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.decode import UNATTENDED_WIDTH, machine, speed
+from benchmarks.common import (
+    acceptance_length,
+    add_common_arguments,
+    machine,
+    new_table,
+    open_console,
+    read_texts,
+    same_texts,
+    speed,
+    write_report,
+)
 from benchmarks.pair import built, inflated_heads, inflated_pair, inflated_speculator
-from specexport.contract.methods import method_name
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter.retree import set_default_tree
 from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.speculative import PLAIN
 from specexport.tuning.tree import candidates, observe, step_costs
 
 SIZES = (2, 3, 4, 5, 6, 8, 12, 16)
@@ -41,19 +49,15 @@ WARM_UP = 12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks methods``."""
-    parser.add_argument("--models", type=Path, default=Path("examples/models"), help="holds the demo models and heads")
+    add_common_arguments(parser)
     parser.add_argument("--draft-heads", default="demo-draft-medusa", help="heads of demo-draft; left out if not there")
     parser.add_argument("--speculator", type=Path, help="an MLP speculator of demo-target, to be compared too")
-    parser.add_argument("--prompts", type=Path, default=Path("examples/prompts/held_out.jsonl"))
-    parser.add_argument("--work", type=Path, default=Path(".cache/bench"), help="keeps inflated models and bundles")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--tuning-prompts", type=int, default=24, help="others, from the end of the file")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sampled rows")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
 
 
 @dataclass(frozen=True)
@@ -103,11 +107,8 @@ class Row:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints its table."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=UNATTENDED_WIDTH)
-    lines = args.prompts.read_text(encoding="utf-8").splitlines()
-    texts = [json.loads(line)["text"] for line in lines]
+    console = open_console()
+    texts = read_texts(args.prompts)
     if args.num_prompts + args.tuning_prompts > len(texts):
         raise SystemExit(f"{args.prompts} has {len(texts)} prompts, fewer than are to be decoded and tuned with")
     folders = _bundles(args)
@@ -133,16 +134,16 @@ def main(args: argparse.Namespace) -> int:
                     done.append(made)
     rows = [_row(way, done, ways, runs, costs[way.bundle]) for way, done in zip(ways, runs, strict=True)]
     console.print(_table(args, rows))
-    if args.json:
-        names = ("precision", "num_prompts", "tuning_prompts", "prompt_tokens", "new_tokens", "temperature")
-        report: dict[str, Any] = {
+    names = ("precision", "num_prompts", "tuning_prompts", "prompt_tokens", "new_tokens", "temperature")
+    write_report(
+        args.json,
+        {
             "machine": machine(args.threads),
             "options": {name: getattr(args, name) for name in names},
             "step_ms": {name: [cost * 1e3 for cost in found] for name, found in costs.items()},
             "rows": [asdict(row) for row in rows],
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        },
+    )
     return 0
 
 
@@ -152,19 +153,29 @@ def _bundles(args: argparse.Namespace) -> dict[str, Path]:
     heads = inflated_heads(args.models, "demo-medusa", target, args.work)
     common: dict[str, Any] = {"precision": args.precision, "max_seq_len": 512}
     chains = tuple(TokenTree.chain(k + 1) for k in CHAINS)
-    of_heads = {"num_speculative_tokens": SIZES[0], "speculative_choices": SIZES[1:], **common}
     stem = args.work / f"methods.{target.name}.{args.precision}"
+
+    def bundle(name: str, **method: Any) -> Path:
+        return built(Path(f"{stem}.{name}"), target, methods=(method,), **common)
+
     found = {
-        "draft": built(Path(f"{stem}.draft"), target, draft=str(draft), trees=(*chains, *SPINES), **common),
-        "medusa": built(Path(f"{stem}.{heads.name}"), target, medusa=str(heads), **of_heads),
+        "draft": bundle("draft", method="draft_model", model=str(draft), trees=(*chains, *SPINES)),
+        "medusa": bundle(heads.name, method="medusa", model=str(heads), num_speculative_tokens=SIZES),
     }
     if (args.models / args.draft_heads).is_dir():
         on_draft = inflated_heads(args.models, args.draft_heads, draft, args.work)
-        options = {"draft": str(draft), "draft_medusa": str(on_draft), **of_heads}
-        found["medusa_draft"] = built(Path(f"{stem}.{on_draft.name}"), target, **options)
+        found["medusa_draft"] = bundle(
+            on_draft.name,
+            method="medusa_draft",
+            model=str(draft),
+            medusa=str(on_draft),
+            num_speculative_tokens=SIZES,
+        )
     if args.speculator is not None:
         stages = inflated_speculator(args.speculator, args.models, target, args.work)
-        found["mlp_speculator"] = built(Path(f"{stem}.{stages.name}"), target, mlp_speculator=str(stages), **of_heads)
+        found["mlp_speculator"] = bundle(
+            stages.name, method="mlp_speculator", model=str(stages), num_speculative_tokens=SIZES
+        )
     return found
 
 
@@ -173,9 +184,9 @@ def _tune(folder: Path, costs: list[float], params: SamplingParams, texts: list[
     (method,) = read_manifest(folder).methods
     with Engine.load(folder, threads=args.threads, check_hashes=False) as engine:
         prompts = [engine.encode(text)[: args.prompt_tokens] for text in texts]
-        observed = observe(engine, method_name(method), prompts, params, lambda *_: None)
+        observed = observe(engine, method.name, prompts, params, lambda *_: None)
     best = candidates(method, observed, costs)[0].tree
-    set_default_tree(folder, method_name(method), best)
+    set_default_tree(folder, method.name, best)
     return best
 
 
@@ -192,14 +203,14 @@ def _ways(
         (method,) = read_manifest(folder).methods
         for params in (greedy, sampled, typical) if name == "medusa" else (greedy,):
             for tree in sorted(method.token_trees(), key=len):
-                yield Way(name, method_name(method), tree, params, tree == tuned[name])
+                yield Way(name, method.name, tree, params, tree == tuned[name])
 
 
 def _decode(engine: Engine, way: Way, prompt: list[int], tokens: int) -> Completion:
     params = way.params.replace(max_tokens=tokens)
     if way.method is None:
-        return engine.generate(prompt, params, speculation=False)
-    return engine.generate(prompt, params, method=way.method, num_speculative_tokens=len(way.tree) - 1)
+        return engine.generate(prompt, params, PLAIN)
+    return engine.generate(prompt, params, {"method": way.method, "num_speculative_tokens": len(way.tree) - 1})
 
 
 def _row(way: Way, done: list[Completion], ways: list[Way], runs: list[list[Completion]], costs: list[float]) -> Row:
@@ -208,7 +219,6 @@ def _row(way: Way, done: list[Completion], ways: list[Way], runs: list[list[Comp
         for other, others in zip(ways, runs, strict=True)
         if other.method is None and other.params.greedy == way.params.greedy
     )
-    steps = sum(run.stats.steps for run in done)
     kind = "plain" if way.method is None else way.method
     if way.method == "draft_model":
         kind += ", chain" if way.tree.is_chain else ", tree"
@@ -218,21 +228,18 @@ def _row(way: Way, done: list[Completion], ways: list[Way], runs: list[list[Comp
         len(way.tree),
         way.tree.depth,
         way.tuned,
-        1 + sum(run.stats.accepted for run in done) / steps,
+        acceptance_length(done),
         costs[len(way.tree) - 1] * 1e3,
         speed(done),
         speed(done) / speed(plain),
-        sum(a.token_ids == b.token_ids for a, b in zip(done, plain, strict=True)),
+        same_texts(done, plain),
     )
 
 
 def _table(args: argparse.Namespace, rows: list[Row]) -> Table:
     title = f"{args.precision}, {args.num_prompts} prompts of {args.prompt_tokens} tokens, {args.new_tokens} generated"
-    table = Table(title=title, title_justify="left")
-    table.add_column("method")
-    table.add_column("sampling")
-    for name in ("nodes", "depth", "tokens a step", "c(T) ms", "tokens/s", "against plain", "same text"):
-        table.add_column(name, justify="right")
+    numbers = ("nodes", "depth", "tokens a step", "c(T) ms", "tokens/s", "against plain", "same text")
+    table = new_table(title, ("method", "sampling"), numbers)
     for row in rows:
         table.add_row(
             row.method,

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, WIDTH_PER_LAYER, inflate, inflate_heads, inflate_speculator
-from specexport.commands.build import Bars, build_progress
+from specexport.building import progress_bars
 from specexport.contract.errors import BundleError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
@@ -116,10 +114,8 @@ def bundle(
     return built(
         out,
         target,
-        draft=str(draft),
+        methods=({"method": "draft_model", "model": str(draft), "num_speculative_tokens": choices},),
         precision=precision,
-        num_speculative_tokens=choices[0],
-        speculative_choices=choices[1:],
         max_seq_len=max_seq_len,
         block_size=block_size,
     )
@@ -128,8 +124,8 @@ def bundle(
 def with_curve(folder: Path, threads: int, anew: bool = False) -> Path:
     """A bundle after its steps were timed on this machine (``tune batch``); once, unless anew."""
     if anew or not is_measured(folder, threads):
-        with build_progress(Console(stderr=True)) as progress:
-            measure_into(folder, threads=threads, progress=Bars(progress))
+        with progress_bars() as progress:
+            measure_into(folder, threads=threads, progress=progress)
     return folder
 
 
@@ -141,6 +137,6 @@ def built(out: Path, target: Path, **options: Any) -> Path:
         print(f"building {out}", file=sys.stderr)
         if out.exists():
             shutil.rmtree(out)
-        with build_progress(Console(stderr=True)) as progress:
-            build(BuildOptions(target=str(target), output=out, **options), Bars(progress))
+        with progress_bars() as progress:
+            build(BuildOptions(target=str(target), output=out, **options), progress)
     return out

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.decode import machine
+from benchmarks.common import add_common_arguments, machine, read_texts, write_report
 from benchmarks.pair import bundle as pair_bundle
 from benchmarks.pair import inflated_pair, with_curve
 from benchmarks.serving import Process, quantile, server
@@ -26,17 +25,13 @@ from benchmarks.serving import Process, quantile, server
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks serve``."""
+    add_common_arguments(parser)
     parser.add_argument("--bundle", type=Path, help="what to serve (default: the benchmark-size pair, K = 4)")
-    parser.add_argument("--models", type=Path, default=Path("examples/models"), help="holds demo-target and demo-draft")
-    parser.add_argument("--prompts", type=Path, default=Path("examples/prompts/held_out.jsonl"))
-    parser.add_argument("--work", type=Path, default=Path(".cache/bench"), help="keeps inflated models and bundles")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--prompt-chars", type=int, default=400)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
 
 
 @dataclass
@@ -73,17 +68,14 @@ def main(arguments: argparse.Namespace) -> int:
         target, draft = inflated_pair(arguments.models, arguments.work)
         served = pair_bundle(target, draft, arguments.work, arguments.precision, (4,), 1024)
         with_curve(served, arguments.threads)
-    lines = arguments.prompts.read_text(encoding="utf-8").splitlines()
-    texts = [json.loads(line)["text"][: arguments.prompt_chars] for line in lines if line.strip()]
+    texts = [text[: arguments.prompt_chars] for text in read_texts(arguments.prompts)]
     prompts = [texts[index % len(texts)] for index in range(arguments.requests)]
     rows = []
     for name, draft_tokens in (("speculation", None), ("plain", 0)):
         with server(served, "--max-queue", str(arguments.requests), threads=arguments.threads) as running:
             rows.append(asyncio.run(_load(name, draft_tokens, running, prompts, arguments)))
     Console().print(_table(rows, arguments))
-    if arguments.json is not None:
-        document = {"machine": machine(arguments.threads), "rows": [asdict(row) for row in rows]}
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_report(arguments.json, {"machine": machine(arguments.threads), "rows": [asdict(row) for row in rows]})
     return 0
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.common import write_report
 from benchmarks.serving import Process, server
 
 _WRONG: tuple[dict[str, Any], ...] = (
@@ -82,8 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
         "failures": tally.failures[:20],
     }
     print(json.dumps(figures, indent=2))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    write_report(arguments.json, figures)
     return 1 if tally.failures else 0
 
 

@@ -16,7 +16,7 @@ from specexport.checkpoints.locate import locate
 from specexport.checkpoints.quiet import quiet
 from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
-from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, lowering, sample_masks
+from specexport.graphs.attention import ATTENTION_NAME, AttentionCall, PassThroughCache, lowering, sample_masks
 from specexport.graphs.rotary import freeze_frequencies
 
 
@@ -110,9 +110,10 @@ class _Probe:
     def __init__(self) -> None:
         self.seen: dict[int, CacheLayer] = {}
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
-        self.seen[layer] = CacheLayer(heads=key.shape[1], key_size=key.shape[3], value_size=value.shape[3])
-        return query.new_zeros((*query.shape[:3], value.shape[3]))
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        sizes = CacheLayer(heads=call.key.shape[1], key_size=call.key.shape[3], value_size=call.value.shape[3])
+        self.seen[call.layer] = sizes
+        return call.query.new_zeros((*call.query.shape[:3], sizes.value_size))
 
 
 def _probe(model: Any, family: str, max_positions: int) -> tuple[CacheLayer, ...]:
@@ -139,13 +140,9 @@ def _probe(model: Any, family: str, max_positions: int) -> tuple[CacheLayer, ...
 
 
 def _eos(model: Any) -> tuple[int, ...]:
-    for config in (model.generation_config, model.config):
-        ids = getattr(config, "eos_token_id", None)
-        if isinstance(ids, int):
-            return (ids,)
-        if ids:
-            return tuple(int(i) for i in ids)
-    return ()
+    found = (getattr(config, "eos_token_id", None) for config in (model.generation_config, model.config))
+    ids: Any = next((ids for ids in found if isinstance(ids, int) or ids), ())
+    return (ids,) if isinstance(ids, int) else tuple(int(i) for i in ids)
 
 
 def _generation_defaults(path: Path) -> dict[str, float]:
@@ -156,12 +153,8 @@ def _generation_defaults(path: Path) -> dict[str, float]:
         return {"temperature": 0.0}
     if not config.do_sample:
         return {"temperature": 0.0}
-    defaults = {"temperature": 1.0}
-    for name in ("temperature", "top_p", "top_k", "min_p"):
-        value = getattr(config, name, None)
-        if value is not None:
-            defaults[name] = float(value)
-    return defaults
+    given = {name: getattr(config, name, None) for name in ("temperature", "top_p", "top_k", "min_p")}
+    return {"temperature": 1.0} | {name: float(value) for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -211,21 +204,17 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Pat
     ours, theirs = target.get_vocab(with_added_tokens=True), draft.get_vocab(with_added_tokens=True)
     if ours == theirs and _pipeline(target) == _pipeline(draft):
         return
-    for token, index in sorted(ours.items(), key=lambda item: item[1]):
-        if theirs.get(token) != index:
-            found = theirs.get(token, "absent")
-            raise BuildError(
-                f"target and draft use different tokenizers: token {token!r} is {index} in {target_path} and {found} "
-                f"in {draft_path}. A draft must use the target's tokenizer; choose one from the same family"
-            )
-    detail = (
-        f"{len(theirs)} tokens against {len(ours)}"
-        if len(ours) != len(theirs)
-        else "the same tokens, split differently"
-    )
+    differing = [(index, token) for token, index in ours.items() if theirs.get(token) != index]
+    if differing:
+        index, token = min(differing)
+        detail = f"token {token!r} is {index} in {target_path} and {theirs.get(token, 'absent')} in {draft_path}"
+    elif len(ours) != len(theirs):
+        detail = f"{draft_path} has {len(theirs)} tokens against {len(ours)} in {target_path}"
+    else:
+        detail = f"{draft_path} has the same tokens, split differently, as {target_path}"
     raise BuildError(
-        f"target and draft use different tokenizers: {draft_path} has {detail} in {target_path}. A draft must use the "
-        "target's tokenizer; choose one from the same family"
+        f"target and draft use different tokenizers: {detail}. A draft must use the target's tokenizer; choose one "
+        "from the same family"
     )
 
 

@@ -8,39 +8,35 @@ share may be there once, or for each of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
 import torch
 from msgspec import Meta
 from safetensors.torch import save_file
 
 from specexport.checkpoints.checkpoint import Checkpoint
 from specexport.checkpoints.locate import locate
-from specexport.checkpoints.medusa import HeadAccuracy, accuracy_config
-from specexport.checkpoints.stored import StoredTensors, stored_names
+from specexport.checkpoints.medusa import HeadAccuracy, MeasuredConfig, accuracy_config
+from specexport.checkpoints.stored import CONFIG, StoredTensor, read_config, stored_tensors
 from specexport.contract.errors import BuildError
-from specexport.contract.methods import MAX_STAGES
+from specexport.contract.methods.mlp_speculator import MAX_STAGES
 from specexport.graphs.mlp_speculator import SpeculatorStages
 from specexport.graphs.propose import MAX_CANDIDATES
 
-CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 WIDTHS = (5, 4, 3)
 """``top_k_tokens_per_head`` where a configuration leaves it out, as in fms-extras; later stages have the last."""
 
 _PREFIX = "speculator."
-_MAX_CONFIG = 1 << 20
 
 _Size = Annotated[int, Meta(ge=1, le=2**24)]
 _Width = Annotated[int, Meta(ge=1, le=MAX_CANDIDATES)]
-_Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
-class _Config(msgspec.Struct):
+class _Config(MeasuredConfig, kw_only=True):
     """What is read of ``config.json``; other keys are left alone.
 
     One of them is ``n_candidates``, how many of a step's paths fms-extras keeps: here a tree says which are verified.
@@ -54,8 +50,6 @@ class _Config(msgspec.Struct):
     top_k_tokens_per_head: list[_Width] | None = None
     scale_input: bool = False
     tie_weights: bool = False
-    head_accuracy: list[list[_Share]] | None = None
-    path_accuracy: list[tuple[list[Annotated[int, Meta(ge=0)]], _Share]] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,27 +93,13 @@ def read_speculator(source: str) -> SpeculatorOutline:
     """
     folder = locate(source)
     path = folder / CONFIG
-    if path.stat().st_size > _MAX_CONFIG:
-        raise BuildError(f"{path}: {path.stat().st_size} bytes; expected at most {_MAX_CONFIG}")
-    try:
-        config = msgspec.json.decode(path.read_bytes(), type=_Config)
-    except msgspec.MsgspecError as error:
-        raise BuildError(f"{path}: not a configuration of an MLP speculator: {error}") from error
+    config = read_config(path, _Config, "an MLP speculator")
     stages = config.n_predict
     widths = tuple(config.top_k_tokens_per_head or default_widths(stages))
     if len(widths) != stages:
         raise BuildError(
             f"{path}: top_k_tokens_per_head is {list(widths)} and n_predict {stages}; expected a width for each stage"
         )
-    accuracy = None
-    if config.head_accuracy is not None and config.path_accuracy is not None:
-        paths = {tuple(ranks): share for ranks, share in config.path_accuracy}
-        if len(config.head_accuracy) != stages or any(not 1 <= len(ranks) <= stages for ranks in paths):
-            raise BuildError(
-                f"{path}: head_accuracy and path_accuracy: expected shares of {stages} stages, and of paths that are "
-                "at most as long"
-            )
-        accuracy = HeadAccuracy(config.head_accuracy, paths)
     return SpeculatorOutline(
         path=folder,
         vocab=config.vocab_size,
@@ -129,7 +109,7 @@ def read_speculator(source: str) -> SpeculatorOutline:
         widths=widths,
         scale_input=config.scale_input,
         tied=config.tie_weights,
-        accuracy=accuracy,
+        accuracy=config.accuracy(path, stages, "stages"),
     )
 
 
@@ -139,12 +119,7 @@ def default_widths(stages: int) -> tuple[int, ...]:
 
 
 def require_fit(outline: SpeculatorOutline, *, hidden: int, vocab: int) -> None:
-    """Checks a speculator against a target by the headers of its files; nothing is read or allocated.
-
-    Args:
-        outline: what :func:`read_speculator` found.
-        hidden: the target's hidden size.
-        vocab: width of its logits.
+    """Checks a speculator against a target's hidden size and width of logits by the headers of its files.
 
     Raises:
         BuildError: a tensor is missing, of another shape or none of a speculator's, or it was made for another target;
@@ -156,23 +131,23 @@ def require_fit(outline: SpeculatorOutline, *, hidden: int, vocab: int) -> None:
                 f"{outline.path / CONFIG}: {field} is {found}, and the target's is {wanted}; this speculator was "
                 "trained for another model"
             )
-    stored, known = _stored(outline)
+    stored = _stored(outline)
     with torch.device("meta"):
         made = outline.make()
     shapes = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
-    for short, name in known.items():
+    for short, tensor in stored.items():
         if short not in shapes:
             raise BuildError(
-                f"{outline.path}: tensor {name!r} is no part of a speculator of {outline.stages} stages; expected "
-                f"names such as '{_PREFIX}emb.0.weight', and n_predict to say how many there are"
+                f"{outline.path}: tensor {tensor.name!r} is no part of a speculator of {outline.stages} stages; "
+                f"expected names such as '{_PREFIX}emb.0.weight', and n_predict to say how many there are"
             )
-        if stored.shape(name) != shapes[short]:
+        if tensor.shape != shapes[short]:
             raise BuildError(
-                f"{outline.path}: tensor {name!r} is {list(stored.shape(name))}, expected {list(shapes[short])}, as "
+                f"{outline.path}: tensor {tensor.name!r} is {list(tensor.shape)}, expected {list(shapes[short])}, as "
                 f"vocab_size is {outline.vocab}, emb_dim {outline.hidden} and inner_dim {outline.inner}"
             )
     for names in _shared(made):
-        if not any(name in known for name in names):
+        if not any(name in stored for name in names):
             raise BuildError(
                 f"{outline.path}: no tensor '{_PREFIX}{names[0]}'; {CONFIG} says {outline.stages} stages"
                 + (" that share their weights" if outline.tied else "")
@@ -180,56 +155,47 @@ def require_fit(outline: SpeculatorOutline, *, hidden: int, vocab: int) -> None:
 
 
 def load_speculator(outline: SpeculatorOutline) -> SpeculatorStages:
-    """Reads a speculator, in fp32 and for evaluation.
-
-    Args:
-        outline: of one that :func:`require_fit` let pass.
+    """Reads a speculator that :func:`require_fit` let pass, in fp32 and for evaluation.
 
     Raises:
         BuildError: tied tensors differ, or numbers are not finite; names the tensor.
     """
-    stored, known = _stored(outline)
+    stored = _stored(outline)
     with torch.device("meta"):
         made = outline.make()
     state: dict[str, torch.Tensor] = {}
     for names in _shared(made):
-        first, *others = [known[name] for name in names if name in known]
-        tensor = stored.read(first).to(torch.float32)
+        first, *others = [stored[name] for name in names if name in stored]
+        tensor = first.finite(outline.path)
         for other in others:
-            if not torch.equal(tensor, stored.read(other).to(torch.float32)):
+            if not torch.equal(tensor, other.read().to(torch.float32)):
                 raise BuildError(
-                    f"{outline.path}: tie_weights is true, but {other!r} and {first!r} differ; expected one for all"
+                    f"{outline.path}: tie_weights is true, but {other.name!r} and {first.name!r} differ; expected one "
+                    "for all"
                 )
-        if not bool(tensor.isfinite().all()):
-            raise BuildError(f"{outline.path}: tensor {first!r} holds numbers that are not finite; train it again")
         state |= dict.fromkeys(names, tensor)
     made.load_state_dict(state, assign=True)
     return made.eval().requires_grad_(False)
 
 
-def _stored(outline: SpeculatorOutline) -> tuple[StoredTensors, dict[str, str]]:
-    """The tensors, and their names by what the stages call them."""
+def _stored(outline: SpeculatorOutline) -> dict[str, StoredTensor]:
+    """The tensors by what the stages call them."""
     files = sorted(outline.path.glob("*.safetensors"))
-    stored = StoredTensors({name: file for file in files for name in stored_names(file)})
-    return stored, {name.removeprefix(_PREFIX): name for name in stored.names()}
+    return {tensor.name.removeprefix(_PREFIX): tensor for file in files for tensor in stored_tensors(file)}
 
 
-def _shared(speculator: SpeculatorStages) -> Iterator[list[str]]:
+def _shared(speculator: SpeculatorStages) -> list[list[str]]:
     """The names of each parameter; of a tied one they are several."""
     names: dict[int, list[str]] = {}
     for name, parameter in speculator.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    yield from names.values()
+    return list(names.values())
 
 
 def as_checkpoint(outline: SpeculatorOutline, source: str, speculator: SpeculatorStages, positions: int) -> Checkpoint:
-    """A speculator as a model that is written beside the target; it has no cache, and no tokens of its own.
+    """A speculator as a model that is written beside the target, whose longest sequence has so many ``positions``.
 
-    Args:
-        outline: of it.
-        source: what the user named.
-        speculator: its stages.
-        positions: longest sequence of the target.
+    It has no cache and no tokens of its own; ``source`` is what the user named.
     """
     return Checkpoint(
         source=source,
@@ -276,9 +242,8 @@ def save_speculator(
         "scale_input": speculator.scale_input,
         "tie_weights": speculator.tied,
         "torch_dtype": str(dtype).removeprefix("torch."),
+        **accuracy_config(accuracy),
     }
-    if accuracy is not None:
-        config |= accuracy_config(accuracy)
     parameters = dict(speculator.named_parameters())
     state = {f"{_PREFIX}{name}": tensor.detach().to(dtype).contiguous() for name, tensor in parameters.items()}
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})

@@ -34,10 +34,7 @@ _UNREAD = 1e3
 def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, embeds: bool = False) -> None:
     """Compares the step module with the eager model over prefill, a chain step and every path of a tree.
 
-    Args:
-        checkpoint: the model.
-        lowering: which attention and rotary embedding it is to be traced with.
-        embeds: give the step module the model's own embeddings in the place of every other token.
+    With ``embeds`` the step module is given the model's own embeddings in the place of every other token.
 
     Raises:
         BuildError: they differ; it names the family.

@@ -1,50 +1,85 @@
-"""Tensors of safetensors files, read by name, one at a time."""
+"""What checkpoints of heads and speculators have in common: a small ``config.json``, and tensors read one at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
 from specexport.contract.errors import BuildError
 
+CONFIG = "config.json"
+_MAX_CONFIG = 1 << 20
 
-class StoredTensors:
-    """Named tensors of files.
+_Config = TypeVar("_Config")
+
+
+def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
+    """Reads a ``config.json``, of which other fields than those of ``kind`` are left alone.
 
     Args:
-        files: the file of each.
+        path: the file; it is there.
+        kind: what it must hold.
+        what: it configures, in words.
+
+    Raises:
+        BuildError: it is too large, no JSON, or a field is not what it should be.
+    """
+    if path.stat().st_size > _MAX_CONFIG:
+        raise BuildError(f"{path}: {path.stat().st_size} bytes; expected at most {_MAX_CONFIG}")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except msgspec.MsgspecError as error:
+        raise BuildError(f"{path}: not a configuration of {what}: {error}") from error
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file.
+
+    Attributes:
+        name: in the file.
+        shape: of it.
+        read: reads it as it is stored.
     """
 
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = files
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
 
-    def names(self) -> list[str]:
-        """Of all."""
-        return list(self._files)
+    def finite(self, path: Path) -> torch.Tensor:
+        """Reads it in fp32.
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of one; it is not read."""
-        with safe_open(self._files[name], framework="pt") as file:
-            return tuple(file.get_slice(name).get_shape())
-
-    def read(self, name: str) -> torch.Tensor:
-        """One, as it is stored."""
-        with safe_open(self._files[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
+        Raises:
+            BuildError: a number is not finite; names the tensor, and ``path`` as where it is.
+        """
+        tensor = self.read().to(torch.float32)
+        if not bool(tensor.isfinite().all()):
+            raise BuildError(f"{path}: tensor {self.name!r} holds numbers that are not finite; train it again")
         return tensor
 
 
-def stored_names(path: Path) -> list[str]:
-    """The names of a file's tensors.
+def stored_tensors(path: Path) -> list[StoredTensor]:
+    """The tensors of a safetensors file; only its header is read.
 
     Raises:
         BuildError: it is no safetensors file.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            return list(file.keys())
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise BuildError(f"{path}: not a safetensors file: {error}") from error
+    return [StoredTensor(name, shape, partial(_read, path, name)) for name, shape in shapes.items()]
+
+
+def _read(path: Path, name: str) -> torch.Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+    return tensor

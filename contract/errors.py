@@ -20,7 +20,19 @@ class TrainError(SpecExportError):
 
 
 class RequestError(SpecExportError, ValueError):
-    """A generation request has a parameter, or a prompt, that cannot be honoured."""
+    """A generation request has a parameter, or a prompt, that cannot be honoured.
+
+    Attributes:
+        param: the parameter that is wrong, if one is.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthError(RequestError):
+    """The prompt leaves the context no room for an output."""
 
 
 class BackendError(SpecExportError):

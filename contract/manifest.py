@@ -5,19 +5,37 @@ It is documented for readers in ``docs/bundle-format.md``; :mod:`specexport.cont
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
 
 from specexport.contract.costs import CostCurve
 from specexport.contract.engines import BackendName, CompiledEngine, ProgramGraph
-from specexport.contract.methods import Beside, Method, draft_role, method_name
+from specexport.contract.methods.base import Method
 from specexport.contract.model import Count, LoweredAs, Model, Probability, Size, Strict
+from specexport.contract.signature import GraphSignature, Signature, target_signature
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST_NAME = "specexport.json"
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+# msgspec asks the registry which struct an entry is (``contract.methods.decode_hook``).
+if TYPE_CHECKING:
+    from specexport.contract.methods.base import Method as Entry
+else:
+    from specexport.contract.methods.base import Registered as Entry
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "Entry",
+    "FileEntry",
+    "GenerationDefaults",
+    "Manifest",
+    "TokenizerInfo",
+]
 
 
 class FileEntry(Strict, frozen=True):
@@ -93,7 +111,7 @@ class Manifest(Strict, frozen=True):
     prefill_chunk: Size
     batch_sizes: Annotated[tuple[Size, ...], Meta(min_length=1)]
     target: Model
-    methods: tuple[Method, ...]
+    methods: tuple[Entry, ...]
     tokenizer: TokenizerInfo
     generation: GenerationDefaults
     files: tuple[FileEntry, ...]
@@ -102,9 +120,8 @@ class Manifest(Strict, frozen=True):
 
     @property
     def models(self) -> dict[str, Model]:
-        """Every model by its role: ``target``, and ``draft``, ``self_draft`` and ``speculator`` where there is one."""
-        drafts = (method for method in self.methods if isinstance(method, Beside))
-        return {"target": self.target} | {draft_role(method): method.draft for method in drafts}
+        """Every model by its role: ``target``, and those of the methods."""
+        return {"target": self.target} | {role: model for one in self.methods for role, model in one.models.items()}
 
     @property
     def engines(self) -> tuple[CompiledEngine, ...]:
@@ -112,9 +129,17 @@ class Manifest(Strict, frozen=True):
         holders = (*self.models.values(), *self.program)
         return tuple(engine for holder in holders for engine in holder.engines)
 
+    @property
+    def target_signature(self) -> GraphSignature:
+        """Of the target's step graph, with what the methods observe of it."""
+        observed: Signature = {}
+        for method in self.methods:
+            observed |= method.target_outputs
+        return target_signature(self.target, observed)
+
     def method(self, name: str) -> Method | None:
         """The method of a name, if the bundle has it."""
-        return next((method for method in self.methods if method_name(method) == name), None)
+        return next((method for method in self.methods if method.name == name), None)
 
     def curve(self, device: str) -> CostCurve | None:
         """What was measured on a device, if it was."""

@@ -106,3 +106,8 @@ class Model(Strict, frozen=True):
     graph: GraphFiles
     engines: tuple[CompiledEngine, ...] = ()
     embedding_size: Size | None = None
+
+    @property
+    def cache_row_bytes(self) -> int:
+        """Bytes of a token's row in its cache, over all layers."""
+        return sum(4 * layer.heads * (layer.key_size + layer.value_size) for layer in self.cache)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from specexport.contract.engines import Accept, Fill, ProgramGraph
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import DraftModel
 from specexport.contract.shapes import ShapePoint
 
 
@@ -27,7 +26,7 @@ def program_points(graph: ProgramGraph, manifest: Manifest, batch: int, cache: i
         sizes = widths if batch > 1 else set(map(len, trees))
         points = {ShapePoint(batch, nodes, 0, nodes) for nodes in sizes}
     elif isinstance(graph, Fill):
-        drafts = [method for method in manifest.methods if isinstance(method, DraftModel)]
+        drafts = [method for method in manifest.methods if method.drafts_chain]
         drawn = {tree for method in drafts for tree in method.token_trees() if not tree.is_chain}
         points = {ShapePoint(batch, len(tree), 0, 0, tree.depth) for tree in drawn}
     else:

@@ -12,10 +12,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from specexport.contract import tensors
 from specexport.contract.costs import Cost, CostCurve
 from specexport.contract.errors import BundleError, SpecExportError
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
-from specexport.contract.methods import DraftModel, Method, MlpSpeculator, Ngram, UniversalDraft, method_name
+from specexport.contract.methods import Method, decode_hook
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 
@@ -63,7 +64,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path}: format version {version} is older than {FORMAT_VERSION}, which this specexport reads; build "
                 "the bundle again"
             )
-        manifest = msgspec.json.decode(raw, type=Manifest)
+        manifest = msgspec.json.decode(raw, type=Manifest, dec_hook=decode_hook)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise BundleError(f"{path}: not a valid manifest: {error}; build the bundle again") from error
     _check_references(path, manifest)
@@ -89,7 +90,7 @@ def _check_references(path: Path, manifest: Manifest) -> None:
             raise BundleError(f"{path}: files: {entry.path!r} is listed twice")
         listed.add(entry.path)
     used = [manifest.tokenizer.file, *([manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else [])]
-    used += [method.tokenizer for method in manifest.methods if isinstance(method, UniversalDraft)]
+    used += [file for method in manifest.methods for file in method.files]
     for model in manifest.models.values():
         used += [model.weights, model.graph.master, *(p.file for p in model.graph.points)]
     used += [graph.file for graph in manifest.program]
@@ -101,14 +102,22 @@ def _check_references(path: Path, manifest: Manifest) -> None:
 
 def _check_shapes(path: Path, manifest: Manifest) -> None:
     """Every shape the engine runs at is there, and none asks for an absurd amount of memory."""
-    names = [method_name(method) for method in manifest.methods]
-    drafts = {"draft_model", "medusa_draft", "universal_draft"} & set(names)
-    if len(set(names)) != len(names) or len(drafts) > 1:
+    names = [method.name for method in manifest.methods]
+    roles = [role for method in manifest.methods for role in method.models]
+    if len(set(names)) != len(names) or len(set(roles)) != len(roles):
         raise BundleError(f"{path}: methods: {', '.join(names)}; expected each once, and one with a draft at most")
+    for method in manifest.methods:
+        if method.signatures.keys() != method.models.keys():
+            raise BundleError(f"{path}: {method.name}: its model is not there; build the bundle again")
     verified = {1}
     for name, method in zip(names, manifest.methods, strict=True):
         verified |= _tree_sizes(path, name, method)
-    propose_graphs = [method.draft for method in manifest.methods if isinstance(method, DraftModel)]
+    proposing = {
+        role
+        for method in manifest.methods
+        for role, graph in method.signatures.items()
+        if tensors.LOGITS_ROWS not in graph.inputs
+    }
     for role, model in manifest.models.items():
         points = [graph.point for graph in model.graph.points]
         width = sum(layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
@@ -118,8 +127,7 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
         if size > _MAX_CACHE_BYTES:
             raise BundleError(f"{path}: the {role}'s cache would take {size} bytes; refusing to load it")
         steps = {(tokens, tokens) for tokens in verified} if role == "target" else set()
-        propose = any(model is draft for draft in propose_graphs)
-        chunk = {(manifest.prefill_chunk, 0 if propose else 1)} if model.cache else set()
+        chunk = {(manifest.prefill_chunk, 0 if role in proposing else 1)} if model.cache else set()
         missing = (steps | chunk) - {(point.tokens, point.rows) for point in points if point.batch == 1}
         if missing:
             raise BundleError(
@@ -159,7 +167,7 @@ def _check_costs(path: Path, manifest: Manifest, curve: CostCurve) -> None:
     if tuple(batches) != manifest.batch_sizes[: len(batches)]:
         raise BundleError(f"{where}: measured for batches of {batches}; expected {list(manifest.batch_sizes)}")
     methods = sorted(one.method for one in curve.methods)
-    if methods != sorted(map(method_name, manifest.methods)):
+    if methods != sorted(method.name for method in manifest.methods):
         raise BundleError(f"{where}: measured with the methods {methods}, which are not the bundle's; measure again")
     if not any(cost.tokens == 1 for cost in curve.steps) or not all(cost.seconds for cost in curve.steps):
         raise BundleError(f"{where}: no plain step was measured, or one that took no time; measure again")
@@ -177,11 +185,6 @@ def _require_grid(where: str, costs: Sequence[Cost], expected: Iterable[tuple[in
 
 def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:
     """Widths of a method's steps; its trees are checked to be trees that it can fill."""
-    if isinstance(method, Ngram) and method.prompt_lookup_min > method.prompt_lookup_max:
-        raise BundleError(
-            f"{path}: ngram: prompt_lookup_min is {method.prompt_lookup_min}, more than prompt_lookup_max, "
-            f"{method.prompt_lookup_max}; build the bundle again"
-        )
     sizes: set[int] = set()
     for choices in method.trees:
         try:
@@ -191,16 +194,12 @@ def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:
         if len(tree) in sizes or len(tree) == 1:
             raise BundleError(f"{path}: {name}: trees: two have {len(tree) - 1} draft tokens, or one has none")
         sizes.add(len(tree))
-        if (validate_tree := method.validate_tree(tree)) is not None:
-            raise BundleError(f"{path}: {name}: trees: {validate_tree}")
-    if isinstance(method, MlpSpeculator):
-        trees, points = method.token_trees(), [graph.point for graph in method.draft.graph.points]
-        deepest, widest = max(tree.depth for tree in trees), max(tree.level_width for tree in trees)
-        if not any(point.drafts >= deepest and point.tokens >= widest for point in points):
-            raise BundleError(
-                f"{path}: no shape point of the speculator fills trees {deepest} deep and {widest} nodes with children "
-                "wide; build the bundle again"
-            )
+        if (reason := method.validate_tree(tree)) is not None:
+            raise BundleError(f"{path}: {name}: trees: {reason}")
+    if not sizes:
+        raise BundleError(f"{path}: {name}: trees: there are none; build the bundle again")
+    if (reason := method.validate()) is not None:
+        raise BundleError(f"{path}: {name}: {reason}; build the bundle again")
     return set(method.widths())
 
 

@@ -85,8 +85,8 @@ def batch_points(most: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*sizes, most)))
 
 
-def speculator_points(points: Collection[ShapePoint]) -> list[ShapePoint]:
-    """Those of an MLP speculator's points that a GPU runs; ascending.
+def uncached_points(points: Collection[ShapePoint]) -> list[ShapePoint]:
+    """The points that a GPU runs of a propose graph without a cache; ascending.
 
     They are of all its stages, and of every width of a level but one node, unless that is all there is. Others would
     hold the weights once more; shallower trees and narrower levels are filled there as well.

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import onnx
 import torch
 
-from specexport.checkpoints.checkpoint import (
-    TRANSFORMERS_VERSION,
-    load_tokenizer,
-    require_same_tokenizer,
-)
+from specexport.checkpoints.checkpoint import TRANSFORMERS_VERSION, load_tokenizer
 from specexport.checkpoints.locate import locate
 from specexport.contract.engines import ProgramGraph
 from specexport.contract.errors import BuildError
@@ -21,22 +18,20 @@ from specexport.contract.folders import written_beside
 from specexport.contract.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
+    Entry,
     FileEntry,
     GenerationDefaults,
     Manifest,
     TokenizerInfo,
 )
-from specexport.contract.methods import (
-    Method,
-    MlpSpeculator,
-)
+from specexport.contract.methods import Method
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
-from specexport.exporter import points
+from specexport.exporter.build_plan import PREFILL_CHUNK
 from specexport.exporter.engines.bundle import CompileReport, compile_bundle
 from specexport.exporter.engines.library import load_library
 from specexport.exporter.engines.program import write_program
-from specexport.exporter.layout import BuildPlan, speculator_outline
-from specexport.exporter.models import WrittenDraft, WrittenTarget, draft_stage, speculator_stage, target_stage
+from specexport.exporter.methods import Build, exporter_of
+from specexport.exporter.models import WrittenTarget, target_stage
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.stages import RECORDS, Stages
 from specexport.exporter.writing import Progress
@@ -83,31 +78,24 @@ def build(
 def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progress) -> None:
     path = locate(options.target)
     tokenizer = load_tokenizer(path)
-    if options.draft is not None:
-        draft_path = locate(options.draft)
-        require_same_tokenizer(tokenizer.tokenizer, load_tokenizer(draft_path).tokenizer, path, draft_path)
+    writers: dict[str, str] = {}
+    for method in options.methods:
+        stage = exporter_of(method).stage
+        if stage is not None and (other := writers.setdefault(stage, method.name)) != method.name:
+            raise BuildError(f"{other!r} and {method.name!r} both have a {stage}; a bundle has one, so ask for one")
+    for method in options.methods:
+        exporter_of(method).check(method, path, tokenizer.tokenizer)
     target = stages.run("target", WrittenTarget, lambda: target_stage(folder, options, tokenizer, progress))
-    layout = BuildPlan.of(options, target.model.vocab_size, target.model.parameters, target.max_seq_len)
+    plan = target.plan
+    building = Build(folder, options, plan, target.model, progress)
     made: list[Method] = []
-    source = options.draft or options.universal_draft
-    if source is not None:
-        drafted = stages.run(
-            "draft", WrittenDraft, lambda: draft_stage(folder, options, source, target, layout, progress)
-        )
-        made.append(drafted.method)
-    if target.self_draft is not None:
-        made.append(target.self_draft)
-    if target.medusa is not None:
-        made.append(target.medusa)
-    if (outline := speculator_outline(options)) is not None:
-        made.append(
-            stages.run(
-                "speculator",
-                MlpSpeculator,
-                lambda: speculator_stage(folder, outline, options, target, layout, progress),
-            )
-        )
-    made += layout.text_only
+    for method in plan.methods:
+        exporter = exporter_of(method)
+        if exporter.stage is not None:
+            export = functools.partial(exporter.export, method, building)
+            made.append(stages.run(exporter.stage, Entry, export))
+        else:
+            made.append(method)
 
     (folder / "tokenizer").mkdir()
     tokenizer.tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
@@ -127,9 +115,9 @@ def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progres
         built_with=_built_with(),
         backend=options.backend,
         lowering=options.lowering,
-        max_seq_len=target.max_seq_len,
-        prefill_chunk=points.PREFILL_CHUNK,
-        batch_sizes=layout.batches,
+        max_seq_len=plan.max_seq_len,
+        prefill_chunk=PREFILL_CHUNK,
+        batch_sizes=plan.batches,
         target=target.model,
         methods=tuple(made),
         tokenizer=TokenizerInfo(

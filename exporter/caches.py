@@ -36,13 +36,9 @@ def no_embeddings(model: Model, tokens: int) -> dict[str, Array]:
 
 
 def after_call(caches: Caches, outputs: Mapping[str, Array], past: int) -> Caches:
-    """The caches after a call whose tokens are all kept.
+    """The caches after a call at ``past`` rows whose tokens are all kept.
 
-    Args:
-        caches: before it.
-        outputs: what the graph returned, by name: whole caches, or new rows ``[1,Hkv,F,D]`` where it was lowered
-            portably.
-        past: the call's ``past_length``.
+    The graph's outputs hold whole caches, or new rows ``[1,Hkv,F,D]`` where it was lowered portably.
     """
     after = {}
     for name, cache in caches.items():

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES, BackendName
 from specexport.contract.errors import BuildError
-from specexport.contract.methods import MAX_LOOKUP
+from specexport.contract.methods import Method, read_methods
 from specexport.contract.model import LoweredAs
 from specexport.contract.shapes import batch_points
-from specexport.contract.tree import TokenTree
 from specexport.exporter.engines.options import EngineOptions, check_batches, check_stored
 from specexport.exporter.weights import PRECISIONS, Precision, Storage
 
@@ -27,26 +26,8 @@ class BuildOptions:
     Attributes:
         target: folder or hub id of the model whose distribution is sampled.
         output: the bundle's folder; replaced only with ``overwrite``.
-        draft: folder or hub id of a smaller model with the same tokenizer, or None for plain decoding.
-        universal_draft: folder or hub id of a smaller model with another tokenizer, in the place of ``draft``.
-        self_draft_layers: also propose with this many of the target's own first layers.
-        medusa: folder of Medusa heads for the target.
-        draft_medusa: folder of Medusa heads for the draft, which then proposes a tree in one pass.
-        mlp_speculator: folder or hub id of an MLP speculator for the target (``ibm-fms`` accelerators).
-        ngram: also propose by n-gram prompt lookup.
-        prompt_lookup_max: most tokens it matches.
-        prompt_lookup_min: fewest.
-        suffix: also propose by a suffix automaton.
-        hypothesis: also verify texts that requests bring.
-        lookahead: also propose by lookahead decoding with these W, N and G: columns of the window, tokens of an n-gram,
-            and most guesses a step; or the name of a preset.
-        lookahead_seeding: start its pool with the prompt's n-grams.
-        num_speculative_tokens: draft tokens a step of every method: of a chain, or of the tree of that size that suits
-            the heads; None for 4, for none at all where trees are given, and for 8, 4 and 2 where text is looked up,
-            after 16 for a hypothesis.
-        speculative_choices: further sizes that requests may choose.
-        trees: what to verify, the default first: presets, JSON files or trees. They are the heads' and the speculator's
-            where there are some, else the draft's; text that is looked up is proposed in chains.
+        methods: ways to speculate, the default first, each with its options: methods, mappings with their keys, or
+            texts as ``--method`` takes. Those that need no graph work in every bundle and need not be named.
         inputs_embeds: let prompts hold embeddings in the place of tokens.
         max_seq_len: longest sequence in tokens; None for the models' limit, at most 2048.
         max_batch_size: most requests that run at once; graphs are pinned for the powers of two up to it.
@@ -69,22 +50,7 @@ class BuildOptions:
 
     target: str
     output: Path
-    draft: str | None = None
-    universal_draft: str | None = None
-    self_draft_layers: int | None = None
-    medusa: str | None = None
-    draft_medusa: str | None = None
-    mlp_speculator: str | None = None
-    ngram: bool = False
-    prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 2
-    suffix: bool = False
-    hypothesis: bool = False
-    lookahead: str | tuple[int, int, int] | None = None
-    lookahead_seeding: bool = True
-    num_speculative_tokens: int | None = None
-    speculative_choices: tuple[int, ...] = ()
-    trees: tuple[str | Path | TokenTree, ...] = ()
+    methods: tuple[Method, ...] = ()
     inputs_embeds: bool = False
     max_seq_len: int | None = None
     max_batch_size: int = DEFAULT_MAX_BATCH_SIZE
@@ -100,6 +66,10 @@ class BuildOptions:
     resume: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "methods", read_methods(self.methods))
+        names = [method.name for method in self.methods]
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
+            raise BuildError(f"method {doubled[0]!r} was asked for twice; a bundle has each once")
         for name in ("precision", "draft_precision"):
             value = getattr(self, name)
             if value is not None and value not in PRECISIONS:
@@ -115,29 +85,8 @@ class BuildOptions:
             raise BuildError(
                 f"inputs_embeds was given with backend {self.backend}, whose engines read tokens alone; leave one out"
             )
-        for k in self.sizes:
-            if not 1 <= k <= 32:
-                raise BuildError(f"num_speculative_tokens is {k}; expected 1 to 32")
-        if self.universal_draft is not None and self.draft is not None:
-            raise BuildError("draft and universal_draft were both given; a bundle has one draft, so give one of them")
-        if self.draft_medusa is not None and self.draft is None:
-            raise BuildError("draft_medusa was given without draft; they are heads of a draft model")
-        proposing = (self.draft, self.universal_draft, self.self_draft_layers, self.medusa, self.mlp_speculator)
-        if all(source is None for source in proposing):
-            if self.trees:
-                raise BuildError("trees was given without a draft or Medusa heads; nothing would fill them")
-            if self.sizes and not self.lookups:
-                raise BuildError(
-                    "num_speculative_tokens was given without a draft or Medusa heads, ngram or suffix or hypothesis; "
-                    "nothing would propose those tokens"
-                )
         if not 1 <= self.max_batch_size <= MAX_BATCH_SIZE:
             raise BuildError(f"max_batch_size is {self.max_batch_size}; expected 1 to {MAX_BATCH_SIZE}")
-        least, most = self.prompt_lookup_min, self.prompt_lookup_max
-        if not 1 <= most <= MAX_LOOKUP:
-            raise BuildError(f"prompt_lookup_max is {most}; expected 1 to {MAX_LOOKUP}")
-        if not 1 <= least <= most:
-            raise BuildError(f"prompt_lookup_min is {least}; expected 1 to prompt_lookup_max, which is {most}")
         for name in ("posterior_threshold", "posterior_alpha"):
             if not 0 <= getattr(self, name) <= 1:
                 raise BuildError(f"{name} is {getattr(self, name)}; expected 0 to 1")
@@ -173,14 +122,3 @@ class BuildOptions:
         if kind == "int4" and block_size is not None:
             block_size = min(block_size, DEFAULT_BLOCK_SIZE)
         return Storage(kind, block_size)
-
-    @property
-    def lookups(self) -> tuple[str, ...]:
-        """The methods that need neither a model nor heads."""
-        return tuple(name for name in ("ngram", "suffix", "hypothesis") if getattr(self, name))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of draft tokens to build for, the default first; none where the user named none."""
-        first = () if self.num_speculative_tokens is None else (self.num_speculative_tokens,)
-        return tuple(dict.fromkeys((*first, *self.speculative_choices)))

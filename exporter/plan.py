@@ -25,7 +25,6 @@ MOST_DRAFTS = 8
 _BLOCK = 32
 _SCALE_BYTES = 2
 _BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
-PLANNED: tuple[str, ...] = tuple(_BITS)
 
 
 @dataclass(frozen=True)
@@ -56,37 +55,29 @@ class ModelPlan:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Expected decoding speed at one K, in tokens a second; K = 0 is plain decoding."""
-
-    drafts: int
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
 class DevicePlan:
-    """Whether it fits, and how fast it may be.
+    """Whether models fit on a device, and how fast they may be.
 
     Attributes:
         models: target, then draft if there is one.
         needed: bytes of all of them.
         available: bytes the device has for them.
-        speeds: plain, then K = 1, 2, ... with a draft.
+        speeds: expected tokens a second of plain decoding, then, with a draft, at K = 1, 2, ...
     """
 
     models: tuple[ModelPlan, ...]
     needed: int
     available: int
-    speeds: tuple[Speed, ...]
+    speeds: tuple[float, ...]
 
     @property
     def fits(self) -> bool:
         return self.needed <= self.available
 
     @property
-    def best(self) -> Speed:
-        """The fastest."""
-        return max(self.speeds, key=lambda speed: speed.tokens_per_second)
+    def best_k(self) -> int:
+        """The fastest K; 0 is plain decoding."""
+        return self.speeds.index(max(self.speeds))
 
 
 def plan(
@@ -98,7 +89,7 @@ def plan(
         target: folder with a ``config.json``, or hub id.
         draft: likewise, or None.
         device: where it is to run.
-        precision: of the matrices of both, one of :data:`PLANNED`; activations and caches take 16 bits.
+        precision: of the matrices of both, one of fp16, bf16, fp8, int8 and int4; activations and caches take 16 bits.
         context: longest prompt and output, in tokens.
         acceptance: chance that a draft token is accepted.
 
@@ -114,27 +105,35 @@ def plan(
         raise BuildError(f"max_seq_len is {context}; expected at least 2")
     models = [_model(source, precision, context) for source in (target, draft) if source is not None]
     seconds = [(model.read + model.cache_row * context / 2) / (EFFICIENCY * device.bandwidth) for model in models]
-    speeds = [Speed(0, 1 / seconds[0])]
+    speeds = [1 / seconds[0]]
     if draft is not None:
         for k in range(1, MOST_DRAFTS + 1):
             tokens = (1 - acceptance ** (k + 1)) / (1 - acceptance)
-            speeds.append(Speed(k, tokens / (seconds[0] + k * seconds[1])))
+            speeds.append(tokens / (seconds[0] + k * seconds[1]))
     available = device.memory - device.reserved
     return DevicePlan(tuple(models), sum(model.total for model in models), available, tuple(speeds))
 
 
-def _model(source: str, precision: str, context: int) -> ModelPlan:
+def meta_model(source: str | Path) -> Any:
+    """A checkpoint's model without its weights, which only its configuration is read for.
+
+    Raises:
+        BuildError: the configuration cannot be read.
+    """
     path = Path(source).expanduser()
     try:
-        config: Any = AutoConfig.from_pretrained(path if path.is_dir() else source)
+        config = AutoConfig.from_pretrained(path if path.is_dir() else source)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config)
     except (ValueError, OSError, KeyError) as error:
         raise BuildError(f"{source}: its configuration cannot be read: {error}") from error
-    text = config.get_text_config()
+
+
+def _model(source: str, precision: str, context: int) -> ModelPlan:
+    model = meta_model(source)
+    text = model.config.get_text_config()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     head = model.get_output_embeddings().weight
-    quantized = _BITS[precision] < 16
     weights = read = 0
     for parameter in model.parameters():  # tied ones once
         is_table = id(parameter) in embeddings
@@ -143,23 +142,21 @@ def _model(source: str, precision: str, context: int) -> ModelPlan:
         if parameter is head or not is_table:
             stored = _stored(parameter, precision)
             read += stored
-            # An fp16 head that is tied to the embedding is the same matrix.
-            weights += 0 if is_table and not quantized else stored
+            # A head of 16 bits that is tied to the embedding is the same matrix.
+            weights += 0 if is_table and _BITS[precision] == 16 else stored
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     row = text.num_hidden_layers * heads * 2 * size * 2
-    rows = cache_buckets(context, PREFILL_CHUNK)[-1]
     wide = max(getattr(text, "intermediate_size", None) or 4 * text.hidden_size, text.hidden_size)
-    # Gate, up and their product; logits, p and what is left of it at the nodes of a tree.
-    scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * text.hidden_size) + 4 * (MOST_DRAFTS + 1) * text.vocab_size * 4
     return ModelPlan(
         source=source,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=model.num_parameters(),
         weights=weights,
         read=read,
-        cache=row * rows,
+        cache=row * cache_buckets(context, PREFILL_CHUNK)[-1],
         cache_row=row,
-        scratch=scratch,
+        # Gate, up and their product; logits, p and what is left of it at the nodes of a tree.
+        scratch=2 * PREFILL_CHUNK * (3 * wide + 4 * text.hidden_size) + 4 * (MOST_DRAFTS + 1) * text.vocab_size * 4,
     )
 
 

@@ -15,7 +15,6 @@ from specexport.checkpoints.quiet import quiet
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
-from specexport.contract.tree import TokenTree
 from specexport.exporter.caches import after_call, new_caches, no_embeddings
 from specexport.graphs.attention import ATTENTION_NAME
 from specexport.runtime.ort import available_cores, open_session
@@ -62,12 +61,6 @@ def reference(checkpoint: Checkpoint, tokens: list[int]) -> Reference:
 def logits_error(master: Path, lowering: LoweredAs, model: Model, expected: Reference) -> tuple[float, float] | None:
     """Runs a step graph over the same text, one token a step, as decoding does.
 
-    Args:
-        master: the graph.
-        lowering: of the graph.
-        model: its description.
-        expected: the text and its logits.
-
     Returns:
         Root-mean-square error of the logits relative to their spread, and the share of tokens after which graph and
         model prefer the same one; None where onnxruntime is not installed.
@@ -79,17 +72,17 @@ def logits_error(master: Path, lowering: LoweredAs, model: Model, expected: Refe
     caches = new_caches(model.cache, len(expected.tokens), 0.0)
     names = [output.name for output in session.get_outputs()]
     found = []
-    one = TokenTree.chain(1)
     for position, token in enumerate(expected.tokens.tolist()):
         given = {
             tensors.INPUT_IDS: np.array([[token]]),
             tensors.POSITION_IDS: np.array([[position]]),
-            tensors.TREE_MASK: one.mask[None],
+            tensors.TREE_MASK: np.ones((1, 1, 1), np.bool_),
             tensors.PAST_LENGTH: np.array([position]),
             tensors.LOGITS_ROWS: np.array([[0]]),
             **no_embeddings(model, 1),
+            **caches,
         }
-        outputs = dict(zip(names, session.run(None, {**given, **caches}), strict=True))
+        outputs = dict(zip(names, session.run(None, given), strict=True))
         caches = after_call(caches, outputs, position)
         found.append(outputs[tensors.LOGITS][0, 0])
     logits = np.stack(found)

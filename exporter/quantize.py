@@ -11,6 +11,7 @@ import numpy.typing as npt
 Float8 = ml_dtypes.float8_e4m3fn
 _LARGEST_INT8 = np.float32(127)
 _LARGEST_FLOAT8 = np.float32(448)
+_TINY = np.finfo(np.float32).tiny
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -24, 15
 """Of powers of two that fp16 holds."""
 
@@ -29,7 +30,7 @@ def quantize_blocks(
     blocks = matrix.reshape(shape)
     scale = np.abs(blocks).max(axis=axis + 1) / np.float32(largest)
     # A block of zeros has scale 0 and integers 0; dividing by the smallest normal number keeps that finite.
-    divisor = np.maximum(np.expand_dims(scale, axis + 1), np.finfo(np.float32).tiny)
+    divisor = np.maximum(np.expand_dims(scale, axis + 1), _TINY)
     quantized = np.rint(blocks / divisor).clip(-largest, largest).astype(np.int8)
     return quantized.reshape(matrix.shape), scale.astype(np.float32)
 
@@ -49,9 +50,9 @@ def column_scales(largest: npt.NDArray[np.float32], kind: Literal["int8", "fp8"]
     """
     scales: npt.NDArray[np.float32]
     if kind == "int8":
-        scales = np.where(largest > 0, np.maximum(largest / _LARGEST_INT8, np.finfo(np.float32).tiny), np.float32(1))
+        scales = np.where(largest > 0, np.maximum(largest / _LARGEST_INT8, _TINY), np.float32(1))
     else:
-        exponent = np.ceil(np.log2(np.maximum(largest, np.finfo(np.float32).tiny) / _LARGEST_FLOAT8))
+        exponent = np.ceil(np.log2(np.maximum(largest, _TINY) / _LARGEST_FLOAT8))
         scales = np.exp2(exponent.clip(_SMALLEST_EXPONENT, _LARGEST_EXPONENT)).astype(np.float32)
     return scales
 

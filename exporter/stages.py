@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from specexport.contract.manifest import FileEntry
+from specexport.contract.methods import decode_hook
 from specexport.contract.model import Strict
 from specexport.contract.reading import file_entry
 
@@ -78,7 +79,7 @@ class Stages:
             beside.replace(path)
         self.files += record.files
         # The same road for what was made now and what was read, so that both are the same.
-        return msgspec.json.decode(record.made, type=kind)
+        return msgspec.json.decode(record.made, type=kind, dec_hook=decode_hook)
 
     def _whole(self, path: Path, name: str) -> _Record | None:
         """The record of a stage, if all it wrote is there as it was written."""

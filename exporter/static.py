@@ -13,12 +13,8 @@ from specexport.exporter.unroll import fix_drafts
 def pin(master: Path, point: ShapePoint, output: Path) -> None:
     """Writes the graph of one shape point: graph only, its weights stay in the master's weights file.
 
-    A propose graph drafts as many tokens as the point says.
-
-    Args:
-        master: the symbolic graph.
-        point: the dimensions to pin.
-        output: where to write it; in the master's folder, as both refer to the same weights file.
+    A propose graph drafts as many tokens as the point says. ``output`` is in the master's folder, as both refer to the
+    same weights file.
     """
     model = ir.load(master)
     if point.drafts:
@@ -32,6 +28,5 @@ def fix(graph: ir.Graph, sizes: dict[str, int]) -> None:
     """Gives symbolic dimensions of a graph's inputs and outputs their sizes; those not named stay symbolic."""
     for value in (*graph.inputs, *graph.outputs):
         if value.shape is not None:
-            value.shape = ir.Shape(
-                [dim if isinstance(dim, int) else sizes.get(str(dim.value), dim) for dim in value.shape]
-            )
+            dims = [dim if isinstance(dim, int) else sizes.get(str(dim.value), dim) for dim in value.shape]
+            value.shape = ir.Shape(dims)

@@ -36,12 +36,9 @@ of all their operators; for Equal, ReduceMax and ReduceMin newer ones came late 
 # Sizes to trace with: all different from one another and from 0 and 1, which torch.export would specialise on.
 _B, _T, _S, _DONE = 2, 5, 24, 4
 
-_Inputs = dict[str, tuple[torch.Tensor, dict[int, Any]]]
-"""Inputs by name: an example of each, and the names of its symbolic dimensions (``torch.export.Dim``)."""
-
-
-def _cache(shapes: Sequence[CacheLayer], rows: int) -> list[torch.Tensor]:
-    return [torch.zeros(_B, s.heads, rows, size) for s in shapes for size in (s.key_size, s.value_size)]
+_Inputs = dict[str | tuple[str, ...], tuple[Any, Any]]
+"""A module's inputs by name: an example of each and its symbolic dimensions (``torch.export.Dim``). Where an input is a
+list of tensors, its key is their names."""
 
 
 def trace_step(
@@ -60,7 +57,7 @@ def trace_step(
     more = {tensors.CANDIDATES: heads is not None, tensors.HIDDEN: hidden}
     outputs = [tensors.LOGITS, *(name for name, wanted in more.items() if wanted)]
     module = StepModule(model, len(shapes), heads, candidates, hidden, lowering)
-    return _trace_step(model, module, shapes, outputs, embedding_size)
+    return _trace_step(module, shapes, outputs, embedding_size)
 
 
 def trace_candidates(
@@ -74,54 +71,27 @@ def trace_candidates(
 ) -> ir.Model:
     """The graph of a draft with Medusa heads (:class:`~specexport.graphs.step.CandidatesModule`)."""
     module = CandidatesModule(model, len(shapes), heads, candidates, vocab_size, input_vocab, lowering)
-    return _trace_step(model, module, shapes, [tensors.CANDIDATES])
+    return _trace_step(module, shapes, [tensors.CANDIDATES])
 
 
 def _trace_step(
-    model: torch.nn.Module,
-    module: StepModule | CandidatesModule,
-    shapes: Sequence[CacheLayer],
-    outputs: list[str],
-    embedding_size: int | None = None,
+    module: StepModule, shapes: Sequence[CacheLayer], outputs: list[str], embedding_size: int | None = None
 ) -> ir.Model:
-    layers = len(shapes)
-    b, t, s, r = (torch.export.Dim(name) for name in "BTSR")
+    b, t, r = (torch.export.Dim(name) for name in "BTR")
     position_ids = torch.arange(_T)[None].repeat(_B, 1)
-    inputs = {
+    inputs: _Inputs = {
         tensors.INPUT_IDS: (torch.ones(_B, _T, dtype=torch.int64), {0: b, 1: t}),
         tensors.POSITION_IDS: (position_ids, {0: b, 1: t}),
         tensors.TREE_MASK: (torch.ones(_B, _T, _T, dtype=torch.bool).tril(), {0: b, 1: t, 2: t}),
         tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
         tensors.LOGITS_ROWS: (torch.tensor([[0, 1, 2]] * _B), {0: b, 1: r}),
+        **_caches(cache_names(len(shapes)), shapes, _S, b, "S"),
     }
-    embeds = {
-        tensors.INPUTS_EMBEDS: (torch.zeros(_B, _T, embedding_size or 0), {0: b, 1: t}),
-        tensors.EMBEDS_MASK: (torch.zeros(_B, _T, dtype=torch.bool), {0: b, 1: t}),
-    }
-    last = {} if embedding_size is None else embeds
-    return _trace(
-        model,
-        module,
-        (*(tensor for tensor, _ in inputs.values()), _cache(shapes, _S), *(tensor for tensor, _ in last.values())),
-        (
-            *(dims for _, dims in inputs.values()),
-            [{0: b, 2: s}] * (2 * layers),
-            *(dims for _, dims in last.values()),
-        ),
-        [*inputs, *cache_names(layers), *last],
-        [*outputs, *returned_names(layers, module.lowering)],
-        module.lowering,
-    )
-
-
-def _sampling(batch: Any) -> _Inputs:
-    """The sampling parameters, a number a slot each."""
-    return {
-        tensors.TEMPERATURE: (torch.ones(_B), {0: batch}),
-        tensors.TOP_K: (torch.zeros(_B, dtype=torch.int64), {0: batch}),
-        tensors.TOP_P: (torch.full((_B,), 0.9), {0: batch}),
-        tensors.MIN_P: (torch.zeros(_B), {0: batch}),
-    }
+    if embedding_size is not None:
+        inputs[tensors.INPUTS_EMBEDS] = (torch.zeros(_B, _T, embedding_size), {0: b, 1: t})
+        inputs[tensors.EMBEDS_MASK] = (torch.zeros(_B, _T, dtype=torch.bool), {0: b, 1: t})
+    names = [*outputs, *returned_names(len(shapes), module.lowering)]
+    return _trace(module.model, module, inputs, names, module.lowering)
 
 
 def trace_draft_pass(
@@ -137,27 +107,18 @@ def trace_draft_pass(
     Its inputs are the propose graph's; ``row.*`` are the cache rows made so far and not written yet.
     """
     layers = len(shapes)
-    b, t, s, done = (torch.export.Dim(name) for name in ("B", "T", "S", "R"))
-    inputs = {
+    b, t = torch.export.Dim("B"), torch.export.Dim("T")
+    inputs: _Inputs = {
         tensors.INPUT_IDS: (torch.ones(_B, _T, dtype=torch.int64), {0: b, 1: t}),
         tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
         tensors.UNIFORM: (torch.full((_B,), 0.5), {0: b}),
         tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
-    } | _sampling(b)
-    return _trace(
-        model,
-        DraftPass(model, layers, vocab_size, input_vocab, max_positions),
-        (*(tensor for tensor, _ in inputs.values()), _cache(shapes, _S), _cache(shapes, _DONE)),
-        (*(dims for _, dims in inputs.values()), [{0: b, 2: s}] * (2 * layers), [{0: b, 2: done}] * (2 * layers)),
-        [*inputs, *cache_names(layers), *row_names(layers)],
-        [
-            tensors.DRAFT_TOKENS,
-            tensors.DRAFT_IDS,
-            tensors.DRAFT_PROBS,
-            *(f"{name}.grown" for name in row_names(layers)),
-        ],
-        lowering,
-    )
+        **_sampling(b),
+        **_caches(cache_names(layers), shapes, _S, b, "S"),
+        **_caches(row_names(layers), shapes, _DONE, b, "R"),
+    }
+    outputs = [*tensors.DRAFTED, *(f"{name}.grown" for name in row_names(layers))]
+    return _trace(model, DraftPass(model, layers, vocab_size, input_vocab, max_positions), inputs, outputs, lowering)
 
 
 def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native") -> ir.Model:
@@ -165,49 +126,45 @@ def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native
     stages = len(speculator)
     b, t = torch.export.Dim("B"), torch.export.Dim("T")
     levels = (_B, stages, _T)
-    inputs = {
+    inputs: _Inputs = {
         tensors.HIDDEN_STATE: (torch.ones(_B, speculator.hidden), {0: b}),
         tensors.INPUT_IDS: (torch.ones(_B, 1, dtype=torch.int64), {0: b}),
         tensors.LEVEL_PARENTS: (torch.zeros(levels, dtype=torch.int64), {0: b, 2: t}),
         tensors.LEVEL_RANKS: (torch.zeros(levels, dtype=torch.int64), {0: b, 2: t}),
         tensors.UNIFORM: (torch.full(levels, 0.5), {0: b, 2: t}),
-    } | _sampling(b)
+        **_sampling(b),
+    }
     outputs = [tensors.of_stage(kind, stage) for stage in range(stages) for kind in tensors.DRAFTED]
-    return _trace_named(SpeculatorModule(speculator), inputs, outputs, lowering)
+    module = SpeculatorModule(speculator)
+    return _trace(module, module, inputs, outputs, lowering)
 
 
 def trace_accept(rule: Literal["lossless", "typical"], max_children: int, candidates: int) -> ir.Model:
-    """An accept graph (see ``specexport.graphs.accept``).
+    """The accept graph of a rule (see ``specexport.graphs.accept``).
 
-    Args:
-        rule: greedy and lossless, or typical acceptance.
-        max_children: most children a node of any tree has; typical acceptance does not need it.
-        candidates: tokens q gives probability to; likewise.
+    Typical acceptance needs to know neither the most children of a node nor how many tokens q gives probability to.
     """
-    nodes, vocab = 5, 40
+    nodes, vocab, lossless = 5, 40, rule == "lossless"
     b, drafts, v = (torch.export.Dim(name) for name in ("B", "drafts", "V"))
     n = drafts + 1
-    verified = {
+    inputs: _Inputs = {
         tensors.LOGITS: (torch.randn(_B, nodes, vocab), {0: b, 1: n, 2: v}),
         tensors.PARENTS: (torch.tensor([[-1, 0, 0, 1, 1]] * _B), {0: b, 1: n}),
         tensors.TREE_MASK: (torch.ones(_B, nodes, nodes, dtype=torch.bool).tril(), {0: b, 1: n, 2: n}),
         tensors.DRAFT_TOKENS: (torch.ones(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
     }
-    sampling = _sampling(b)
-    module: torch.nn.Module
-    if rule == "lossless":
-        module = AcceptModule(max_children)
-        q = {
-            tensors.DRAFT_IDS: (torch.arange(candidates).repeat(_B, nodes - 1, 1), {0: b, 1: drafts}),
-            tensors.DRAFT_PROBS: (torch.full((_B, nodes - 1, candidates), 1 / candidates), {0: b, 1: drafts}),
-            tensors.UNIFORM: (torch.full((_B, nodes), 0.5), {0: b, 1: n}),
-        }
-        inputs = verified | q | sampling
-    else:
-        module = TypicalModule()
-        thresholds = {name: (torch.full((_B,), 0.3), {0: b}) for name in (tensors.THRESHOLD, tensors.ALPHA)}
-        inputs = verified | {tensors.UNIFORM: (torch.full((_B, 1), 0.5), {0: b})} | sampling | thresholds
-    return _trace_named(module, inputs, [tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH], opset=PROGRAM_OPSET)
+    if lossless:
+        ids = torch.arange(candidates).repeat(_B, nodes - 1, 1)
+        inputs[tensors.DRAFT_IDS] = (ids, {0: b, 1: drafts})
+        inputs[tensors.DRAFT_PROBS] = (torch.full(ids.shape, 1 / candidates), {0: b, 1: drafts})
+    noise = {0: b, 1: n} if lossless else {0: b}
+    inputs[tensors.UNIFORM] = (torch.full((_B, nodes if lossless else 1), 0.5), noise)
+    inputs |= _sampling(b)
+    if not lossless:
+        inputs |= {name: (torch.full((_B,), 0.3), {0: b}) for name in (tensors.THRESHOLD, tensors.ALPHA)}
+    module = AcceptModule(max_children) if lossless else TypicalModule()
+    outputs = [tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH]
+    return _trace(module, module, inputs, outputs, "native", PROGRAM_OPSET)
 
 
 def trace_fill(candidates: int) -> ir.Model:
@@ -215,7 +172,7 @@ def trace_fill(candidates: int) -> ir.Model:
     depth, nodes = 3, 6
     b, k, drafts = (torch.export.Dim(name) for name in ("B", "K", "drafts"))
     ids = torch.arange(candidates).repeat(depth, _B, 1)
-    inputs = {
+    inputs: _Inputs = {
         tensors.DRAFT_TOKENS: (torch.zeros(depth, _B, dtype=torch.int64), {0: k, 1: b}),
         tensors.DRAFT_IDS: (ids, {0: k, 1: b}),
         tensors.DRAFT_PROBS: (torch.full(ids.shape, 1 / candidates), {0: k, 1: b}),
@@ -223,21 +180,20 @@ def trace_fill(candidates: int) -> ir.Model:
         tensors.TREE_RANKS: (torch.zeros(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
     }
     outputs = [tensors.TREE_TOKENS, tensors.TREE_IDS, tensors.TREE_PROBS]
-    return _trace_named(FillModule(), inputs, outputs, opset=PROGRAM_OPSET)
+    module = FillModule()
+    return _trace(module, module, inputs, outputs, "native", PROGRAM_OPSET)
 
 
 def trace_commit(shapes: Sequence[CacheLayer]) -> ir.Model:
     """The commit graph of a model lowered natively (see ``specexport.graphs.commit``)."""
-    b, n, s = (torch.export.Dim(name) for name in "BNS")
+    b, n = torch.export.Dim("B"), torch.export.Dim("N")
+    inputs: _Inputs = {
+        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
+        tensors.PATH: (torch.zeros(_B, _T, dtype=torch.int64), {0: b, 1: n}),
+        **_caches(cache_names(len(shapes)), shapes, _S, b, "S"),
+    }
     module = CommitModule()
-    return _trace(
-        module,
-        module,
-        (torch.tensor([3, 6]), torch.zeros(_B, _T, dtype=torch.int64), _cache(shapes, _S)),
-        ({0: b}, {0: b, 1: n}, [{0: b, 2: s}] * (2 * len(shapes))),
-        [tensors.PAST_LENGTH, tensors.PATH, *cache_names(len(shapes))],
-        returned_names(len(shapes), "native"),
-    )
+    return _trace(module, module, inputs, returned_names(len(shapes), "native"))
 
 
 def row_names(layers: int) -> list[str]:
@@ -245,43 +201,48 @@ def row_names(layers: int) -> list[str]:
     return [f"row.{kind}.{layer}" for layer in range(layers) for kind in ("key", "value")]
 
 
-def _trace_named(
-    module: torch.nn.Module,
-    inputs: _Inputs,
-    output_names: list[str],
-    lowering: LoweredAs = "native",
-    opset: int | None = None,
-) -> ir.Model:
-    """Traces a module whose inputs are single tensors."""
-    examples, dims = zip(*inputs.values(), strict=True)
-    return _trace(module, module, examples, dims, list(inputs), output_names, lowering, opset)
+def _caches(names: list[str], shapes: Sequence[CacheLayer], rows: int, batch: Any, symbol: str) -> _Inputs:
+    """Keys and values of every layer; ``symbol`` names their rows."""
+    caches = [torch.zeros(_B, s.heads, rows, size) for s in shapes for size in (s.key_size, s.value_size)]
+    dim = torch.export.Dim(symbol)
+    return {tuple(names): (caches, [{0: batch, 2: dim}] * len(caches))}
+
+
+def _sampling(batch: Any) -> _Inputs:
+    """The sampling parameters, a number a slot each."""
+    return {
+        tensors.TEMPERATURE: (torch.ones(_B), {0: batch}),
+        tensors.TOP_K: (torch.zeros(_B, dtype=torch.int64), {0: batch}),
+        tensors.TOP_P: (torch.full((_B,), 0.9), {0: batch}),
+        tensors.MIN_P: (torch.zeros(_B), {0: batch}),
+    }
 
 
 def _trace(
     model: torch.nn.Module,
     module: torch.nn.Module,
-    example: tuple[object, ...],
-    dynamic_shapes: tuple[object, ...],
-    input_names: list[str],
-    output_names: list[str],
+    inputs: _Inputs,
+    outputs: list[str],
     lowering: LoweredAs = "native",
     opset: int | None = None,
 ) -> ir.Model:
-    leaves = torch.utils._pytree.tree_leaves(example)
+    examples, dims = zip(*inputs.values(), strict=True)
+    leaves = torch.utils._pytree.tree_leaves(examples)
+    names = [name for key in inputs for name in ([key] if isinstance(key, str) else key)]
     # torch.export takes inputs that are one tensor for one input, and leaves the others unread.
-    assert len({id(leaf) for leaf in leaves}) == len(leaves) == len(input_names)
+    assert len({id(leaf) for leaf in leaves}) == len(leaves) == len(names)
     native = lowering == "native"
     with quiet(), fused_rotary(model) if native else contextlib.nullcontext(), torch.no_grad():
         try:
             program = torch.onnx.export(
                 module.eval(),
-                example,
+                examples,
                 dynamo=True,
                 opset_version=opset or OPSETS[lowering],
                 custom_translation_table=translations(),
-                dynamic_shapes=dynamic_shapes,
-                input_names=input_names,
-                output_names=output_names,
+                dynamic_shapes=dims,
+                input_names=names,
+                output_names=outputs,
                 optimize=False,
                 verbose=False,
             )
@@ -296,14 +257,13 @@ def _trace(
     merge_linear(traced)
     if native:
         fuse_rms_norm(traced)
-    for clean in (
+    ir.passes.Sequential(
         passes.CommonSubexpressionEliminationPass(),
         passes.LiftConstantsToInitializersPass(),
         passes.RemoveUnusedNodesPass(),
         passes.ClearMetadataAndDocStringPass(),
         passes.TopologicalSortPass(),
-    ):
-        clean(traced)
+    )(traced)
     return traced
 
 

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from specexport.contract import tensors
 from specexport.contract.model import StoredAs
-from specexport.exporter.passes.matching import needed_only_for
+from specexport.exporter.passes.editing import needed_only_for, op
 from specexport.exporter.quantize import column_scales, pack_int4, quantize_blocks, quantize_columns
 
 Precision = StoredAs
@@ -40,10 +40,18 @@ class Storage:
 
 
 _Half = Literal["fp16", "bf16"]
+_Quantized = Literal["int8", "int4", "fp8"]
 _HALVES: dict[_Half, tuple[ir.DataType, npt.DTypeLike]] = {
     "fp16": (ir.DataType.FLOAT16, np.float16),
     "bf16": (ir.DataType.BFLOAT16, ml_dtypes.bfloat16),
 }
+_DTYPES: dict[_Quantized, ir.DataType] = {
+    "int8": ir.DataType.INT8,
+    "int4": ir.DataType.INT4,
+    "fp8": ir.DataType.FLOAT8E4M3FN,
+}
+_Matrix = npt.NDArray[np.float32]
+_Chunks = Iterator[npt.NDArray[np.generic]]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 INLINE_BYTES = 1024
@@ -51,6 +59,7 @@ INLINE_BYTES = 1024
 
 _ALIGN = 4096
 _CHUNK_ELEMENTS = 4 << 20
+_SMALLEST_BLOCK = 16
 
 
 @dataclass
@@ -58,13 +67,10 @@ class WeightsReport:
     """What was written.
 
     Attributes:
-        bytes_written: size of the file.
         quantized: names of the quantized matrices.
         left: names of matrices left in fp32, and why.
-        rms_error: root of the summed squared error over the root of the summed squared weights, of all quantized ones.
     """
 
-    bytes_written: int = 0
     quantized: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     _error: float = 0.0
@@ -72,9 +78,10 @@ class WeightsReport:
 
     @property
     def rms_error(self) -> float:
+        """Root of the summed squared error over the root of the summed squared weights, of all quantized matrices."""
         return float(np.sqrt(self._error / self._energy)) if self._energy else 0.0
 
-    def add_error(self, original: npt.NDArray[np.float32], restored: npt.NDArray[np.float32]) -> None:
+    def add_error(self, original: _Matrix, restored: _Matrix) -> None:
         """Adds one chunk to :attr:`rms_error`."""
         self._error += float(np.square(original - restored, dtype=np.float64).sum())
         self._energy += float(np.square(original, dtype=np.float64).sum())
@@ -101,11 +108,8 @@ class WeightsFile:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-        self.report.bytes_written = self._path.stat().st_size
 
-    def write(
-        self, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: Iterator[npt.NDArray[np.generic]]
-    ) -> ir.ExternalTensor:
+    def write(self, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: _Chunks) -> ir.ExternalTensor:
         """Appends a tensor given as consecutive chunks of its bytes; one that is there already is not stored again."""
         end = self._file.tell()
         self._file.write(b"\0" * (-end % _ALIGN))
@@ -133,161 +137,120 @@ class WeightsFile:
             stored: how matrices are that are multiplied or looked up; everything else (norms, biases) is in fp32.
             heads: how Medusa heads are; None for ``stored``.
         """
-        of_heads = set() if heads is None else needed_only_for(graph, tensors.CANDIDATES)
-        for value in list(graph.initializers.values()):
-            storage = heads if heads is not None and value in of_heads else stored
-            kind, block_size = storage.kind, storage.block_size
-            tensor = value.const_value
-            if tensor is None or tensor.nbytes <= INLINE_BYTES:
-                continue
-            array = tensor.numpy()
-            readers = {_role(node, index) for node, index in value.uses()}
-            if kind == "fp32" or array.dtype != np.float32 or not readers <= {"matmul", "lookup", "tied"}:
-                value.const_value = self.write(_name(value), tensor.dtype, array.shape, _row_chunks(array))
-            elif kind == "fp16" or kind == "bf16":
-                restored = self._half(graph, value, array, kind)
-                if restored is not None:
-                    for reader, index in list(value.uses()):
-                        reader.replace_input_with(index, restored)
-                    del graph.initializers[_name(value)]
-            elif kind == "fp8" or block_size is None:
-                self._quantize_columns(graph, value, array, "fp8" if kind == "fp8" else "int8")
-            else:
-                self._quantize(graph, value, array, kind, block_size)
-            self._progress(array.nbytes)
-        for node in graph:
-            for attribute in node.attributes.values():
-                if attribute.type == ir.AttributeType.GRAPH:
-                    self.externalize(attribute.as_graph(), stored, heads)
+        for one in (graph, *graph.subgraphs()):
+            of_heads = set() if heads is None else needed_only_for(one, tensors.CANDIDATES)
+            for value in list(one.initializers.values()):
+                self._move(one, value, heads if heads is not None and value in of_heads else stored)
 
-    def _half(self, graph: ir.Graph, value: ir.Value, array: npt.NDArray[np.float32], kind: _Half) -> ir.Value | None:
+    def _move(self, graph: ir.Graph, value: ir.Value, storage: Storage) -> None:
+        tensor = value.const_value
+        if tensor is None or tensor.nbytes <= INLINE_BYTES:
+            return
+        array = tensor.numpy()
+        readers = {_role(node, index) for node, index in value.uses()}
+        if storage.kind == "fp32" or array.dtype != np.float32 or not readers <= {"matmul", "lookup", "tied"}:
+            value.const_value = self.write(_name(value), tensor.dtype, array.shape, _row_chunks(array))
+        elif storage.kind == "fp16" or storage.kind == "bf16":
+            restored = self._half(graph, value, array, storage.kind)
+            if restored is not None:
+                value.replace_all_uses_with(restored)
+                del graph.initializers[_name(value)]
+        else:
+            self._quantize(graph, value, array, storage.kind, storage.block_size)
+        self._progress(array.nbytes)
+
+    def _half(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: _Half) -> ir.Value | None:
         """Stores a matrix in 16 bits: the fp32 value to read instead of it, or None where it was left as it is."""
         dtype, numpy_dtype = _HALVES[kind]
         largest = max(float(np.abs(chunk).max(initial=0.0)) for chunk in _row_chunks(array))
         if largest > float(ml_dtypes.finfo(numpy_dtype).max):
-            self.report.left[_name(value)] = f"its largest weight, {largest:.3g}, does not fit {kind}"
-            value.const_value = self.write(_name(value), ir.DataType.FLOAT, array.shape, _row_chunks(array))
+            self._leave(value, array, f"its largest weight, {largest:.3g}, does not fit {kind}")
             return None
         chunks = (chunk.astype(numpy_dtype).view(np.uint16) for chunk in _row_chunks(array))
         stored = self._initializer(graph, f"{value.name}.{kind}", dtype, array.shape, chunks)
-        cast = ir.node("Cast", [stored], attributes={"to": ir.DataType.FLOAT.value}, name=f"{value.name}.cast")
-        cast.outputs[0].name = f"{value.name}.fp32"
-        graph.insert_before(next(iter(graph)), cast)
+        cast = op("Cast", [stored], f"{value.name}.fp32", to=ir.DataType.FLOAT.value)
+        graph.insert_before(graph[0], cast)
         return cast.outputs[0]
 
-    def _initializer(
-        self,
-        graph: ir.Graph,
-        name: str,
-        dtype: ir.DataType,
-        shape: tuple[int, ...],
-        chunks: Iterator[npt.NDArray[np.generic]],
-    ) -> ir.Value:
-        tensor = self.write(name, dtype, shape, chunks)
-        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape), const_value=tensor)
-        graph.register_initializer(value)
-        return value
-
-    def _quantize_columns(
-        self, graph: ir.Graph, value: ir.Value, array: npt.NDArray[np.float32], kind: Literal["int8", "fp8"]
-    ) -> None:
-        """Stores ``[K,N]`` in 8 bits with N scales where it is multiplied, ``[V,H]`` in fp16 where it is looked up."""
-        readers = [(node, index, _role(node, index)) for node, index in value.uses()]
-        multiplied = [reader for reader in readers if reader[2] != "lookup"]
-        looked_up = [reader for reader in readers if reader[2] == "lookup"]
-        if looked_up:
-            # Compilers that take 8-bit constants only before a DequantizeLinear could not gather from them.
-            restored = self._half(graph, value, array, "fp16")
-            if restored is None:
-                return
-            for node, index, _ in looked_up:
-                node.replace_input_with(index, restored)
-        for node, index, role in multiplied:
-            name = f"{value.name}.{kind}.{role}.{len(graph.initializers)}"
-            stored, scales = self._store_columns(graph, name, array.T if role == "tied" else array, kind)
-            dequantize = _dequantized(graph, node, stored, scales, {"axis": 1}, name)
-            if role == "matmul":
-                node.replace_input_with(index, dequantize)
-            else:
-                for reader, position in list(node.outputs[0].uses()):
-                    reader.replace_input_with(position, dequantize)
-            self.report.quantized.append(name)
-        del graph.initializers[_name(value)]
-
-    def _store_columns(
-        self, graph: ir.Graph, name: str, matrix: npt.NDArray[np.float32], kind: Literal["int8", "fp8"]
-    ) -> tuple[ir.Value, ir.Value]:
-        """Writes the numbers ``[K,N]``, then the scales ``[N]``."""
-        scale = column_scales(np.max([np.abs(chunk).max(axis=0) for chunk in _row_chunks(matrix)], axis=0), kind)
-        dtype = ir.DataType.INT8 if kind == "int8" else ir.DataType.FLOAT8E4M3FN
-
-        def numbers() -> Iterator[npt.NDArray[np.generic]]:
-            for chunk in _row_chunks(matrix):
-                quantized = quantize_columns(chunk, scale, kind)
-                self.report.add_error(chunk, quantized.astype(np.float32) * scale)
-                yield quantized.view(np.uint8)
-
-        stored = self._initializer(graph, name, dtype, matrix.shape, numbers())
-        return stored, self._initializer(graph, f"{name}.scale", ir.DataType.FLOAT, scale.shape, iter([scale]))
+    def _leave(self, value: ir.Value, array: _Matrix, why: str) -> None:
+        self.report.left[_name(value)] = why
+        value.const_value = self.write(_name(value), ir.DataType.FLOAT, array.shape, _row_chunks(array))
 
     def _quantize(
-        self, graph: ir.Graph, value: ir.Value, array: npt.NDArray[np.float32], precision: Precision, block_size: int
+        self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: _Quantized, block_size: int | None
     ) -> None:
-        """Stores a matrix once for each way it is read: [K,N] for multiplication, [V,H] for look-ups."""
-        for node, index in list(value.uses()):
-            role = _role(node, index)
+        """Stores a matrix once for each way it is read: ``[K,N]`` for multiplication, ``[V,H]`` for look-ups."""
+        by_column = kind == "fp8" or block_size is None
+        readers = [(node, index, _role(node, index)) for node, index in value.uses()]
+        half = None
+        if by_column and any(role == "lookup" for _, _, role in readers):
+            # Compilers that take 8-bit constants only before a DequantizeLinear could not gather from them.
+            half = self._half(graph, value, array, "fp16")
+            if half is None:
+                return
+        for node, index, role in readers:
+            if role == "lookup" and half is not None:
+                node.replace_input_with(index, half)
+                continue
             # A tied head reads Transpose(embedding): quantize the transposed matrix, so that blocks lie along K again.
-            matrix, axis = (array.T, 0) if role == "tied" else (array, 0) if role == "matmul" else (array, 1)
-            block = _block(matrix.shape[axis], block_size)
-            if block is None:
-                self.report.left[_name(value)] = f"its {matrix.shape[axis]} inputs are not a multiple of 16"
-                value.const_value = self.write(_name(value), ir.DataType.FLOAT, array.shape, _row_chunks(array))
+            matrix, axis = (array.T, 0) if role == "tied" else (array, int(role == "lookup"))
+            block = None if by_column else _block(matrix.shape[axis], block_size)
+            if block is None and not by_column:
+                self._leave(value, array, f"its {matrix.shape[axis]} inputs are not a multiple of {_SMALLEST_BLOCK}")
                 return
             # Rows are looked up as int8 whatever the precision: no backend gathers four-bit rows.
-            kind: Precision = "int8" if role == "lookup" else precision
+            width: _Quantized = "int8" if role == "lookup" else kind
             # One name a reader: ONNX Runtime fuses a dequantization only where a single node reads it.
-            name = f"{value.name}.{kind}.{role}"
-            if name in graph.initializers:
+            name = f"{value.name}.{width}.{role}"
+            if by_column or name in graph.initializers:
                 name = f"{name}.{len(graph.initializers)}"
-            stored, scales = self._store_blocks(graph, name, matrix, axis, block, kind)
-            restored = (
-                _lookup(graph, node, stored, scales, block, name)
-                if role == "lookup"
-                else _dequantized(graph, node, stored, scales, {"axis": 0, "block_size": block}, name)
-            )
+            numbers, scales = self._store(graph, name, matrix, axis, block, width)
+            if role == "lookup":
+                restored = _lookup(graph, node, numbers, scales, name)
+            else:
+                blocks = {"axis": 1} if block is None else {"axis": 0, "block_size": block}
+                undone = op("DequantizeLinear", [numbers, scales], f"{name}.fp32", **blocks)
+                graph.insert_before(node, undone)
+                restored = undone.outputs[0]
             if role == "matmul":
                 node.replace_input_with(index, restored)
             else:
-                for reader, position in list(node.outputs[0].uses()):
-                    reader.replace_input_with(position, restored)
+                node.outputs[0].replace_all_uses_with(restored)
             self.report.quantized.append(name)
         del graph.initializers[_name(value)]
 
-    def _store_blocks(
-        self,
-        graph: ir.Graph,
-        name: str,
-        matrix: npt.NDArray[np.float32],
-        axis: int,
-        block: int,
-        precision: Precision,
+    def _store(
+        self, graph: ir.Graph, name: str, matrix: _Matrix, axis: int, block: int | None, kind: _Quantized
     ) -> tuple[ir.Value, ir.Value]:
-        """Writes the integers, then the scales; only the scales, one in ``block`` weights, are held meanwhile."""
-        dtype = ir.DataType.INT8 if precision == "int8" else ir.DataType.INT4
-        scales: list[npt.NDArray[np.float32]] = []
+        """Writes the numbers, then the scales: one for ``block`` weights along ``axis``, or, without, one a column."""
+        scales: list[_Matrix] = []
+        if block is None:
+            largest = np.max([np.abs(chunk).max(axis=0) for chunk in _row_chunks(matrix)], axis=0)
+            scales.append(column_scales(largest, "fp8" if kind == "fp8" else "int8"))
 
-        def integers() -> Iterator[npt.NDArray[np.generic]]:
-            # Chunks are whole blocks of rows, so that a block is never cut.
-            for chunk in _row_chunks(matrix, multiple=block if axis == 0 else 1):
-                quantized, scale = quantize_blocks(chunk, axis, block, 127 if precision == "int8" else 7)
-                scales.append(scale)
-                restored = quantized.astype(np.float32) * np.repeat(scale, block, axis=axis)
-                self.report.add_error(chunk, restored)
-                yield quantized if precision == "int8" else pack_int4(quantized)
+        def numbers() -> _Chunks:
+            # Chunks are whole blocks of rows, so that a block is never cut; only the scales are held meanwhile.
+            for chunk in _row_chunks(matrix, multiple=block if block is not None and axis == 0 else 1):
+                if block is None:
+                    quantized, scale = quantize_columns(chunk, scales[0], "fp8" if kind == "fp8" else "int8"), scales[0]
+                    self.report.add_error(chunk, quantized.astype(np.float32) * scale)
+                    yield quantized.view(np.uint8)
+                else:
+                    integers, scale = quantize_blocks(chunk, axis, block, 127 if kind == "int8" else 7)
+                    scales.append(scale)
+                    self.report.add_error(chunk, integers.astype(np.float32) * np.repeat(scale, block, axis=axis))
+                    yield integers if kind == "int8" else pack_int4(integers)
 
-        stored = self._initializer(graph, name, dtype, matrix.shape, integers())
+        stored = self._initializer(graph, name, _DTYPES[kind], matrix.shape, numbers())
         joined = np.concatenate(scales)
         return stored, self._initializer(graph, f"{name}.scale", ir.DataType.FLOAT, joined.shape, iter([joined]))
+
+    def _initializer(
+        self, graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: _Chunks
+    ) -> ir.Value:
+        value = ir.val(name, const_value=self.write(name, dtype, shape, chunks))
+        graph.register_initializer(value)
+        return value
 
 
 def _name(value: ir.Value) -> str:
@@ -300,21 +263,18 @@ def _role(node: ir.Node, index: int) -> str:
     """How a node reads an initializer: as ``matmul`` weight, row ``lookup``, ``tied`` (transposed head), or other."""
     if node.op_type == "MatMul" and index == 1:
         return "matmul"
-    if node.op_type == "Gather" and index == 0 and _axis(node) == 0:
+    axis = node.attributes.get("axis")
+    if node.op_type == "Gather" and index == 0 and (axis is None or axis.as_int() == 0):
         return "lookup"
     if node.op_type == "Transpose" and all(use.op_type == "MatMul" and at == 1 for use, at in node.outputs[0].uses()):
         return "tied"
     return "other"
 
 
-def _axis(node: ir.Node) -> int:
-    return node.attributes["axis"].as_int() if "axis" in node.attributes else 0
-
-
-def _block(length: int, preferred: int) -> int | None:
-    """The preferred block size, or the largest half of it that divides ``length``; at least 16."""
-    block = preferred
-    while block >= 16:
+def _block(length: int, preferred: int | None) -> int | None:
+    """The preferred block size, or the largest half of it that divides ``length``; None below the smallest block."""
+    block = preferred or 0
+    while block >= _SMALLEST_BLOCK:
         if length % block == 0:
             return block
         block //= 2
@@ -332,28 +292,14 @@ def _row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.
         yield np.ascontiguousarray(array[start : start + rows])
 
 
-def _dequantized(
-    graph: ir.Graph, before: ir.Node, stored: ir.Value, scales: ir.Value, attributes: dict[str, int], name: str
-) -> ir.Value:
-    # TensorRT wants nodes to have other names than weights.
-    node = ir.node("DequantizeLinear", [stored, scales], attributes=attributes, name=f"{name}.dequantize")
-    node.outputs[0].name = f"{name}.fp32"
-    graph.insert_before(before, node)
-    return node.outputs[0]
-
-
-def _lookup(graph: ir.Graph, gather: ir.Node, stored: ir.Value, scales: ir.Value, block: int, name: str) -> ir.Value:
+def _lookup(graph: ir.Graph, gather: ir.Node, numbers: ir.Value, scales: ir.Value, name: str) -> ir.Value:
     """Looks up integers and scales and multiplies only the rows found: ids ``[B,T]`` make ``[B,T,H]``."""
-    ids = gather.inputs[1]
-    rows = ir.node("Gather", [stored, ids], attributes={"axis": 0}, name=f"{name}.rows")
-    row_scales = ir.node("Gather", [scales, ids], attributes={"axis": 0}, name=f"{name}.row_scales")
-    restored = ir.node(
-        "DequantizeLinear",
-        [rows.outputs[0], row_scales.outputs[0]],
-        attributes={"axis": 2, "block_size": block},
-        name=f"{name}.dequantize",
+    assert numbers.const_value is not None and scales.const_value is not None
+    block = numbers.const_value.shape.numpy()[1] // scales.const_value.shape.numpy()[1]
+    rows = op("Gather", [numbers, gather.inputs[1]], f"{name}.rows", axis=0)
+    row_scales = op("Gather", [scales, gather.inputs[1]], f"{name}.row_scales", axis=0)
+    restored = op(
+        "DequantizeLinear", [*rows.outputs, *row_scales.outputs], f"{name}.dequantize", axis=2, block_size=block
     )
-    for node in (rows, row_scales, restored):
-        node.outputs[0].name = node.name
-        graph.insert_before(gather, node)
+    graph.insert_before(gather, [rows, row_scales, restored])
     return restored.outputs[0]

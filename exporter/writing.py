@@ -9,9 +9,7 @@ from pathlib import Path
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from specexport.checkpoints.checkpoint import (
-    Checkpoint,
-)
+from specexport.checkpoints.checkpoint import Checkpoint
 from specexport.contract.model import CacheLayer, GraphFiles, Model, PointGraph, PrecisionInfo
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter import static
@@ -86,9 +84,7 @@ def write_models(
                 vocab_size=checkpoint.vocab_size,
                 max_positions=checkpoint.max_positions,
                 precision=_precision_info(stored, report),
-                cache=tuple(
-                    CacheLayer(heads=c.heads, key_size=c.key_size, value_size=c.value_size) for c in part.cache
-                ),
+                cache=part.cache,
                 weights=f"{role}/weights.bin",
                 graph=GraphFiles(master=f"{role}/{part.name}.onnx", points=tuple(graphs)),
             )

@@ -13,15 +13,8 @@ _HALVINGS = 32
 def _threshold(scores: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """The greatest of ``scores`` such that those not below it weigh at least ``wanted``, by halving an interval.
 
-    Sorting a vocabulary would be the obvious way, but TensorRT's TopK stops at 3840 elements.
-
-    Args:
-        scores: float32 ``[B,N,V]``, at most 0.
-        weights: float32 ``[B,N,V]``, at least 0.
-        wanted: float32 ``[B,N]``.
-
-    Returns:
-        float32 ``[B,N,1]``; minus infinity where even all of them weigh too little.
+    Sorting a vocabulary would be the obvious way, but TensorRT's TopK stops at 3840 elements. Scores ``[B,N,V]`` are at
+    most 0, ``wanted`` is ``[B,N]``; the result ``[B,N,1]`` is minus infinity where even all of them weigh too little.
     """
     # The bounds have no last axis of one: with it TensorRT-RTX 1.7 did not finish compiling the graph in minutes.
     low = torch.full_like(wanted, _LOWEST)
@@ -107,9 +100,9 @@ class AcceptModule(torch.nn.Module):
             draft_probs: float32 ``[B,N-1,M]``, their q; a token chosen without drawing has q = 1.
             uniform: float32 ``[B,N]`` noise in [0,1): one number a draft token, the last for the final draw.
             temperature: see :func:`target_distribution`, as are the others.
-            top_k: int64 ``[B]``.
-            top_p: float32 ``[B]``.
-            min_p: float32 ``[B]``.
+            top_k: see there.
+            top_p: see there.
+            min_p: see there.
 
         Returns:
             Draft tokens accepted, int64 ``[B]``; accepted tokens, then the bonus token, then 0, int64 ``[B,N]``; the
@@ -139,11 +132,11 @@ class AcceptModule(torch.nn.Module):
             left = torch.where(rejected[..., None], rest / total.clamp(min=1e-30)[..., None], left)
         stayed = (parents < 0) | (chosen.gather(1, parents.clamp(min=0)) == nodes)
         on_path = (stayed[:, None, :] | ~tree_mask).all(-1)  # [B,N]: so did every ancestor
-        return _step(on_path, tree_mask, left, draft_tokens, uniform[:, -1:])
+        return _outcome(on_path, tree_mask, left, draft_tokens, uniform[:, -1:])
 
 
 class TypicalModule(torch.nn.Module):
-    """Typical acceptance over token trees; ``runtime.sampling.accept_typical`` is the NumPy twin, which see."""
+    """Typical acceptance over token trees; ``runtime.sampling.accept_typical`` is the NumPy twin."""
 
     def forward(
         self,
@@ -174,10 +167,10 @@ class TypicalModule(torch.nn.Module):
         total = torch.where(tree_mask, log_p[:, None, :], 0.0).sum(-1)
         last = torch.where(stayed & (depth == deepest), total, float("-inf")).argmax(-1)
         on_path = tree_mask.gather(1, last[:, None, None].expand(-1, -1, tree_mask.shape[-1]))[:, 0]
-        return _step(on_path, tree_mask, p, draft_tokens, uniform)
+        return _outcome(on_path, tree_mask, p, draft_tokens, uniform)
 
 
-def _step(
+def _outcome(
     on_path: torch.Tensor, tree_mask: torch.Tensor, p: torch.Tensor, draft_tokens: torch.Tensor, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What a step returns, from the nodes that stay ``[B,N]``, p at every node, and ``[B,1]`` noise for the last."""

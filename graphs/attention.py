@@ -13,8 +13,9 @@ the static cache. Two lowerings exist:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -33,22 +34,43 @@ _HARMLESS = {
     "output_hidden_states", "position_embeddings", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
 
+KeyValues = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Of each layer its keys and values."""
+
+
+class AttentionCall(NamedTuple):
+    """What one layer asks of its attention.
+
+    The G heads of a group share keys and values, so they are so many more queries against the same rows. That reads the
+    cache once a group, and a single token has several rows too: onnxruntime multiplies one row with another kernel than
+    several, whose sums round differently.
+
+    Attributes:
+        layer: its index.
+        query: ``[B,Hkv,G*T,D]``.
+        key: new keys ``[B,Hkv,T,D]``.
+        value: new values ``[B,Hkv,T,D]``.
+        group: G.
+        scaling: of the scores.
+        softcap: bound of the scores, by tanh.
+        window: keys so many positions back, or more, are hidden.
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    group: int
+    scaling: float
+    softcap: float | None
+    window: int | None
+
 
 class Lowering(Protocol):
     """Turns one layer's attention into graph operations."""
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        """Attention of ``query [B,H,T,D]`` over the cache and the new ``key``/``value [B,Hkv,T,D]``; ``[B,H,T,D]``."""
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attention over the cache and the new rows, ``[B,Hkv,G*T,D]``."""
 
 
 _active: Lowering | None = None
@@ -87,8 +109,11 @@ def attend(
     """
     if _active is None:
         raise BuildError("attention was called outside a lowering; this is a defect of specexport, please report it")
-    unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _HARMLESS)
-    unknown = [name for name in unknown if not isinstance(kwargs[name], bool)]
+    unknown = sorted(
+        name
+        for name, given in kwargs.items()
+        if given is not None and not isinstance(given, bool) and name not in _HARMLESS
+    )
     if unknown:
         raise BuildError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which specexport cannot trace; "
@@ -99,9 +124,12 @@ def attend(
         raise BuildError(f"{type(module).__name__} has no layer_idx; this model family is not supported")
     if attention_mask is not None:
         _require_known_mask(module, attention_mask, sliding_window)
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = _active.attend(layer, query, key, value, scaling=float(scale), softcap=softcap, window=sliding_window)
-    return out.transpose(1, 2), None
+    scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
+    batch, heads, tokens, size = query.shape
+    group = heads // key.shape[1]
+    grouped = query.reshape(batch, key.shape[1], group * tokens, size) if group > 1 else query
+    out = _active.attend(AttentionCall(layer, grouped, key, value, group, scale, softcap, sliding_window))
+    return (out.reshape(batch, heads, tokens, -1) if group > 1 else out).transpose(1, 2), None
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)
@@ -167,7 +195,6 @@ class PassThroughCache(Cache):  # type: ignore[misc]
         self.offloading = False
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Returns the new rows as they are."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -212,62 +239,37 @@ class NativeLowering:
     """
 
     def __init__(
-        self,
-        past: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        tree_mask: torch.Tensor,
-        position_ids: torch.Tensor,
-        past_length: torch.Tensor,
+        self, past: KeyValues, tree_mask: torch.Tensor, position_ids: torch.Tensor, past_length: torch.Tensor
     ) -> None:
         self._past = past
         self._past_length = past_length
         self._position_ids = position_ids
         self._rows = past[0][0].shape[2]
-        self._seen: dict[int | None, torch.Tensor] = {None: full_mask(tree_mask, past_length, self._rows)}
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._seen = full_mask(tree_mask, past_length, self._rows)
+        self._mask = functools.cache(self._new_mask)
         self.returned = list(past)
 
-    def _mask(self, group: int, window: int | None) -> torch.Tensor:
+    def _new_mask(self, group: int, window: int | None) -> torch.Tensor:
         """``[B,1,G*T,S]``; with a sliding window, keys ``window`` or more positions back are hidden."""
-        if window is not None and window not in self._seen:
+        seen = self._seen
+        if window is not None:
             keys = key_positions(self._position_ids, self._past_length, self._rows)
-            near = self._position_ids[:, :, None] - keys[:, None, :] < window
-            self._seen[window] = self._seen[None] & near
-        if (group, window) not in self._masks:
-            # Not repeat(), which becomes a Tile: onnxruntime has none for booleans on GPUs.
-            self._masks[group, window] = torch.cat([self._seen[window][:, None]] * group, 2)
-        return self._masks[group, window]
+            seen = seen & (self._position_ids[:, :, None] - keys[:, None, :] < window)
+        # Not repeat(), which becomes a Tile: onnxruntime has none for booleans on GPUs.
+        return torch.cat([seen[:, None]] * group, 2)
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        """See :class:`Lowering`."""
-        past_key, past_value = self._past[layer]
-        keys = tensor_scatter(past_key, key, self._past_length)
-        values = tensor_scatter(past_value, value, self._past_length)
-        self.returned[layer] = keys, values
-        batch, heads, tokens, size = query.shape
-        group = heads // key.shape[1]
-        mask = self._mask(group, window)
-        # The heads of a group share keys and values: they are so many more queries against the same rows. That reads
-        # the cache once a group, and a single token has several rows too: onnxruntime multiplies one row with another
-        # kernel than several, whose sums round differently.
-        grouped = query.reshape(batch, key.shape[1], group * tokens, size) if group > 1 else query
-        if softcap is None and size == value.shape[3]:
-            out = torch.onnx.ops.attention(grouped, keys, values, mask, scale=scaling)[0]
-        else:
-            # TensorRT's parser knows Attention but not its softcap attribute, and torch takes values to be as wide as
-            # keys; such layers are spelt out.
-            scores = _capped(torch.matmul(grouped, keys.transpose(2, 3)) * scaling, softcap)
-            out = torch.matmul(torch.where(mask, scores, torch.finfo(scores.dtype).min).softmax(-1), values)
-        return out.reshape(batch, heads, tokens, -1) if group > 1 else out
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        past_key, past_value = self._past[call.layer]
+        keys = tensor_scatter(past_key, call.key, self._past_length)
+        values = tensor_scatter(past_value, call.value, self._past_length)
+        self.returned[call.layer] = keys, values
+        mask = self._mask(call.group, call.window)
+        if call.softcap is None and call.query.shape[3] == call.value.shape[3]:
+            return torch.onnx.ops.attention(call.query, keys, values, mask, scale=call.scaling)[0]
+        # TensorRT's parser knows Attention but not its softcap attribute, and torch takes values to be as wide as keys;
+        # such layers are spelt out.
+        scores = _capped(torch.matmul(call.query, keys.transpose(2, 3)) * call.scaling, call.softcap)
+        return torch.matmul(torch.where(mask, scores, torch.finfo(scores.dtype).min).softmax(-1), values)
 
 
 _HIDDEN = torch.finfo(torch.float32).min / 2
@@ -291,81 +293,52 @@ class TwoPartLowering:
 
     def __init__(
         self,
-        past: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        past: KeyValues,
         past_length: torch.Tensor,
         seen: torch.Tensor,
         positions: torch.Tensor,
-        rows: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        rows: KeyValues | None = None,
     ) -> None:
         self._past = past
         self._past_length = past_length[:, None, None]
         self._seen = seen
         self._positions = positions
         self._rows = rows
-        self._biases: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._bias = functools.cache(self._new_bias)
         self.returned = list(past)
 
-    def _bias(self, group: int, window: int | None) -> torch.Tensor:
+    def _new_bias(self, group: int, window: int | None) -> torch.Tensor:
         """``[B,1,G*T,S+F]``: 0 where a token sees a cached or new row, else very low."""
-        if (group, window) not in self._biases:
-            tokens = self._seen.shape[1]
-            cached = torch.arange(self._past[0][0].shape[2])[None, None, :]
-            in_cache, among_new = (cached < self._past_length).expand(-1, tokens, -1), self._seen
-            if window is not None:
-                query = self._positions[:, -tokens:, None]
-                in_cache = in_cache & (query - cached < window)
-                among_new = among_new & (query - self._positions[:, None, :] < window)
-            seen = torch.cat([in_cache, among_new], dim=-1)[:, None]
-            self._biases[group, window] = torch.cat([torch.where(seen, 0.0, _HIDDEN)] * group, dim=2)
-        return self._biases[group, window]
+        tokens = self._seen.shape[1]
+        cached = torch.arange(self._past[0][0].shape[2])[None, None, :]
+        in_cache, among_new = (cached < self._past_length).expand(-1, tokens, -1), self._seen
+        if window is not None:
+            query = self._positions[:, -tokens:, None]
+            in_cache = in_cache & (query - cached < window)
+            among_new = among_new & (query - self._positions[:, None, :] < window)
+        seen = torch.cat([in_cache, among_new], dim=-1)[:, None]
+        return torch.cat([torch.where(seen, 0.0, _HIDDEN)] * group, dim=2)
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See :class:`Lowering`. Few and small operators: a draft's pass costs little more than their number."""
-        past_key, past_value = self._past[layer]
-        new_key, new_value = key, value
+        past_key, past_value = self._past[call.layer]
+        new_key, new_value = call.key, call.value
         if self._rows is not None:
-            new_key = torch.cat([self._rows[layer][0], key], dim=2)
-            new_value = torch.cat([self._rows[layer][1], value], dim=2)
-        self.returned[layer] = new_key, new_value
-        cached = past_key.shape[2]
-        batch, heads, tokens, size = query.shape
-        group = heads // key.shape[1]
-        # The heads of a group share keys and values: they are so many more queries against the same rows.
-        grouped = query.reshape(batch, key.shape[1], group * tokens, size) if group > 1 else query
+            key, value = self._rows[call.layer]
+            new_key, new_value = torch.cat([key, new_key], dim=2), torch.cat([value, new_value], dim=2)
+        self.returned[call.layer] = new_key, new_value
         # Each product is scaled by itself, as ONNX Runtime multiplies and scales in one operator.
-        scores = torch.cat([torch.matmul(grouped, k.transpose(2, 3)) * scaling for k in (past_key, new_key)], dim=-1)
-        weights = (_capped(scores, softcap) + self._bias(group, window)).softmax(-1)
-        of_past, of_new = torch.split(weights, [cached, new_key.shape[2]], dim=-1)
-        out = torch.matmul(of_past, past_value) + torch.matmul(of_new, new_value)
-        return out.reshape(batch, heads, tokens, -1) if group > 1 else out
+        parts = [torch.matmul(call.query, k.transpose(2, 3)) * call.scaling for k in (past_key, new_key)]
+        scores = _capped(torch.cat(parts, dim=-1), call.softcap)
+        weights = (scores + self._bias(call.group, call.window)).softmax(-1)
+        of_past, of_new = torch.split(weights, [past_key.shape[2], new_key.shape[2]], dim=-1)
+        return torch.matmul(of_past, past_value) + torch.matmul(of_new, new_value)
 
 
 def step_lowering(
-    name: LoweredAs,
-    past: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    tree_mask: torch.Tensor,
-    position_ids: torch.Tensor,
-    past_length: torch.Tensor,
+    name: LoweredAs, past: KeyValues, tree_mask: torch.Tensor, position_ids: torch.Tensor, past_length: torch.Tensor
 ) -> NativeLowering | TwoPartLowering:
-    """The lowering of a step graph; it gives back its ``returned``.
-
-    Args:
-        name: which one.
-        past: each layer's (key, value) cache ``[B,Hkv,S,D]``.
-        tree_mask: bool ``[B,T,T]``, which new tokens each sees.
-        position_ids: int64 ``[B,T]``.
-        past_length: int64 ``[B]``.
-    """
+    """The lowering of a step graph, of the graph's own inputs; what it returns of its caches is in its ``returned``."""
     if name == "native":
         return NativeLowering(past, tree_mask, position_ids, past_length)
     return TwoPartLowering(past, past_length, tree_mask, position_ids)

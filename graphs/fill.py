@@ -11,7 +11,7 @@ class FillModule(torch.nn.Module):
     """The tokens of a draft model's tree, and q of each.
 
     The drawn chain is the tree's spine (rank 0); beside each of its tokens are the most probable others, which are
-    chosen, not drawn (q = 1). ``runtime.proposers.base.drawn`` does the same in NumPy.
+    chosen, not drawn (q = 1). ``runtime.proposal.drawn`` does the same in NumPy.
     """
 
     def forward(
@@ -22,7 +22,7 @@ class FillModule(torch.nn.Module):
         tree_depths: torch.Tensor,
         tree_ranks: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Fills the N-1 nodes of a tree that have a draft token.
+        """Fills the nodes of a tree but the root.
 
         Args:
             draft_tokens: int64 ``[K,B]``, the drawn chain, as the propose graph gives it.

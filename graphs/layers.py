@@ -11,11 +11,7 @@ import torch
 
 
 def keep_first_layers(model: Any, count: int) -> Callable[[], None]:
-    """Leaves out all but the first decoder layers of a transformers causal LM.
-
-    Args:
-        model: changed in place.
-        count: layers to keep.
+    """Leaves out all but the first decoder layers of a transformers causal LM, in place.
 
     Returns:
         What puts the others back.

@@ -123,14 +123,8 @@ class DraftPass(torch.nn.Module):
         positions = past_length[:, None] + fresh[None, :]
         position_ids = positions[:, -tokens:].clamp(max=self.max_positions - 1)
         two_part = TwoPartLowering(pairs(past), past_length, seen, positions, pairs(rows))
-        logits, _ = run_model(
-            self.model,
-            two_part,
-            self.layers,
-            input_ids.clamp(max=self.input_vocab - 1),
-            position_ids,
-            logits_row[:, None],
-        )
+        known = input_ids.clamp(max=self.input_vocab - 1)
+        logits, _ = run_model(self.model, two_part, self.layers, known, position_ids, logits_row[:, None])
         own = logits[:, 0, : self.vocab_size]
         token, ids, probs = draw_candidate(own, uniform, temperature, top_k, top_p, min_p)
         return (token, ids, probs, *flat(two_part.returned))

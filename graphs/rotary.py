@@ -83,20 +83,16 @@ def freeze_frequencies(model: torch.nn.Module, max_positions: int) -> int:
     module: Any
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)  # a name, or one for each type of layer
-        if isinstance(kinds, str):
-            max_positions = _positions(kinds, module.config.rope_parameters, max_positions)
-            module.rope_type = _steady(kinds)
-        elif isinstance(kinds, dict):
-            for layer_type, kind in kinds.items():
-                max_positions = _positions(kind, module.config.rope_parameters[layer_type], max_positions)
-            module.rope_type = {layer_type: _steady(kind) for layer_type, kind in kinds.items()}
+        if not isinstance(kinds, str | dict):
+            continue
+        parameters = module.config.rope_parameters
+        each = [(kinds, parameters)] if isinstance(kinds, str) else [(kinds[of], parameters[of]) for of in kinds]
+        changing = [int(of["original_max_position_embeddings"]) for kind, of in each if kind == "longrope"]
+        max_positions = min([max_positions, *changing])
+        module.rope_type = _steady(kinds) if isinstance(kinds, str) else {of: _steady(kinds[of]) for of in kinds}
     return max_positions
 
 
 def _steady(kind: str) -> str:
     """The name under which a forward pass leaves the frequencies as they are."""
     return "default" if kind == "longrope" or "dynamic" in kind else kind
-
-
-def _positions(kind: str, parameters: dict[str, Any], most: int) -> int:
-    return min(most, int(parameters["original_max_position_embeddings"])) if kind == "longrope" else most

@@ -61,30 +61,11 @@ def run_model(
     hook = head.register_forward_pre_hook(take)
     try:
         with lowering(active):
-            out = model(
-                **read,
-                position_ids=position_ids,
-                past_key_values=PassThroughCache(layers),
-                use_cache=True,
-            )
+            out = model(**read, position_ids=position_ids, past_key_values=PassThroughCache(layers), use_cache=True)
     finally:
         hook.remove()
     logits: torch.Tensor = out.logits
     return logits.float(), taken[0]
-
-
-def head_projection(model: torch.nn.Module, heads: MedusaHeads | None) -> torch.nn.Module | None:
-    """A copy of the model's head for heads that are tied to it.
-
-    What they propose can be stored in fewer bits than what the model says, and is multiplied by itself anyway: there
-    are several rows of it for each of the model's.
-    """
-    if heads is None or not heads.tied:
-        return None
-    weight: torch.Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
-    copy = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    copy.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
-    return copy
 
 
 class StepModule(torch.nn.Module):
@@ -94,7 +75,7 @@ class StepModule(torch.nn.Module):
         model: loaded with ``attn_implementation=ATTENTION_NAME``.
         layers: number of attention layers.
         heads: Medusa heads on its last hidden state, whose candidates are an output.
-        candidates: M, how many.
+        candidates: M, how many at each depth.
         hidden: whether that state is an output too, for an MLP speculator.
         lowering: which operators attention is made of.
     """
@@ -112,10 +93,12 @@ class StepModule(torch.nn.Module):
         self.model = model
         self.layers = layers
         self.heads = heads
-        self.heads_projection = head_projection(model, heads)
+        self.heads_projection = _own_projection(model, heads)
         self.candidates = candidates
         self.hidden = hidden
         self.lowering: LoweredAs = lowering
+        self.vocab_size: int | None = None
+        self.input_vocab: int | None = None
 
     def forward(
         self,
@@ -128,25 +111,39 @@ class StepModule(torch.nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         embeds_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Returns ``(logits, present_key.0, present_value.0, ...)``.
+        """Returns :meth:`outputs`, then ``present_key.0, present_value.0, ...``; lowered portably, new rows instead.
 
-        Behind the logits come ``candidates`` if there are heads, and ``hidden_states`` if they are wanted. Lowered
-        portably, new rows instead of caches. With embeddings given, they are read where the mask says so.
+        With embeddings given, they are read where the mask says so.
         """
         active = step_lowering(self.lowering, pairs(past), tree_mask, position_ids, past_length)
+        if self.input_vocab is not None:
+            input_ids = input_ids.clamp(max=self.input_vocab - 1)
         if inputs_embeds is not None and embeds_mask is not None:
             own: torch.Tensor = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
             inputs_embeds = torch.where(embeds_mask[:, :, None], inputs_embeds, own)
         logits, hidden = run_model(self.model, active, self.layers, input_ids, position_ids, logits_rows, inputs_embeds)
+        return (*self.outputs(logits, hidden), *flat(active.returned))
+
+    def outputs(self, logits: torch.Tensor, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """The logits, ``candidates`` if there are heads, and ``hidden_states`` if they are wanted."""
         made = [logits]
         if self.heads is not None:
-            made.append(_ahead(self.heads, hidden, self.heads_projection or self.model, self.candidates))
+            made.append(self.ahead(self.heads, hidden))
         if self.hidden:
             made.append(hidden.float())
-        return (*made, *flat(active.returned))
+        return made
+
+    def ahead(self, heads: MedusaHeads, hidden: torch.Tensor) -> torch.Tensor:
+        """The most probable tokens of each Medusa head, int64 ``[B,N,R,M]``, best first."""
+        logits = heads.logits(hidden, self.heads_projection or self.model)
+        return self.best(logits.transpose(0, 1).float())
+
+    def best(self, logits: torch.Tensor) -> torch.Tensor:
+        """The most probable tokens that may be proposed, int64 ``[..., M]``, best first."""
+        return torch.topk(logits[..., : self.vocab_size], self.candidates, dim=-1).indices
 
 
-class CandidatesModule(torch.nn.Module):
+class CandidatesModule(StepModule):
     """A draft with Medusa heads: a step that makes candidates for every depth of a tree instead of logits.
 
     Args:
@@ -169,45 +166,25 @@ class CandidatesModule(torch.nn.Module):
         input_vocab: int,
         lowering: LoweredAs = "native",
     ) -> None:
-        super().__init__()
-        self.model = model
-        self.layers = layers
-        self.heads = heads
-        self.heads_projection = head_projection(model, heads)
-        self.candidates = candidates
+        super().__init__(model, layers, heads, candidates, lowering=lowering)
         self.vocab_size = vocab_size
         self.input_vocab = input_vocab
-        self.lowering: LoweredAs = lowering
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        tree_mask: torch.Tensor,
-        past_length: torch.Tensor,
-        logits_rows: torch.Tensor,
-        past: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:
-        """Returns ``(candidates, present_key.0, present_value.0, ...)``; lowered portably, new rows instead."""
-        active = step_lowering(self.lowering, pairs(past), tree_mask, position_ids, past_length)
-        tokens = input_ids.clamp(max=self.input_vocab - 1)
-        logits, hidden = run_model(self.model, active, self.layers, tokens, position_ids, logits_rows)
-        own = _best(logits[:, None, :, : self.vocab_size], self.candidates)
-        last = self.heads_projection or self.model
-        ahead = _ahead(self.heads, hidden, last, self.candidates, self.vocab_size)
-        return (torch.cat([own, ahead], 1), *flat(active.returned))
+    def outputs(self, logits: torch.Tensor, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """``candidates`` of its own head and of the Medusa heads."""
+        assert self.heads is not None
+        return [torch.cat([self.best(logits[:, None]), self.ahead(self.heads, hidden)], 1)]
 
 
-def _ahead(
-    heads: MedusaHeads, hidden: torch.Tensor, projection: torch.nn.Module, candidates: int, vocab: int | None = None
-) -> torch.Tensor:
-    """The most probable tokens below ``vocab`` of each Medusa head, int64 ``[B,N,R,M]``, best first.
+def _own_projection(model: torch.nn.Module, heads: MedusaHeads | None) -> torch.nn.Module | None:
+    """A copy of the model's head for heads that are tied to it.
 
-    ``projection`` is what tied heads end in: the model's own head, or a copy that may be stored in fewer bits.
+    What they propose can be stored in fewer bits than what the model says, and is multiplied by itself anyway: there
+    are several rows of it for each of the model's.
     """
-    return _best(heads.logits(hidden, projection).transpose(0, 1).float()[..., :vocab], candidates)
-
-
-def _best(logits: torch.Tensor, candidates: int) -> torch.Tensor:
-    """The most probable tokens, int64, best first."""
-    return torch.topk(logits, candidates, dim=-1).indices
+    if heads is None or not heads.tied:
+        return None
+    weight: torch.Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
+    copy = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    copy.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
+    return copy

@@ -22,50 +22,36 @@ class Acceptance:
     def __init__(self) -> None:
         self._tried: list[float] = []
         self._accepted: list[float] = []
-        self._expected: list[float] = []
 
     def learn(self, depth: int, accepted: int) -> None:
-        """Takes in a step.
-
-        Args:
-            depth: the longest path it verified.
-            accepted: draft tokens it accepted.
-        """
+        """Takes in a step."""
         more = depth - len(self._tried)
         self._tried = [KEEP * count for count in self._tried] + [0.0] * more
         self._accepted = [KEEP * count for count in self._accepted] + [0.0] * more
         for at in range(min(accepted + 1, depth)):
             self._tried[at] += 1
             self._accepted[at] += at < accepted
-        self._expected = []
 
     def expected(self, depth: int) -> float:
         """Draft tokens that a step with paths of this length is expected to accept."""
-        if depth > len(self._expected):
-            self._expect(depth)
-        return self._expected[depth - 1] if depth else 0.0
-
-    def _expect(self, depth: int) -> None:
         chance, mean, total = 1.0, PRIOR, 0.0
-        self._expected = []
-        for at in range(depth):
-            if at < len(self._tried):
-                mean = (WEIGHT * mean + self._accepted[at]) / (WEIGHT + self._tried[at])
+        for tried, accepted in zip(self._tried[:depth], self._accepted, strict=False):
+            mean = (WEIGHT * mean + accepted) / (WEIGHT + tried)
             chance *= mean
             total += chance
-            self._expected.append(total)
+        for _ in range(depth - len(self._tried)):
+            chance *= mean
+            total += chance
+        return total
 
 
 class History:
     """What speculating brought a request so far. A step's outcome enters it after the step, so that what is drawn in a
     step and how much it speculates are independent given the text before it.
 
-    Args:
-        unread: tokens of its text that a draft has not read.
-
     Attributes:
         unread: see above; an estimate.
-        credit: seconds it may spend on trying to speculate again where that did not pay.
+        credit: seconds it may spend on trying to speculate again after that did not pay.
     """
 
     def __init__(self, unread: int) -> None:

@@ -29,10 +29,6 @@ class Bundle:
     def open(cls, folder: str | Path, *, check_hashes: bool = True) -> Bundle:
         """Reads the manifest and checks every file it lists.
 
-        Args:
-            folder: the bundle.
-            check_hashes: also compare SHA-256; sizes and places are always checked.
-
         Raises:
             BundleError: names the file that is missing, altered, outside the bundle or too new.
         """

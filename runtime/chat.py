@@ -21,10 +21,6 @@ class ChatTemplate:
     """A model's chat template, run as transformers runs it.
 
     It comes with the bundle, so it is not trusted: Jinja's sandbox keeps it from Python's internals.
-
-    Args:
-        source: Jinja.
-        special_tokens: ``bos_token`` and the like, which templates name.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -32,12 +28,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The prompt's text, special tokens included.
-
-        Args:
-            messages: the conversation, the oldest first.
-            add_generation_prompt: end with what introduces the model's answer.
-            variables: others that the template knows, such as ``enable_thinking``.
+        """The prompt's text, special tokens included; ``variables`` are others that the template knows.
 
         Raises:
             RequestError: the template refuses the messages, or fails on them.
@@ -53,9 +44,13 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
             )
         except jinja2.TemplateError as error:
-            raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
+            raise RequestError(
+                f"messages: the model's chat template refuses them: {error}", param="messages"
+            ) from error
         except (TypeError, ValueError, KeyError, ArithmeticError, OverflowError, RecursionError) as error:
-            raise RequestError(f"messages: the model's chat template fails on them: {error}") from error
+            raise RequestError(
+                f"messages: the model's chat template fails on them: {error}", param="messages"
+            ) from error
 
     @cached_property
     def _compiled(self) -> jinja2.Template:

@@ -1,4 +1,4 @@
-"""Outputs bound to a grammar: which tokens may follow, at every node of a tree.
+"""Grammar-constrained outputs: which tokens may follow, at every node of a tree.
 
 The masks are applied to the target's logits before acceptance, so p is the target's distribution over what the grammar
 allows, and everything that is lossless stays lossless with respect to it. Proposers know nothing of it: what they draft
@@ -27,13 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Grammars:
-    """Makes constraints for one tokenizer.
-
-    Args:
-        tokenizer: the bundle's.
-        vocab_size: V, the width of the logits.
-        eos_token_ids: tokens that end a text; a grammar that is satisfied allows them.
-    """
+    """Makes constraints for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -44,10 +38,10 @@ class Grammars:
         """A constraint to JSON that fits a schema, which is given as JSON.
 
         Raises:
-            RequestError: the schema is not one, or holds what cannot be bound to.
+            RequestError: the schema is not one, or holds what no output can be constrained to.
             BackendError: llguidance is not installed.
         """
-        # Imported here: only bound outputs need it.
+        # Imported here: only grammar-constrained outputs need it.
         known = self._vocabulary
         import llguidance
 
@@ -55,7 +49,8 @@ class Grammars:
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(known, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            raise RequestError(f"the JSON schema cannot be used: {matcher.get_error().splitlines()[0]}")
+            why = matcher.get_error().splitlines()[0]
+            raise RequestError(f"the JSON schema cannot be used: {why}", param="json_schema")
         return Constraint(matcher, self._vocab_size, self._eos)
 
     @cached_property
@@ -67,7 +62,9 @@ class Grammars:
                 f"JSON schemas need llguidance ({error}); install it with: pip install 'specexport[serve]'"
             ) from error
         if not self._eos:
-            raise RequestError("the model names no end-of-text token, so that no output could be bound to end")
+            raise RequestError(
+                "the model names no end-of-text token, so a constrained output could never end", param="json_schema"
+            )
         plain = Tokenizer.from_str(self._tokenizer.to_str())
         plain.no_padding()
         plain.no_truncation()
@@ -102,21 +99,22 @@ class Constraint:
         return made
 
     def check(self) -> None:
-        """Tells of what a step could not, as other requests share it.
+        """Raises what a step could not, as other requests share it.
 
         Raises:
             RequestError: the grammar has become too complex to follow.
         """
         if self._matcher.is_error():
-            raise RequestError(f"the JSON schema cannot be followed: {self._matcher.get_error().splitlines()[0]}")
+            why = self._matcher.get_error().splitlines()[0]
+            raise RequestError(f"the JSON schema cannot be followed: {why}", param="json_schema")
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Takes what a step has committed."""
+        """Moves on by the tokens a step committed."""
         if not self._matcher.is_stopped():
             self._matcher.consume_tokens(list(tokens))
 
     def _mask(self, logits: Floats, tree: TokenTree, tokens: list[int], node: int) -> None:
-        """Masks a node and those below it; leaves the matcher where it was."""
+        """Masks a node and the nodes below it; the matcher ends where it began."""
         allowed = self._allowed()
         if self._matcher.is_error():
             return

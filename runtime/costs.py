@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 
 from specexport.contract.costs import Cost, CostCurve
 
@@ -22,22 +23,17 @@ class Costs:
         self._read = {one.method: one.read for one in curve.methods}
 
     def step(self, batch: int, tokens: int, rows: int) -> float:
-        """Seconds of a step that verifies so many tokens a slot, without proposing.
-
-        Args:
-            batch: B.
-            tokens: T.
-            rows: S.
-        """
+        """Seconds of a step that verifies so many tokens a slot, without proposing."""
         return self._steps.at(batch, tokens, rows)
 
     def propose(self, method: str, batch: int, nodes: int, rows: int) -> float:
         """Seconds of proposing a tree of so many nodes for each slot."""
-        return self._propose[method].at(batch, nodes, rows)
+        known = self._propose.get(method)  # methods that need no graph cost next to nothing and may be unmeasured
+        return known.at(batch, nodes, rows) if known is not None else 0.0
 
     def read(self, method: str) -> float:
         """Seconds of a chunk that a method's draft is behind in; 0 where nothing is read."""
-        return self._read[method]
+        return self._read.get(method, 0.0)
 
 
 class _Grid:
@@ -47,18 +43,14 @@ class _Grid:
         self._tokens = sorted({cost.tokens for cost in costs})
         self._caches = sorted({cost.cache for cost in costs})
         self._seconds = {(cost.batch, cost.tokens, cost.cache): cost.seconds for cost in costs}
-        self._known: dict[tuple[int, int, int], float] = {}
+        self.at = lru_cache(maxsize=None)(self._at)
 
-    def at(self, batch: int, tokens: int, rows: int) -> float:
-        key = (batch, tokens, rows)
-        found = self._known.get(key)
-        if found is None:
-            by_cache = [
-                _on_line(tokens, self._tokens, [self._seconds[batch, width, cache] for width in self._tokens])
-                for cache in self._caches
-            ]
-            found = self._known[key] = _on_line(rows, self._caches, by_cache)
-        return found
+    def _at(self, batch: int, tokens: int, rows: int) -> float:
+        by_cache = [
+            _on_line(tokens, self._tokens, [self._seconds[batch, width, cache] for width in self._tokens])
+            for cache in self._caches
+        ]
+        return _on_line(rows, self._caches, by_cache)
 
 
 def _on_line(at: int, places: Sequence[int], values: Sequence[float]) -> float:

@@ -88,12 +88,6 @@ class EncodedPrompt:
 def encoded(prompt: EmbedsPrompt, encode: Encode, size: int, longest: int) -> EncodedPrompt:
     """Reads a prompt's parts.
 
-    Args:
-        prompt: the prompt.
-        encode: makes tokens of text.
-        size: H.
-        longest: most positions.
-
     Raises:
         RequestError: a part is none, has embeddings of another width, or numbers that are not finite; or there are too
             many. Names the part.

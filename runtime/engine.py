@@ -4,26 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import msgspec
 import numpy as np
 
-from specexport.contract.errors import RequestError
+from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import HYPOTHESIS, Drafted, method_name
+from specexport.contract.methods import (
+    Method,
+    for_bundle,
+    method_name,
+    read_methods,
+    text_methods,
+    verified_widths,
+    with_trees,
+)
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, Graph, open_backend, step_buffers
-from specexport.runtime.budget import SpeculationPolicy, open_policy
+from specexport.runtime.backend import Backend
+from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt, encoded
-from specexport.runtime.hypothesis import BypassRunner, check_hypothesis, continuation, taken_as_it_is
+from specexport.runtime.graph import Graph
+from specexport.runtime.hypothesis import BypassRunner, continuation, taken_as_it_is
+from specexport.runtime.opening import DEFAULT_UTILIZATION, open_backend
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposers import SlotView, open_proposer
+from specexport.runtime.policy import SpeculationPolicy, open_policy
+from specexport.runtime.program import PLAIN_TREE, Speculation
+from specexport.runtime.proposal import SlotView
+from specexport.runtime.proposers.opening import Opening, open_proposer
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Scheduler
-from specexport.runtime.step import PLAIN_TREE, Speculation
+from specexport.runtime.speculative import Speculative, choose
 from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
 
@@ -44,7 +57,8 @@ class Engine:
         tokenizer: the bundle's.
         chat_template: the model's, or None.
         backend: what runs its graphs.
-        speculations: the loaded ways to propose, by the name of their method, the default first.
+        speculations: the loaded ways to propose, by the name of their method: those the bundle was built for, the
+            default first, then those that need no graph of their own.
         slots: requests that run at once.
     """
 
@@ -67,6 +81,7 @@ class Engine:
         self._target = target
         self.slots = target.sizes[-1]
         self.speculations = dict(speculations)
+        self._built = tuple(method.name for method in self.manifest.methods if method.name in speculations)
         program = backend.program(target, self.speculations)
         self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.speculations), prefix_cache=False))
         budget = open_policy(self.manifest, self.speculations, backend.device if cost_curve else None, target.sizes)
@@ -80,7 +95,7 @@ class Engine:
         *,
         threads: int | None = None,
         check_hashes: bool = True,
-        suffix_store_tokens: int = 0,
+        methods: Mapping[str, Any] | Method | str | Sequence[Mapping[str, Any] | Method | str] = (),
         max_batch_size: int | None = None,
         prefix_cache: bool = True,
         cost_curve: bool = True,
@@ -93,8 +108,9 @@ class Engine:
             bundle: a folder made by ``specexport build``, or one that was opened already.
             threads: CPU threads; None for every core this process may use.
             check_hashes: compare every file's SHA-256 with the manifest; sizes are always compared.
-            suffix_store_tokens: tokens of earlier outputs that the method ``suffix`` looks in too, at about half a
-                kilobyte each; the oldest go first. 0 for none. It changes how much is accepted, never what is said.
+            methods: options of methods that need no graph, in the place of the bundle's or of the defaults, such as
+                ``{"method": "suffix", "store_tokens": 100_000}``; see
+                :func:`~specexport.contract.methods.read_methods`.
             max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest, on a GPU
                 for its smallest. Engines run those they were compiled for (``compile --engine-batch-sizes``).
             prefix_cache: a prompt that begins like a text the cache still holds is read from where they part.
@@ -108,16 +124,12 @@ class Engine:
         Raises:
             BundleError: the bundle is incomplete, altered or too new.
             BackendError: its backend is not installed, refuses a graph, or has no device or no room for it.
-            RequestError: a store was asked for that is too small, or of a bundle without the method; or the bundle was
-                not built for the batch size.
+            BuildError: a method's options are wrong, or it needs a graph.
+            RequestError: the bundle was not built for the batch size.
         """
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, check_hashes=check_hashes)
         manifest = opened.manifest
-        if suffix_store_tokens and manifest.method("suffix") is None:
-            raise RequestError(
-                f"suffix_store_tokens is {suffix_store_tokens}, but the bundle was built without the method suffix; "
-                "build it with --suffix"
-            )
+        available = available_methods(manifest, read_methods(methods))
         running = open_backend(opened, backend, threads, gpu_memory_utilization)
         try:
             slots = running.default_slots if max_batch_size is None else max_batch_size
@@ -126,17 +138,18 @@ class Engine:
                 raise RequestError(
                     f"max_batch_size is {slots}; the bundle was built for {built} (build --max-batch-size)"
                 )
-            target = running.open(manifest.target, slots, step_buffers(manifest))
-            speculations = {
-                method_name(method): Speculation(
-                    open_proposer(opened, method, slots, running, suffix_store_tokens), method.token_trees()
-                )
-                for method in manifest.methods
-            }
+            target = running.open(manifest.target, slots, buffers(manifest.target_signature))
+            opening = Opening(opened, running, slots)
+            speculations = {method.name: Speculation(method, open_proposer(method, opening)) for method in available}
             return cls(opened, running, target, speculations, prefix_cache, cost_curve)
         except BaseException:
             running.close()
             raise
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        """Every method a request may choose, by name."""
+        return {name: one.method for name, one in self.speculations.items()}
 
     def __enter__(self) -> Engine:
         return self
@@ -185,7 +198,9 @@ class Engine:
             info = self.manifest.tokenizer
             start = self.tokenizer.token_to_id(info.special_tokens.get("bos_token", ""))
             if start is None and not info.eos_token_ids:
-                raise RequestError("the prompt is empty and the tokenizer has no start token; give at least one token")
+                raise RequestError(
+                    "the prompt is empty and the tokenizer has no start token; give at least one token", param="prompt"
+                )
             tokens = [start if start is not None else info.eos_token_ids[0]]
         self._require_known(tokens)
         return tokens
@@ -207,18 +222,13 @@ class Engine:
         limit = self.manifest.target.vocab_size
         wrong = next((token for token in tokens if not 0 <= token < limit), None)
         if wrong is not None:
-            raise RequestError(f"the prompt holds token {wrong}; the model has tokens 0 to {limit - 1}")
+            raise RequestError(f"the prompt holds token {wrong}; the model has tokens 0 to {limit - 1}", param="prompt")
 
     def stream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        speculation: bool = True,
-        method: str | None = None,
-        num_speculative_tokens: int | None = None,
-        hypothesis: str | Sequence[int] | None = None,
-        hypothesis_entropy: float | None = None,
+        speculative: Speculative | Mapping[str, Any] | str | None = None,
     ) -> Stream:
         """Starts a request; text comes as the returned stream is iterated.
 
@@ -227,13 +237,9 @@ class Engine:
                 A draft model reads no embeddings: such a request takes the first of the bundle's methods that can, or
                 decodes plainly.
             params: None for :meth:`defaults`.
-            speculation: False decodes plainly, for comparison.
-            method: how to speculate, one of the bundle's; None for its default.
-            num_speculative_tokens: draft tokens a step, which choose one of the trees the bundle was built for; None
-                for its default.
-            hypothesis: what the output is expected to be, text or token ids; chooses the method ``hypothesis``.
-            hypothesis_entropy: how unsure whoever made it was where that was worst, in nats; for relaxed acceptance
-                with an ``entropy_threshold``.
+            speculative: how to speculate: the name of a method, a mapping such as ``{"method": "ngram",
+                "num_speculative_tokens": 4}`` or a :class:`~specexport.runtime.speculative.Speculative`; ``PLAIN``, or
+                0 draft tokens, decodes plainly. None for the engine's default.
 
         Raises:
             RequestError: the prompt does not fit the context, the method or the tree was not built, the method's
@@ -244,13 +250,14 @@ class Engine:
             raise RequestError("the engine is closed; load the bundle again")
         params = params or self.defaults()
         if params.n != 1:
-            raise RequestError(f"n is {params.n}; a stream is one output: start several, or use LLM")
+            raise RequestError(f"n is {params.n}; a stream is one output: start several, or use LLM", param="n")
         read = self.encode(prompt)
         limit, embedded = self.manifest.max_seq_len, isinstance(read, EncodedPrompt)
         if len(read) >= limit and params.max_tokens:
             raise RequestError(
                 f"the prompt has {len(read)} tokens, but this bundle's context holds {limit}, output included; "
-                "shorten the prompt or build with a larger --max-seq-len"
+                "shorten the prompt or build with a larger --max-seq-len",
+                param="prompt",
             )
         if params.prompt_logprobs is not None:
             if embedded:
@@ -259,7 +266,8 @@ class Engine:
                 )
             if len(read) > limit:
                 raise RequestError(
-                    f"the prompt has {len(read)} tokens, but this bundle's context holds {limit}; shorten the prompt"
+                    f"the prompt has {len(read)} tokens, but this bundle's context holds {limit}; shorten the prompt",
+                    param="prompt",
                 )
         own = self.manifest.generation
         params = params.replace(
@@ -268,14 +276,14 @@ class Engine:
             else params.posterior_threshold,
             posterior_alpha=own.posterior_alpha if params.posterior_alpha is None else params.posterior_alpha,
         )
-        check_hypothesis(params, speculation, method, hypothesis, hypothesis_entropy)
-        if hypothesis is None:
-            chosen, tree = self._choose(method, num_speculative_tokens, embedded) if speculation else (None, PLAIN_TREE)
-            return Stream(self._scheduler, self._request(read, params, chosen, tree))
-        chosen, tree = self._choose(HYPOTHESIS, num_speculative_tokens)
+        asked = Speculative.of(speculative)
+        chosen, tree = choose(asked, self.methods, self._built, params, embedded)
+        if asked.hypothesis is None:
+            return Stream(self._scheduler, self._request(read, params, chosen, tree, options=asked.options))
         before = prompt if isinstance(prompt, str) else ""
-        request = self._request(read, params, chosen, tree, continuation(self, before, hypothesis))
-        return Stream(BypassRunner() if taken_as_it_is(params, hypothesis_entropy) else self._scheduler, request)
+        request = self._request(read, params, chosen, tree, continuation(self, before, asked.hypothesis), asked.options)
+        bypass = taken_as_it_is(params, asked.hypothesis_entropy)
+        return Stream(BypassRunner() if bypass else self._scheduler, request)
 
     def _request(
         self,
@@ -284,9 +292,10 @@ class Engine:
         method: str | None,
         tree: TokenTree,
         hypothesis: Sequence[int] = (),
+        options: Method | None = None,
     ) -> Request:
         tokens = list(prompt.tokens) if isinstance(prompt, EncodedPrompt) else prompt
-        view = SlotView(0, tokens, params, np.random.default_rng(params.seed), tree, hypothesis, method)
+        view = SlotView(0, tokens, params, np.random.default_rng(params.seed), tree, hypothesis, method, options)
         if isinstance(prompt, EncodedPrompt):
             view.embeddings = prompt.embeddings
         if params.json_schema is not None:
@@ -297,74 +306,58 @@ class Engine:
         request.stats.execution = self.backend.execution
         return request
 
-    def _choose(
-        self, method: str | None, draft_tokens: int | None, embedded: bool = False
-    ) -> tuple[str | None, TokenTree]:
-        """The method and tree of a request that speculates; none where the bundle has no way to.
-
-        Args:
-            method: asked for; None for the first.
-            draft_tokens: asked for; None for the default tree's.
-            embedded: whether the prompt holds embeddings.
-        """
-        able = [
-            name for name in self.speculations if not (embedded and isinstance(self.manifest.method(name), Drafted))
-        ]
-        if method == HYPOTHESIS and method not in self.speculations:
-            raise RequestError("a hypothesis was given, but the bundle was built without the method; use --hypothesis")
-        if method is None:
-            method = next((name for name in able if name != HYPOTHESIS), None)
-            if method is None and draft_tokens is None:
-                return None, PLAIN_TREE
-        if not self.speculations or method is None:
-            asked = f"method is {method!r}" if method else f"num_speculative_tokens is {draft_tokens}"
-            after = " after a prompt with embeddings" if embedded and self.speculations else ""
-            raise RequestError(f"{asked}, but the bundle was built without a way to speculate{after}")
-        if method not in self.speculations:
-            raise RequestError(f"method is {method!r}; the bundle was built for {', '.join(self.speculations)}")
-        if method not in able:
-            raise RequestError(
-                f"method is {method!r}, whose model reads tokens alone, and the prompt has embeddings; leave it out or "
-                f"choose one that needs no model, of which the bundle has {', '.join(able) or 'none'}"
-            )
-        trees = self.speculations[method].trees
-        if draft_tokens is None:
-            return method, trees[0]
-        tree = next((tree for tree in trees if len(tree) == draft_tokens + 1), None)
-        if tree is None:
-            built = ", ".join(map(str, sorted(len(tree) - 1 for tree in trees)))
-            raise RequestError(f"num_speculative_tokens is {draft_tokens}; the bundle was built for {built}")
-        return method, tree
-
     def generate(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        speculation: bool = True,
-        method: str | None = None,
-        num_speculative_tokens: int | None = None,
-        hypothesis: str | Sequence[int] | None = None,
-        hypothesis_entropy: float | None = None,
+        speculative: Speculative | Mapping[str, Any] | str | None = None,
     ) -> Completion:
         """Runs a request to its end; see :meth:`stream`."""
-        return completed(
-            self.stream(
-                prompt,
-                params,
-                speculation=speculation,
-                method=method,
-                num_speculative_tokens=num_speculative_tokens,
-                hypothesis=hypothesis,
-                hypothesis_entropy=hypothesis_entropy,
-            )
-        )
+        return completed(self.stream(prompt, params, speculative))
 
     def _warm_up(self, scheduler: Scheduler) -> None:
         """Runs a plain step and one of each method, so that the first request does not pay for buffers and pages."""
         # Repeats, so that there is something to look up; long enough for the longest chain.
         start = self.encode([0] * max(2, min(_WARM_UP_TOKENS, self.manifest.max_seq_len - 2)))
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-        for method, tree in ((None, PLAIN_TREE), *(self._choose(name, None) for name in self.speculations)):
+        trees = {name: self.methods[name].token_trees()[0] for name in self._built}
+        for method, tree in ((None, PLAIN_TREE), *trees.items()):
             for _ in Stream(scheduler, self._request(list(start), params, method, tree, start)):
                 pass
+
+
+def available_methods(manifest: Manifest, given: Sequence[Method] = ()) -> tuple[Method, ...]:
+    """The methods that work with a bundle: those it was built for, and those that need no graph.
+
+    Args:
+        manifest: the bundle's.
+        given: options of methods that need no graph, in the place of the bundle's or of the defaults.
+
+    Raises:
+        BuildError: a given method needs a graph, or is to propose what the bundle cannot verify.
+    """
+    for method in given:
+        if method.needs_graph:
+            raise BuildError(
+                f"{method.name}: its options belong to the build, and the bundle is built; name it in a request, or "
+                "build another bundle"
+            )
+        most = max(verified_widths(manifest.target)) - 1
+        if method.trees or max(method.sizes, default=0) > most:
+            raise BuildError(
+                f"{method.name}: the bundle verifies chains of at most {most} draft tokens; ask for those by "
+                "num_speculative_tokens"
+            )
+    own = {method.name: method for method in manifest.methods}
+    named = {method.name: method for method in given}
+    for kind in text_methods():
+        name = method_name(kind)
+        if name in named or name not in own:
+            asked = named.get(name, kind())
+            if name in own and not asked.sizes:  # other options leave the trees as they are
+                fitted = with_trees(asked, own[name].token_trees())
+            else:
+                fitted = for_bundle(asked, manifest.target)
+            if fitted.trees:
+                own[name] = fitted
+    return tuple(own.values())

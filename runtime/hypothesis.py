@@ -1,4 +1,4 @@
-"""Requests that bring a hypothesis: what may be asked, and one that is taken as it is."""
+"""Requests that bring a hypothesis: its tokens, and one that is sure enough to be the output."""
 
 from __future__ import annotations
 
@@ -8,38 +8,8 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from specexport.contract.errors import RequestError
-from specexport.contract.methods import HYPOTHESIS
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.request import Chunk, Request
-
-
-def check_hypothesis(
-    params: SamplingParams,
-    speculation: bool,
-    method: str | None,
-    hypothesis: str | Sequence[int] | None,
-    entropy: float | None,
-) -> None:
-    """Checks that a request's hypothesis and what is said about it belong together.
-
-    Raises:
-        RequestError: one was given without the other, or with what excludes it.
-    """
-    if hypothesis is not None:
-        if not speculation:
-            raise RequestError("a hypothesis was given with speculation=False; give one of them")
-        if method not in (None, HYPOTHESIS):
-            raise RequestError(f"a hypothesis was given with method {method!r}; leave the method out")
-        if entropy is not None and not entropy >= 0:
-            raise RequestError(f"hypothesis_entropy is {entropy!r}; expected a number >= 0")
-        return
-    if method == HYPOTHESIS:
-        raise RequestError("method is 'hypothesis', but no hypothesis was given")
-    if entropy is not None:
-        raise RequestError("hypothesis_entropy was given without a hypothesis")
-    if params.acceptance == "relaxed":
-        raise RequestError("acceptance is 'relaxed', but no hypothesis was given; it is for those alone")
 
 
 class _Encoder(Protocol):
@@ -70,7 +40,7 @@ def continuation(engine: _Encoder, prompt: str | Sequence[int], text: str | Sequ
 def taken_as_it_is(params: SamplingParams, entropy: float | None) -> bool:
     """Whether a hypothesis is sure enough to be the output without the model (arXiv 2603.11243, stage 1).
 
-    Never where log-probabilities are wanted, which only the model can tell, nor where the output is bound to a schema.
+    Never where log-probabilities are wanted, which only the model can tell, nor where a schema constrains the output.
     """
     gate = params.entropy_threshold if params.acceptance == "relaxed" else None
     scored = params.logprobs is not None or params.prompt_logprobs is not None

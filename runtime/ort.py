@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.backend import FIRST, Array, Buffers, Graph
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.step import HostProgram, Speculation
+from specexport.runtime.graph import FIRST, Array, Buffers, Graph, SlotGraph, caches_by_shape
+from specexport.runtime.program import Speculation
+from specexport.runtime.step import HostProgram
 
 _Shape = tuple[int, int, int, int]
 """Batch, tokens, rows and drafts: a shape point at any cache size."""
@@ -37,18 +37,13 @@ def _import_onnxruntime(lowering: LoweredAs) -> Any:
     found = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
     needed = MINIMUM[lowering]
     if found < needed:
+        instead = "; there is none for Python 3.10, where bundles built with --lowering portable run"
         raise BackendError(
             f"onnxruntime {onnxruntime.__version__} is too old for a bundle of the {lowering} lowering; expected "
-            f"{needed[0]}.{needed[1]} or newer. Upgrade with: pip install -U 'specexport[cpu]'" + _instead(found)
+            f"{needed[0]}.{needed[1]} or newer. Upgrade with: pip install -U 'specexport[cpu]'"
+            + (instead if found >= MINIMUM["portable"] else "")
         )
     return onnxruntime
-
-
-def _instead(found: tuple[int, ...]) -> str:
-    """What else helps where there is no newer onnxruntime, as on Python 3.10."""
-    if found < MINIMUM["portable"]:
-        return ""
-    return "; there is none for Python 3.10, where bundles built with --lowering portable run"
 
 
 def available_cores() -> int:
@@ -68,12 +63,6 @@ def cpu_name() -> str:
 
 def open_session(path: Path, threads: int, lowering: LoweredAs, weights: StoredAs) -> Any:
     """An ``onnxruntime.InferenceSession`` over a master graph on the CPU, with the options the engine runs it with.
-
-    Args:
-        path: the master.
-        threads: intra-op threads.
-        lowering: of the graph; says which releases compute it right.
-        weights: how its matrices are stored.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
@@ -97,12 +86,7 @@ def open_session(path: Path, threads: int, lowering: LoweredAs, weights: StoredA
 
 
 class OnnxRuntimeBackend:
-    """onnxruntime on the CPU; see :class:`~specexport.runtime.backend.Backend`.
-
-    Args:
-        bundle: what it runs.
-        threads: None for every core this process may use.
-    """
+    """onnxruntime on the CPU; see :class:`~specexport.runtime.backend.Backend`."""
 
     execution = "host"
     fallback = ""
@@ -118,37 +102,26 @@ class OnnxRuntimeBackend:
 
     @property
     def device(self) -> str:
-        """See :class:`~specexport.runtime.backend.Backend`."""
         return f"onnxruntime, {cpu_name()}, {self._threads} thread" + ("s" if self._threads != 1 else "")
 
     def open(self, model: Model, slots: int, buffers: Buffers) -> OnnxRuntimeGraph:
-        """See :class:`~specexport.runtime.backend.Backend`."""
         master, lowering = self._bundle.file(model.graph.master), self._bundle.manifest.lowering
         return OnnxRuntimeGraph(master, model, lowering, slots, buffers, self._threads)
 
     def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> HostProgram:
-        """See :class:`~specexport.runtime.backend.Backend`."""
         return HostProgram(self._bundle.manifest, target, speculations)
 
     def close(self) -> None:
         """See :class:`~specexport.runtime.backend.Backend`; graphs go when nothing refers to them."""
 
 
-class OnnxRuntimeGraph:
-    """A graph in an onnxruntime session on the CPU.
+class OnnxRuntimeGraph(SlotGraph):
+    """A graph in an onnxruntime session on the CPU; see :class:`~specexport.runtime.graph.Graph`.
 
     The session runs the symbolic master, so weights are held once; only the manifest's shape points are ever run. A
     point's input and output buffers are made once, and bound once a window together with the caches of its slots, which
     are neighbours in memory: lowered natively the caches as input and output alike, which is what makes TensorScatter
     write in place; lowered portably as input, and the new rows as output.
-
-    Args:
-        path: the master.
-        model: its description.
-        lowering: the bundle's.
-        slots: how many the cache has.
-        buffers: makes the input and output arrays of a shape point.
-        threads: intra-op threads.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
@@ -157,17 +130,14 @@ class OnnxRuntimeGraph:
     def __init__(
         self, path: Path, model: Model, lowering: LoweredAs, slots: int, buffers: Buffers, threads: int
     ) -> None:
+        super().__init__([graph.point for graph in model.graph.points if graph.point.batch <= slots], slots)
+        self.sizes = tuple(sorted({point.batch for point in self._points}))
         self._ort = _import_onnxruntime(lowering)
         self._session = open_session(path, threads, lowering, model.precision.weights)
-        self._model = model
+        self._layers = model.cache
         self._in_place = lowering == "native"
-        self._slots = slots
         self._buffers = buffers
-        self._points = {graph.point for graph in model.graph.points if graph.point.batch <= slots}
-        self._sizes = tuple(sorted({point.batch for point in self._points}))
-        self._cache_sizes = sorted({point.cache for point in self._points})
         self._rows = 0
-        self._filled = [0] * slots
         self._blocks: list[Array] = []
         self._caches: dict[str, Array] = {}
         self._arrays: dict[_Shape, _Arrays] = {}
@@ -177,45 +147,18 @@ class OnnxRuntimeGraph:
         self.reserve(1)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """See :class:`~specexport.runtime.backend.Graph`."""
-        return self._sizes
-
-    def widths(self, slots: int) -> tuple[int, ...]:
-        """See :class:`~specexport.runtime.backend.Graph`."""
-        return tuple(sorted({p.tokens for p in self._points if p.batch == slots and p.rows == p.tokens}))
-
-    def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
-        """See :class:`~specexport.runtime.backend.Graph`."""
-        return tuple(sorted({(p.drafts, p.tokens) for p in self._points if p.batch == slots and p.drafts}))
-
-    @property
     def cache_bytes(self) -> int:
-        """Bytes of the KV cache at its present size."""
         return sum(cache.nbytes for cache in self._caches.values())
 
-    def filled(self, slot: int) -> int:
-        """See :class:`~specexport.runtime.backend.Graph`."""
-        return self._filled[slot]
-
     def reserve(self, rows: int) -> None:
-        """Grows the cache to the next declared size that holds ``rows`` rows; content is copied.
-
-        Raises:
-            BackendError: no declared size is large enough.
-        """
-        if rows > self._rows and self._model.cache:
-            self._resize(rows)
+        if rows > self._rows and self._layers:
+            self._resize(self._cache_size(rows))
 
     def shrink_cache(self, rows: int) -> None:
-        """See :class:`~specexport.runtime.backend.Graph`."""
-        if rows <= self._rows and self._model.cache:
-            self._resize(rows)
+        if rows <= self._rows and self._layers:
+            self._resize(self._cache_size(rows))
 
-    def _resize(self, rows: int) -> None:
-        size = next((size for size in self._cache_sizes if size >= rows), None)
-        if size is None:
-            raise BackendError(f"{rows} cache rows wanted, but the bundle's largest cache has {self._cache_sizes[-1]}")
+    def _resize(self, size: int) -> None:
         if size == self._rows:
             return
         blocks, caches = self._rows_of_layers(self._slots, size)
@@ -231,26 +174,20 @@ class OnnxRuntimeGraph:
 
         Rows of one shape lie in one block, so that a commit is one copy over all their layers.
         """
-        names: dict[tuple[int, int], list[str]] = {}
-        for layer, shape in enumerate(self._model.cache):
-            names.setdefault((shape.heads, shape.key_size), []).append(tensors.past_key(layer))
-            names.setdefault((shape.heads, shape.value_size), []).append(tensors.past_value(layer))
         blocks: list[Array] = []
         parts: dict[str, Array] = {}
-        for (heads, width), members in names.items():
-            block = np.zeros((len(members), slots, heads, rows, width), np.float32)
+        for (heads, width), names in caches_by_shape(self._layers).items():
+            block = np.zeros((len(names), slots, heads, rows, width), np.float32)
             blocks.append(block)
-            parts.update(zip(members, block, strict=True))
+            parts.update(zip(names, block, strict=True))
         return blocks, parts
 
     def copy(self, source: int, to: int, rows: int) -> None:
-        """See :class:`~specexport.runtime.backend.Graph`."""
-        for block in self._blocks:
+        for block in self._blocks if source != to else ():
             block[:, to, :, :rows] = block[:, source, :, :rows]
         self._filled[to] = rows
 
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
-        """See :class:`~specexport.runtime.backend.Graph`."""
         count = len(nodes)
         self._filled[slot] = past + count
         in_order = count == 0 or nodes[-1] == count - 1
@@ -263,21 +200,18 @@ class OnnxRuntimeGraph:
             block[:, slot, :, past : past + count] = rows[:, :, :count] if in_order else rows[:, :, list(nodes)]
 
     def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        """See :class:`~specexport.runtime.backend.Graph`."""
+        return self._arrays_of((len(slots), tokens, rows, drafts)).inputs
+
+    def protect_rows(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> None:
         arrays = self._arrays_of((len(slots), tokens, rows, drafts))
-        if self._caches:
-            past = arrays.inputs[tensors.PAST_LENGTH]
-            for at, slot in enumerate(slots):
-                past[at] = self._filled[slot] = min(self._filled[slot], self._rows - arrays.fed)
-        return arrays.inputs
+        self._protect(arrays.inputs, slots, self._rows - arrays.fed)
 
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        """See :class:`~specexport.runtime.backend.Graph`."""
         shape = (len(slots), tokens, rows, drafts)
         arrays = self._arrays_of(shape)
         binding = self._bound.get((slots, shape))
         if binding is None:
-            binding = self._bound[slots, shape] = self._bind(slots, shape, arrays)
+            binding = self._bound[slots, shape] = self._bind(slots, arrays)
         self._session.run_with_iobinding(binding)
         self._made, self._made_from = arrays.made, slots.start
         return arrays.outputs
@@ -286,16 +220,12 @@ class OnnxRuntimeGraph:
         arrays = self._arrays.get(shape)
         if arrays is None:
             batch, tokens, rows, drafts = shape
-            point = ShapePoint(batch, tokens, self._rows, rows, drafts)
-            if point not in self._points:
-                raise BackendError(
-                    f"shape point {point} was not built; this is a defect of specexport, please report it"
-                )
+            point = self._require(ShapePoint(batch, tokens, self._rows, rows, drafts))
             blocks, parts = ([], {}) if self._in_place else self._rows_of_layers(batch, point.fed)
             arrays = self._arrays[shape] = _Arrays(*self._buffers(point), blocks, parts, point.fed)
         return arrays
 
-    def _bind(self, slots: range, shape: _Shape, arrays: _Arrays) -> Any:
+    def _bind(self, slots: range, arrays: _Arrays) -> Any:
         binding, value_of = self._session.io_binding(), self._ort.OrtValue.ortvalue_from_numpy
         for name, array in arrays.inputs.items():
             binding.bind_ortvalue_input(name, value_of(array))
@@ -315,12 +245,7 @@ class OnnxRuntimeGraph:
 class _Arrays:
     """The buffers of one shape, at any cache size.
 
-    Attributes:
-        inputs: by name.
-        outputs: by name.
-        made: lowered portably, blocks ``[L,B,Hkv,F,D]`` of new rows.
-        parts: those, by the name of the cache they belong to.
-        fed: F, rows a run makes.
+    Lowered portably also those of the F new rows: blocks ``[L,B,Hkv,F,D]``, and their parts by the name of the cache.
     """
 
     inputs: dict[str, Array]

@@ -38,7 +38,7 @@ class SamplingParams:
             alone, None nothing. They are the target's own, before temperature and filters.
         prompt_logprobs: the same of every token of the prompt but the first, which nothing comes before. The prompt is
             then read in steps as wide as the widest that the bundle verifies, and none of it from the prefix cache.
-        json_schema: binds the output to JSON that fits this schema, a mapping or its JSON; needs llguidance. What is
+        json_schema: constrains the output to JSON of this schema, a mapping or its JSON; needs llguidance. What is
             sampled is the model's distribution over the tokens the schema allows.
         ignore_eos: go on past end-of-text tokens, as benchmarks do.
         acceptance: ``lossless``, or ``typical``: a draft token stays if it is likely enough, so more are accepted and
@@ -103,8 +103,8 @@ class SamplingParams:
         ids = all(_whole(token) and token >= 0 for token in self.stop_token_ids)
         _require("stop_token_ids", self.stop_token_ids, ids, "whole numbers >= 0")
         _require("n", self.n, _whole(self.n) and self.n >= 1, "a whole number >= 1")
-        bound = self.json_schema is None or not self.ignore_eos
-        _require("ignore_eos", self.ignore_eos, bound, "False with a json_schema, which says where the text ends")
+        ends = self.json_schema is None or not self.ignore_eos
+        _require("ignore_eos", self.ignore_eos, ends, "False with a json_schema, which says where the text ends")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             few = value is None or (_whole(value) and 0 <= value <= MAX_LOGPROBS)
@@ -122,7 +122,7 @@ class SamplingParams:
 
 def _require(name: str, value: object, ok: bool, expected: str) -> None:
     if not ok:
-        raise RequestError(f"{name} is {value!r}; expected {expected}")
+        raise RequestError(f"{name} is {value!r}; expected {expected}", param=name)
 
 
 def _whole(value: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Literal
 
 from specexport.runtime.acceptance import History
 from specexport.runtime.logprobs import TokenLogprobs
-from specexport.runtime.proposers import SlotView
+from specexport.runtime.proposal import SlotView
 from specexport.runtime.stats import Stats
 from specexport.runtime.text import TextStream
 
@@ -38,14 +37,8 @@ class Chunk:
 class Request:
     """A request, from when it is asked for until its last chunk is read.
 
-    Args:
-        view: what a step program sees of it: its prompt, to which the output is added, and the tree it asks for.
-        text: makes text of its tokens.
-        room: most tokens it may generate.
-        ends: tokens that end it.
-
     Attributes:
-        view: see above.
+        view: what a step program sees of it: its prompt, to which the output is added, and the tree of the next step.
         tree: the tree it asks to be verified; a step may verify a smaller one.
         stats: its counters.
         history: what speculating brought it so far.
@@ -60,13 +53,7 @@ class Request:
         error: why it ended without a last chunk.
     """
 
-    def __init__(
-        self,
-        view: SlotView,
-        text: TextStream,
-        room: int,
-        ends: Sequence[int],
-    ) -> None:
+    def __init__(self, view: SlotView, text: TextStream, room: int, ends: Sequence[int]) -> None:
         self.view = view
         self.tree = view.tree
         self.stats = Stats(prompt_tokens=view.prompt)
@@ -96,37 +83,23 @@ class Request:
         """Whether no step is to run for it any more."""
         return self.finished or self.cancelled or self.abandoned or self.error is not None
 
-    def own_thread(self) -> None:
-        """Notes which thread starts it."""
-        self.owner = threading.get_ident()
-
     def take(self, made: Sequence[int], logprobs: tuple[TokenLogprobs, ...] = (), *, last: bool = False) -> Chunk:
-        """Adds a step's tokens to the text, up to its end: what that adds to the output.
-
-        Args:
-            made: the tokens.
-            logprobs: theirs.
-            last: the output ends after them in any case.
-        """
-        new = made[: self.room]
-        tokens, piece = self.view.tokens, ""
-        reason: FinishReason | None = None
-        kept = 0
-        for token in new:
-            tokens.append(token)
+        """Adds a step's tokens to the text, up to its end: what that adds to the output."""
+        new, piece, kept, stopped = made[: self.room], "", 0, False
+        while kept < len(new) and not stopped:
+            token = new[kept]
             kept += 1
-            if token in self._ends:
-                reason = "stop"
-                break
-            piece += self._text.push(token)
-            if self._text.stopped:
-                reason = "stop"
-                break
+            self.view.tokens.append(token)
+            stopped = token in self._ends
+            if not stopped:
+                piece += self._text.push(token)
+                stopped = self._text.stopped
         self.stats.output_tokens += kept
         self.room -= kept
-        if reason is None and last and kept == len(made):
+        reason: FinishReason | None = None
+        if stopped or (last and kept == len(made)):
             reason = "stop"
-        if reason is None and self.room == 0:
+        elif self.room == 0:
             reason = "length"
         if reason is not None:
             piece += self._text.finish()

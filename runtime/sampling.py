@@ -2,6 +2,9 @@
 
 Notation is that of Leviathan et al. 2023 and Chen et al. 2023: p is the target's distribution and q the draft's, both
 after temperature, top-k, top-p and min-p; K is the number of draft tokens.
+
+What decides on a tree of N nodes takes ``logits``, float32 ``[N,V]``, the target's at every node, and ``draft_tokens``,
+int64 ``[N-1]``, those of nodes 1 to N-1. It returns the nodes accepted, in order, and the token that follows them.
 """
 
 from __future__ import annotations
@@ -152,16 +155,7 @@ def _nucleus_threshold(p: Doubles, top_p: float) -> float:
 
 
 def accept_greedy(logits: Floats, tree: TokenTree, draft_tokens: Ints) -> tuple[list[int], int]:
-    """Follows the tree from the root while a child is the target's most probable token.
-
-    Args:
-        logits: float32 ``[N,V]``, at every node of the tree.
-        tree: its N nodes.
-        draft_tokens: int64 ``[N-1]``, those of nodes 1 to N-1.
-
-    Returns:
-        The nodes accepted, in order, and the token that follows them.
-    """
+    """Follows the tree from the root while a child is the target's most probable token."""
     best = logits.argmax(axis=-1).tolist()
     path: list[int] = []
     node, tokens = 0, draft_tokens.tolist()
@@ -185,17 +179,9 @@ def accept_sampled(
     p becomes norm(max(0, p - q)) and the next is tried. Where none is accepted, the next token is drawn from what p
     has become.
 
-    Args:
-        logits: float32 ``[N,V]``.
-        tree: its N nodes.
-        draft_tokens: int64 ``[N-1]``, those of nodes 1 to N-1.
-        q: the distributions they were drawn from; None where they were chosen without drawing (q = 1).
-        params: gives p.
-        uniform: float64 ``[N]`` noise in [0,1): one number a draft token, the last for the final draw.
-
-    Returns:
-        The nodes accepted, in order, and the token that follows them. Together they are distributed as if every token
-        had been drawn from p.
+    What is returned is distributed as if every token had been drawn from p. ``q`` is None where the draft tokens were
+    chosen without drawing (q = 1); ``uniform`` is noise in [0,1), float64 ``[N]``: one number a draft token, the last
+    for the final draw.
     """
     path: list[int] = []
     node = 0
@@ -222,17 +208,8 @@ def accept_typical(
 
     A draft token x stays if p(x) > min(epsilon, alpha * exp(-H(p))) with p the target's distribution before it, H its
     entropy in nats, and everything before x on its path stayed. Of the paths that end deepest the most probable one is
-    taken; the token after it is drawn from p.
-
-    Args:
-        logits: float32 ``[N,V]``.
-        tree: its N nodes.
-        draft_tokens: int64 ``[N-1]``, those of nodes 1 to N-1.
-        params: gives p, epsilon (``posterior_threshold``) and alpha (``posterior_alpha``), both set.
-        uniform: noise in [0,1) for the token after the path.
-
-    Returns:
-        The nodes accepted, in order, and the token that follows them.
+    taken; the token after it is drawn from p, with ``uniform`` in [0,1). Epsilon and alpha are the request's
+    ``posterior_threshold`` and ``posterior_alpha``, both set.
     """
     epsilon, alpha = params.posterior_threshold, params.posterior_alpha
     assert epsilon is not None and alpha is not None  # the engine fills in the bundle's
@@ -265,17 +242,8 @@ def accept_relaxed(
     """Likelihood acceptance of a hypothesis (arXiv 2603.11243): a token the model finds likely stays. Not lossless.
 
     A token x stays if p(x) > ``likelihood_threshold``, with p the model's distribution at temperature 1, unfiltered,
-    and everything before x stayed. The token after the last that stayed is drawn as the request says.
-
-    Args:
-        logits: float32 ``[N,V]``.
-        tree: its N nodes, a chain.
-        draft_tokens: int64 ``[N-1]``, those of nodes 1 to N-1.
-        params: gives the threshold, and how the token after the path is drawn.
-        uniform: noise in [0,1) for that token.
-
-    Returns:
-        The nodes accepted, in order, and the token that follows them.
+    and everything before x stayed. The tree is a chain. The token after the last that stayed is drawn as the request
+    says, with ``uniform`` in [0,1).
     """
     path: list[int] = []
     for node in range(1, len(tree)):

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable
 
 from specexport.contract.errors import RequestError
-from specexport.runtime.budget import SpeculationPolicy
+from specexport.runtime.policy import SpeculationPolicy
+from specexport.runtime.program import Outcome, StepProgram
 from specexport.runtime.request import Chunk, Request
 from specexport.runtime.slots import Slots
-from specexport.runtime.step import Outcome, StepProgram
 
 
 class Scheduler:
@@ -22,28 +22,22 @@ class Scheduler:
     that reads it, and a request is never stuck behind one that nobody reads.
 
     A turn reads at most one chunk of one prompt and takes one step, so that decoding never stalls for longer than that.
-
-    Args:
-        program: runs the steps.
-        budget: says how much may be speculated.
-        prefix_cache: see :class:`~specexport.runtime.slots.Slots`.
     """
 
-    def __init__(self, program: StepProgram, budget: SpeculationPolicy, prefix_cache: bool) -> None:
+    def __init__(self, program: StepProgram, policy: SpeculationPolicy, prefix_cache: bool) -> None:
         self._program = program
-        self._budget = budget
+        self._policy = policy
         self._slots = Slots(program, prefix_cache)
         # Reentrant, as the garbage collector may drop a stream while its thread holds it.
         self._lock = threading.RLock()
-        self._waiters: list[_Waiter] = []
+        # Whether the wait of a thread that waits is over, and what wakes it.
+        self._waiters: list[tuple[Callable[[], bool], threading.Condition]] = []
         self._driving = False
         self._closed = False
         self._queue: deque[Request] = deque()
-        self._running: list[Request] = []
-        self._busy = 0.0
-        self._turn_began: float | None = None
-
-    # --- readers ------------------------------------------------------------------------------------------------------
+        self._running: list[Request] = []  # changed by the thread that drives, under the lock
+        # Seconds spent in turns, and when the present one began: one value, as readers look without the lock's help.
+        self._time: tuple[float, float | None] = (0.0, None)
 
     def submit(self, request: Request) -> None:
         """Puts a request into the queue.
@@ -55,7 +49,7 @@ class Scheduler:
             if self._closed:
                 request.abandoned = True
                 raise RequestError("the engine is closed; load the bundle again")
-            request.own_thread()
+            request.owner = threading.get_ident()
             request.began = self._clock()
             if request.room <= 0 and not request.scored:
                 request.end("length")
@@ -95,12 +89,10 @@ class Scheduler:
             for request in self._running:
                 request.abandoned |= request.owner == threading.get_ident()
             self._tell()
-        self._drive_until(lambda: not self._running)
+        self._drive_until(lambda: not self._running and not self._driving)
         with self._lock:
             if hasattr(self, "_program"):
                 del self._program, self._slots  # and with them the models, which streams must not keep
-
-    # --- who drives ---------------------------------------------------------------------------------------------------
 
     def _drive_until(self, done: Callable[[], bool]) -> None:
         """Waits until something is done, taking turns itself while no other thread does."""
@@ -126,35 +118,34 @@ class Scheduler:
             self._tell()
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        waiter = _Waiter(done, threading.Condition(self._lock))
+        waiter = (done, threading.Condition(self._lock))
         self._waiters.append(waiter)
         try:
-            waiter.wake.wait()
+            waiter[1].wait()
         finally:
             self._waiters.remove(waiter)
 
     def _tell(self) -> None:
         """Wakes those whose wait is over."""
-        for waiter in self._waiters:
-            if waiter.done():
-                waiter.wake.notify()
+        for done, wake in self._waiters:
+            if done():
+                wake.notify()
 
     def _hand_over(self) -> None:
         """Wakes one that waits on, to take the next turn."""
         if not self._driving:
-            next_driver = next((waiter for waiter in self._waiters if not waiter.done()), None)
+            next_driver = next((wake for done, wake in self._waiters if not done()), None)
             if next_driver is not None:
-                next_driver.wake.notify()
-
-    # --- turns --------------------------------------------------------------------------------------------------------
+                next_driver.notify()
 
     def _clock(self) -> float:
-        """Seconds spent in turns: a clock that stands still while nobody reads."""
-        return self._busy + (time.perf_counter() - self._turn_began if self._turn_began is not None else 0.0)
+        """Seconds spent in turns: a clock that stands still while nobody reads a stream."""
+        busy, turn_began = self._time
+        return busy if turn_began is None else busy + time.perf_counter() - turn_began
 
     def _turn(self) -> None:
         """Reads at most one chunk of a prompt, and takes a step for everyone whose prompt is read."""
-        self._turn_began = time.perf_counter()
+        self._time = (self._clock(), time.perf_counter())
         try:
             self._leave()
             self._join()
@@ -178,42 +169,44 @@ class Scheduler:
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._busy, self._turn_began = self._clock(), None
+            self._time = (self._clock(), None)
 
     def _leave(self) -> None:
-        """Frees the slots of requests that are over, and draws the others together."""
+        """Frees the slots of requests that are over, and moves the others together."""
         left = [request for request in self._running if request.over]
+        with self._lock:
+            self._running = [request for request in self._running if request not in left]
         for request in left:
-            self._running.remove(request)
             self._slots.leave(request.view.slot)
             self._program.release(request.view.slot, request.view.method)
             if request.cancelled and not request.finished and not request.abandoned and request.error is None:
                 request.end("cancelled")
-        while left and (move := self._slots.closer()) is not None:
+        while left and (move := self._slots.next_move()) is not None:
             mover = next(request for request in self._running if request.view.slot == move[0])
             self._program.move(*move, mover.view.method)
             self._slots.moved(*move)
             mover.view.slot = move[1]
         if left and self._running:
-            self._fit()
+            self._shrink_cache()
 
     def _join(self) -> None:
-        """Gives free slots to requests that wait, the first that came first."""
+        """Gives free slots to requests that wait, in the order they came."""
         with self._lock:
             over = [request for request in self._queue if request.over]
             for request in over:
                 self._queue.remove(request)
             joining = [self._queue.popleft() for _ in range(min(self._slots.free, len(self._queue)))]
+            self._running += joining
         for request in over:
             if not request.abandoned:
                 request.end("cancelled")
         for request in joining:
             request.view.slot = self._slots.take(request.view.tokens, whole=request.scored)
             request.stats.queued = self._clock() - request.began
-            self._running.append(request)
-            self._fit()
+        if joining:
+            self._shrink_cache()
 
-    def _fit(self) -> None:
+    def _shrink_cache(self) -> None:
         self._program.shrink_cache(max(len(request.view.tokens) + request.room for request in self._running))
 
     def _read(self, request: Request, stalled: list[Request]) -> None:
@@ -222,7 +215,7 @@ class Scheduler:
         if request.stats.prefill == 0.0 and not request.scored:
             request.stats.cached_tokens = self._slots.begin(request.view.slot)
         # A draft need not read what it will not be asked to go on with.
-        self._budget.assign(self._running)
+        self._policy.assign(self._running)
         request.read = not self._program.prefill(request.view)
         if request.read and len(request.view.tree) > 1:
             request.history.unread = 0
@@ -232,11 +225,11 @@ class Scheduler:
             other.stats.stalled += seconds
 
     def _step(self, requests: list[Request]) -> None:
-        """A step for requests whose prompts are read; lays out what it made for their readers."""
+        """A step for requests whose prompts are read; gives what it made to their readers."""
         start = time.perf_counter()
-        self._budget.assign(requests)
+        self._policy.assign(requests)
         step = self._program.step([request.view for request in requests])
-        self._budget.learn(requests, step.outcomes)
+        self._policy.learn(requests, step.outcomes)
         made = [(request, _take(request, outcome)) for request, outcome in zip(requests, step.outcomes, strict=True)]
         now, total = self._clock(), time.perf_counter() - start
         for request, chunk in made:
@@ -262,16 +255,3 @@ def _take(request: Request, outcome: Outcome) -> Chunk | None:
     except Exception as error:
         request.error = error
         return None
-
-
-class _Waiter:
-    """A thread that waits.
-
-    Attributes:
-        done: whether its wait is over.
-        wake: wakes it.
-    """
-
-    def __init__(self, done: Callable[[], bool], wake: threading.Condition) -> None:
-        self.done = done
-        self.wake = wake

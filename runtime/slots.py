@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from specexport.contract.shapes import window
+from specexport.runtime.program import StepProgram
 from specexport.runtime.proposers.reader import common_prefix
-from specexport.runtime.step import StepProgram
 
 
 class Slots:
@@ -14,10 +14,6 @@ class Slots:
 
     A run takes a window of neighbouring slots, so running slots that lie apart cost as many as lie between. A slot that
     is left keeps its text: a prompt that begins like it, or like a text that is running, is not read again.
-
-    Args:
-        program: has the caches.
-        prefix_cache: whether texts are kept for prompts that begin alike.
     """
 
     def __init__(self, program: StepProgram, prefix_cache: bool) -> None:
@@ -31,15 +27,13 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """How many are."""
+        """How many slots are free."""
         return self._sizes[-1] - len(self._taken)
 
     def take(self, tokens: list[int], *, whole: bool = False) -> int:
-        """Gives a slot to a text, which is to grow in place: where it costs fewest others, then where its start is.
+        """Gives a slot to a text: one that keeps the window small, then one that holds the text's beginning.
 
-        Args:
-            tokens: the text.
-            whole: all of it is to be read, whatever a cache holds of it.
+        The list is kept: the text grows in it. ``whole`` has all of it read, whatever a cache holds.
         """
 
         def cost(slot: int) -> tuple[int, int, int]:
@@ -70,14 +64,14 @@ class Slots:
         return min(common_prefix(self._texts[slot], tokens), self._program.filled(slot), len(tokens) - 1)
 
     def leave(self, slot: int) -> None:
-        """Frees a slot; its text stays for prompts that begin alike."""
-        self._taken.remove(slot)
+        """Frees a slot, if it was taken; its text stays for prompts that begin alike."""
+        self._taken.discard(slot)
         self._texts[slot] = list(self._texts[slot])
         self._clock += 1
         self._left[slot] = self._clock
 
-    def closer(self) -> tuple[int, int] | None:
-        """A move, from one slot to another, on the way to a window of fewer slots; None where they lie close."""
+    def next_move(self) -> tuple[int, int] | None:
+        """A move from one slot to another that makes the window smaller; None where none does."""
         if not self._taken or len(window(self._taken, self._sizes)) == len(self._least(self._taken)):
             return None
         goal = self._least(self._taken)
@@ -91,7 +85,7 @@ class Slots:
         return max((range(start, start + size) for start in starts), key=lambda at: len(set(at) & set(taken)))
 
     def moved(self, source: int, to: int) -> None:
-        """Says that a move was made."""
+        """Records a move that was made."""
         self._taken.remove(source)
         self._taken.add(to)
         self._texts[to], self._texts[source] = self._texts[source], list(self._texts[source])

@@ -24,11 +24,11 @@ class Stats:
         prefill: time reading the prompt, by the target and by a draft.
         stalled: time between its steps in which a chunk of another request's prompt was read.
         propose: time proposing, for all requests of its steps.
-        verify: time in the target's decode and verify steps, likewise.
-        accept: time deciding what is accepted, likewise.
+        verify: time in the target's decode and verify steps, for all requests of its steps.
+        accept: time deciding what is accepted, for all requests of its steps.
         host: everything else in its steps: bookkeeping and text.
         first_token: from the start of the request to its first tokens.
-        total: from start to end. Neither counts time in which nobody read any stream of the engine, so that it rested.
+        total: from start to end. Neither counts time in which no stream of the engine was read.
         execution: how the work of a step reached the device: ``host`` where there is none, ``plain`` call by call,
             ``graph per engine`` by a captured CUDA graph for each model, ``graph per step`` by one for all of a step.
     """

@@ -65,15 +65,6 @@ class Stream:
 
     The request joins the engine's batch at the first iteration, or when :meth:`start` is called, and leaves it when it
     ends, is closed, is cancelled, or the stream is dropped. It moves on whenever any stream of the engine is read.
-
-    Attributes:
-        tokens: prompt and output so far; negative numbers where the prompt has embeddings.
-        params: how it samples.
-        stats: its counters, up to date after every chunk.
-        method: how it speculates; None decodes plainly.
-        tree: the tree its steps verify, in a batch perhaps a smaller one; the root alone where it decodes plainly.
-        hypothesis: tokens the output is expected to be.
-        prompt_logprobs: of the prompt's tokens from the second on, if they are asked for: whole with the first chunk.
     """
 
     def __init__(self, runner: _Runner, request: Request) -> None:
@@ -93,12 +84,12 @@ class Stream:
 
     @property
     def method(self) -> str | None:
-        """How it speculates; None decodes plainly."""
+        """The method it speculates by; None decodes plainly."""
         return self._request.view.method
 
     @property
     def tree(self) -> TokenTree:
-        """The tree it asks its steps to verify."""
+        """The tree it asks its steps to verify, in a batch perhaps a smaller one; the root alone if plainly."""
         return self._request.tree
 
     @property
@@ -108,12 +99,12 @@ class Stream:
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt's tokens from the second on."""
+        """Of the prompt's tokens from the second on, if they are asked for: whole with the first chunk."""
         return tuple(self._request.view.prompt_logprobs)
 
     @property
     def stats(self) -> Stats:
-        """Its counters."""
+        """Its counters, up to date after every chunk."""
         return self._request.stats
 
     @property
@@ -148,8 +139,8 @@ class Stream:
             RequestError: the engine is closed.
         """
         if not self._started and not self._request.abandoned:
-            self._started = True
             self._runner.submit(self._request)
+            self._started = True
 
     def cancel(self) -> None:
         """Ends the request before its next step; may be called from another thread."""

@@ -14,10 +14,6 @@ class TextStream:
 
     A character is given out once all its bytes are there, and text that may be the beginning of a stop text only once
     it is clear that it is not.
-
-    Args:
-        tokenizer: the bundle's.
-        stop: texts that end the output.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:

@@ -25,68 +25,6 @@ MAX_FILE_BYTES = 400_000
 HELD_OUT_ONE_IN = 40
 
 
-CARD = """---
-license: apache-2.0
-library_name: transformers
-pipeline_tag: text-generation
-tags: [speculative-decoding, python]
----
-
-# {name}
-
-{summary}
-It exists to try speculative decoding without a download. It writes text that looks like Python; expect no more of it.
-
-| | |
-|---|---|
-| architecture | Llama, {layers} layers, hidden size {hidden}, tied embeddings, {parameters:,} parameters, float16 |
-| tokenizer | byte-level BPE, {vocabulary} entries; `<\\|endoftext\\|>` separates documents and ends the text |
-| data | the standard library of CPython {python} (PSF-2.0), {files} files, {tokens:,} tokens |
-| held out | {held_out} files chosen by a hash of the path |
-| held-out loss | {loss:.3f} nats a token, at windows of 512 tokens |
-| training | {training} |
-| seed | {seed} |
-| command | `{command}` |
-| licence | weights: Apache-2.0; the sources they were trained on: PSF-2.0 |
-
-Acceptance length of the pair (tokens per target step, the target's own token included) on the {prompts} held-out
-prompts of {prompt_tokens} tokens, {new_tokens} tokens generated:
-
-{table}
-
-A greedy completion of a held-out prompt (`{sample_file}`), which ends at the mark `<<<`:
-
-```python
-{sample}
-```
-"""
-
-HEADS_CARD = """---
-license: apache-2.0
-tags: [speculative-decoding, medusa, python]
----
-
-# {name}
-
-Medusa heads of `{of}`: from its last hidden state they guess the tokens after the next one. They end in the model's own
-output projection, and so are small. `specexport train medusa` makes such heads for other models.
-
-| | |
-|---|---|
-| architecture | {heads} heads of {layers} residual blocks, {parameters:,} parameters, float16 |
-| data | {sampled} texts that `demo-target` wrote, from prompts in the standard library of CPython {python} (PSF-2.0) |
-| training | {training} |
-| seed | {seed} |
-| command | `{command}` |
-| licence | weights: Apache-2.0; the sources they were trained on: PSF-2.0 |
-
-Share of tokens among each head's first candidates, where `demo-target` continues the {prompts} held-out prompts of
-{prompt_tokens} tokens with {new_tokens} tokens of its own, half of the texts greedily:
-
-{table}
-"""
-
-
 @dataclass(frozen=True)
 class SourceFile:
     """One file of the corpus: its path relative to the standard library, and its text."""
@@ -100,12 +38,12 @@ class SourceFile:
         return int(hashlib.sha256(self.path.encode()).hexdigest()[:8], 16) % HELD_OUT_ONE_IN == 0
 
 
-def read_corpus(root: Path | None = None) -> list[SourceFile]:
+def read_corpus() -> list[SourceFile]:
     """Return the library's modules and the top-level files of its test package, sorted by path.
 
     Folders of tests below the top level are left out: they hold mostly data and deliberately broken sources.
     """
-    root = root or Path(sysconfig.get_path("stdlib"))
+    root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -194,13 +132,7 @@ def cut_prompts(
     return prompts
 
 
-def write_jsonl(rows: list[dict[str, str]], path: Path) -> None:
-    """Write one JSON object a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, card: str) -> None:
+def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, readme: str) -> None:
     """Write the model in float16 with its tokenizer, generation settings and card."""
     half = copy.deepcopy(model).to(torch.float16)
     end = tokenizer.eos_token_id
@@ -214,4 +146,9 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
     settings = json.loads(settings_path.read_text(encoding="utf-8"))
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that releases of transformers before 5 know too
     settings_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / "README.md").write_text(readme, encoding="utf-8")
+
+
+def card(name: str, **facts: object) -> str:
+    """A model card: the template of that name, filled in."""
+    return (Path(__file__).parent / "cards" / f"{name}.md").read_text(encoding="utf-8").format(**facts)

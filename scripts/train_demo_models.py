@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import platform
 import tempfile
 from collections.abc import Callable
@@ -20,17 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from demo_corpus import (
-    CARD,
-    HEADS_CARD,
-    cut_prompts,
-    encode_stream,
-    export,
-    random_windows,
-    read_corpus,
-    train_tokenizer,
-    write_jsonl,
-)
+from demo_corpus import card, cut_prompts, encode_stream, export, random_windows, read_corpus, train_tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -39,7 +30,6 @@ from specexport.contract.folders import written_beside
 from specexport.graphs.medusa import MedusaHeads
 from specexport.training.data import sampled_windows, seeded
 from specexport.training.distill import (
-    DIVERGENCES,
     acceptance_length,
     accepted_positions,
     continue_text,
@@ -49,10 +39,11 @@ from specexport.training.distill import (
     sample_texts,
 )
 from specexport.training.draft import new_llama
-from specexport.training.heads import head_accuracy, new_heads, train_heads
-from specexport.training.loop import Loss, Schedule, Trained, muon_and_adamw, train
-from specexport.training.options import HeadOptions
-from specexport.training.setup import Place, Watch
+from specexport.training.hidden import hidden_loss
+from specexport.training.loop import Loss, Schedule, Trained, Watch, adamw, muon_and_adamw, train
+from specexport.training.medusa import head_accuracy, heads_loss, new_heads
+from specexport.training.options import DIVERGENCES
+from specexport.training.run import Place
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 1024
@@ -121,18 +112,14 @@ def acceptance_table(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts:
 
 def parse_arguments() -> argparse.Namespace:
     """Return the options, those of `--smoke` filled in."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target-steps", type=int, default=1800, help="of 4096 tokens (default: %(default)s)")
-    parser.add_argument(
-        "--joint-steps", type=int, default=1000, help="of the target together with its heads (default: %(default)s)"
-    )
-    parser.add_argument("--draft-steps", type=int, default=2000, help="(default: %(default)s)")
-    parser.add_argument(
-        "--sampled", type=int, default=6144, help="texts sampled from the target (default: %(default)s)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--target-steps", type=int, default=1800, help="of 4096 tokens")
+    parser.add_argument("--joint-steps", type=int, default=1000, help="of the target together with its heads")
+    parser.add_argument("--draft-steps", type=int, default=2000)
     parser.add_argument("--divergence", choices=DIVERGENCES, default="forward_kl")
-    parser.add_argument("--medusa-layers", type=int, default=2, help="residual blocks a head (default: %(default)s)")
-    parser.add_argument("--medusa-steps", type=int, default=1000, help="of 16 texts (default: %(default)s)")
+    parser.add_argument("--sampled", type=int, default=6144, help="texts sampled from the target")
+    parser.add_argument("--medusa-layers", type=int, default=2, help="residual blocks a head")
+    parser.add_argument("--medusa-steps", type=int, default=1000, help="of 16 texts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("examples"), help="gets models/ and prompts/")
@@ -193,11 +180,11 @@ class Demo:
         return train(
             name,
             dict(model.named_parameters()) | of_heads,
-            muon_and_adamw(model, rate, rate, heads=heads),
+            muon_and_adamw(model, rate, heads=heads),
             schedule,
             loss_at,
             checkpoint=self.args.work / f"{name}.pt",
-            log=self.log,
+            watch=Watch(self.log),
             evaluate=evaluate,
         )
 
@@ -209,10 +196,7 @@ class Demo:
             return fast_loss(target, random_windows(self.stream, 8, 513, seeded(self.args.seed, step))), {}
 
         schedule = Schedule(self.args.target_steps, warmup=50, decay=0.35)
-        few = self.windows[:32]
-        return self.train(
-            "target", target, 4e-3, schedule, loss_at, lambda: f"held-out {held_out_loss(target, few):.4f}"
-        )
+        return self.train("target", target, 4e-3, schedule, loss_at, partial(self.held_out_line, target))
 
     def train_together(self, target: LlamaForCausalLM, heads: MedusaHeads) -> Trained:
         """The target goes on learning the corpus, now with its heads: what they need is in its hidden state then."""
@@ -224,16 +208,11 @@ class Demo:
             return loss, {"each": each}
 
         schedule = Schedule(self.args.joint_steps, warmup=20, decay=0.5)
-        few = self.windows[:32]
-        return self.train(
-            "together",
-            target,
-            3e-3,
-            schedule,
-            loss_at,
-            lambda: f"held-out {held_out_loss(target, few):.4f}",
-            heads,
-        )
+        return self.train("together", target, 3e-3, schedule, loss_at, partial(self.held_out_line, target), heads)
+
+    def held_out_line(self, target: LlamaForCausalLM) -> str:
+        """How well the target predicts what it has not learnt."""
+        return f"held-out {held_out_loss(target, self.windows[:32]):.4f}"
 
     def sample(self, teacher: LlamaForCausalLM) -> Tensor:
         """Texts of the target, which the draft and the heads learn: `[count, sum(SAMPLED_SHAPE)]`."""
@@ -284,12 +263,18 @@ class Demo:
         together = f"{args.joint_steps} steps together with the target, then " if of == "demo-target" else ""
         place = Place(torch.device("cpu"), bf16=True)
         ends = (self.tokenizer.eos_token_id,)
-        trained = train_heads(
-            heads,
-            model,
-            sampled_windows(sampled, SAMPLED_SHAPE[0], ends),
-            HeadOptions(steps=args.medusa_steps, batch_size=16, lr=rate, warmup=0.03, seed=args.seed),
-            place=place,
+        windows, lm_head = sampled_windows(sampled, SAMPLED_SHAPE[0], ends), model.get_output_embeddings()
+        trained = train(
+            "heads",
+            dict(heads.named_parameters()),
+            [adamw([(list(heads.parameters()), rate)])],
+            Schedule(args.medusa_steps, round(0.03 * args.medusa_steps)),
+            hidden_loss(
+                model.requires_grad_(False),
+                lambda number: windows.rows(windows.order(number, 16, args.seed)),
+                lambda hidden, batch: heads_loss(heads, hidden, batch, lm_head, HEADS_DECAY),
+                place,
+            ),
             checkpoint=args.work / f"{name}-{args.medusa_layers}-{args.medusa_steps}.pt",
             watch=Watch(self.log),
         )
@@ -304,7 +289,8 @@ class Demo:
             for n, row in enumerate(accuracy.ranks)
         ]
         self.log("\n".join(table))
-        card = HEADS_CARD.format(
+        readme = card(
+            "heads",
             name=name,
             of=of,
             heads=HEADS,
@@ -321,21 +307,16 @@ class Demo:
             new_tokens=NEW_TOKENS,
             table="\n".join(table),
         )
-        weight = model.get_output_embeddings().weight
         with written_beside(self.models / name) as folder:
             # The compatible files repeat the model's projection for every head: nine megabytes to say nothing new.
-            save_medusa(folder, heads, weight, base=of, accuracy=accuracy, compatible=False)
-            (folder / "README.md").write_text(card, encoding="utf-8")
+            save_medusa(folder, heads, lm_head.weight, base=of, accuracy=accuracy, compatible=False)
+            (folder / "README.md").write_text(readme, encoding="utf-8")
 
     def command(self) -> str:
         """What was typed, with the defaults written out."""
-        args = self.args
-        return (
-            f"python scripts/train_demo_models.py --target-steps {args.target_steps} --joint-steps {args.joint_steps} "
-            f"--draft-steps {args.draft_steps} --divergence {args.divergence} --sampled {args.sampled} "
-            f"--medusa-layers {args.medusa_layers} --medusa-steps {args.medusa_steps} --seed {args.seed} "
-            f"--threads {args.threads}{' --compile' if args.compile else ''}"
-        )
+        left_out = ("out", "work", "compile", "smoke")
+        flags = [f"--{key.replace('_', '-')} {value}" for key, value in vars(self.args).items() if key not in left_out]
+        return " ".join(["python scripts/train_demo_models.py", *flags, *(["--compile"] if self.args.compile else [])])
 
     def export_pair(
         self,
@@ -362,7 +343,8 @@ class Demo:
         }
         for name, model in (("target", target), ("draft", draft)):
             text = continue_text(model, self.prompts[:1], NEW_TOKENS, torch.zeros(1), seeded(args.seed, 0))[0]
-            card = CARD.format(
+            readme = card(
+                "model",
                 name=f"demo-{name}",
                 summary=summaries[name],
                 layers=model.config.num_hidden_layers,
@@ -384,8 +366,10 @@ class Demo:
                 sample_file=self.rows[0]["file"],
                 sample=self.rows[0]["text"] + "<<<" + self.tokenizer.decode(text[PROMPT_TOKENS:]),
             )
-            export(model, self.tokenizer, self.models / f"demo-{name}", card)
-        write_jsonl(self.rows, args.out / "prompts" / "held_out.jsonl")
+            export(model, self.tokenizer, self.models / f"demo-{name}", readme)
+        prompts = args.out / "prompts" / "held_out.jsonl"
+        prompts.parent.mkdir(parents=True, exist_ok=True)
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
 
 
 def main() -> None:

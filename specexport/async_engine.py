@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from specexport.contract.errors import ClosedError, DeadlineError, QueueFullError, RequestError, SpecExportError
-from specexport.frontend import Choice, Frontend
+from specexport.frontend import Frontend
 from specexport.runtime import Chunk, SamplingParams, Stats, Stream, TokenLogprobs
 from specexport.runtime.engine import Prompt
+from specexport.runtime.speculative import Speculative
 
 DEFAULT_MAX_QUEUE = 128
 _SMOOTHING = 0.1
@@ -32,8 +33,16 @@ class _Request:
     work: Future[None] | None = None
     started: float | None = None
     timer: asyncio.TimerHandle | None = None
-    ended: bool = False
-    why: SpecExportError | None = None
+
+    def run(self) -> None:
+        """Runs in a thread of its own, from its slot to its end."""
+        self.started = time.monotonic()
+        try:
+            with self.stream as stream:
+                for chunk in stream:
+                    self.post(chunk)
+        except Exception as error:  # whatever it is, the request's consumer has to learn of it
+            self.post(error)
 
     def post(self, item: Chunk | BaseException) -> None:
         try:
@@ -43,12 +52,10 @@ class _Request:
 
     def cancel(self, why: SpecExportError | None = None) -> None:
         """Ends it before its next step, or takes it out of the queue."""
-        if self.ended:
-            return
-        self.why = self.why or why
         self.stream.cancel()
-        if self.work is not None and self.work.cancel():
-            self.post(Chunk("", (), "cancelled"))
+        left_the_queue = self.work is not None and self.work.cancel()
+        if left_the_queue or why is not None:
+            self.post(why or Chunk("", (), "cancelled"))
 
 
 class AsyncStream:
@@ -65,12 +72,6 @@ class AsyncStream:
     def stats(self) -> Stats:
         """Counters of the request, up to date after every chunk."""
         return self._request.stream.stats
-
-    @property
-    def prompt_tokens(self) -> list[int]:
-        """What the request continues."""
-        stream = self._request.stream
-        return stream.tokens[: stream.stats.prompt_tokens]
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
@@ -103,10 +104,7 @@ class AsyncStream:
         if isinstance(item, BaseException):
             self._ended = True
             raise item
-        if item.finish_reason is not None:
-            self._ended = True
-            if item.finish_reason == "cancelled" and self._request.why is not None:
-                raise self._request.why
+        self._ended = item.finish_reason is not None
         return item
 
     async def __aenter__(self) -> AsyncStream:
@@ -137,7 +135,7 @@ class AsyncEngine:
 
     def __init__(self, frontend: Frontend, *, max_queue: int = DEFAULT_MAX_QUEUE) -> None:
         if max_queue < 0:
-            raise RequestError(f"max_queue is {max_queue}; expected at least 0")
+            raise RequestError(f"max_queue is {max_queue}; expected at least 0", param="max_queue")
         self.frontend = frontend
         self.max_queue = max_queue
         self.slots = frontend.slots
@@ -173,7 +171,7 @@ class AsyncEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        choice: Choice | None = None,
+        speculative: Speculative | None = None,
         timeout: float | None = None,
     ) -> AsyncStream:
         """Starts a request; to be called in the event loop.
@@ -181,7 +179,7 @@ class AsyncEngine:
         Args:
             prompt: text, token ids, or an ``EmbedsPrompt``.
             params: None for the model's own. Its ``n`` is 1.
-            choice: how to speculate; None for the engine's default.
+            speculative: how to speculate; None for the engine's default.
             timeout: seconds after which the request is ended, waiting included; None for no limit.
 
         Raises:
@@ -190,8 +188,8 @@ class AsyncEngine:
             ClosedError: the engine shuts down.
         """
         if params is not None and params.n != 1:
-            raise RequestError(f"n is {params.n}; a stream is one output, start several")
-        return self.start(self.frontend.streams(prompt, params, choice), timeout)[0]
+            raise RequestError(f"n is {params.n}; a stream is one output, start several", param="n")
+        return self.start(self.frontend.streams(prompt, params, speculative), timeout)[0]
 
     def start(self, streams: Sequence[Stream], timeout: float | None = None) -> list[AsyncStream]:
         """Starts streams of the frontend's, all of them or none; see :meth:`generate`."""
@@ -199,7 +197,9 @@ class AsyncEngine:
             raise ClosedError("the server is shutting down; send the request again later")
         most = self.slots + self.max_queue
         if len(streams) > most:
-            raise RequestError(f"the request asks for {len(streams)} outputs; this server takes at most {most} at once")
+            raise RequestError(
+                f"the request asks for {len(streams)} outputs; this server takes at most {most} at once", param="n"
+            )
         if len(self._live) + len(streams) > most:
             wait = max(1, math.ceil(self._seconds * len(streams) / self.slots))
             raise QueueFullError(
@@ -209,7 +209,7 @@ class AsyncEngine:
         made = [_Request(stream, loop, time.monotonic()) for stream in streams]
         for request in made:
             self._live.add(request)
-            request.work = self._threads.submit(_iterate, request)
+            request.work = self._threads.submit(request.run)
             request.work.add_done_callback(lambda _, request=request: self._done(request))  # type: ignore[misc]
             if timeout is not None:
                 why = DeadlineError(f"the request was not done after {timeout:g} seconds")
@@ -247,20 +247,8 @@ class AsyncEngine:
             self._live.discard(request)
 
     def _forget(self, request: _Request) -> None:
-        request.ended = True
         self._live.discard(request)
         if request.timer is not None:
             request.timer.cancel()
         if request.started is not None:
             self._seconds += _SMOOTHING * (time.monotonic() - request.started - self._seconds)
-
-
-def _iterate(request: _Request) -> None:
-    """Runs in a thread of its own: one request, from its slot to its end."""
-    request.started = time.monotonic()
-    try:
-        with request.stream as stream:
-            for chunk in stream:
-                request.post(chunk)
-    except Exception as error:  # whatever it is, the request's consumer has to learn of it
-        request.post(error)

@@ -11,15 +11,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from specexport import __version__
-from specexport.checkpoints.locate import locate
-from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME
-from specexport.contract.reading import sha256
+import msgspec
 
-_MODELS = ("target", "draft", "universal_draft", "medusa", "draft_medusa", "mlp_speculator")
-"""Build options that name checkpoints."""
-_HEADS = ("medusa", "draft_medusa")
-"""Of these, folders that are no checkpoint of a model."""
+from specexport.checkpoints.locate import locate
+from specexport.contract.manifest import MANIFEST_NAME
+from specexport.contract.methods import Method
+from specexport.contract.reading import sha256
+from specexport.fingerprint import fingerprint
+
 _READ = (".json", ".safetensors", ".jinja", ".txt", ".model", ".pt")
 """Files of a checkpoint that a build may read."""
 
@@ -47,12 +46,23 @@ def cached_bundle(options: Mapping[str, Any], build: Callable[[dict[str, Any], P
         BuildError: a checkpoint cannot be found, or the build fails.
     """
     root = cache_folder()
-    content = dict(options)
-    for name in _MODELS:
-        if options.get(name) is not None:
-            folder = locate(options[name]) if name not in _HEADS else Path(options[name]).expanduser()
-            content[name] = _content(folder, root / "hashes")
-    key = _digest({"specexport": __version__, "format": FORMAT_VERSION, "options": content})
+    methods: tuple[Method, ...] = options.get("methods", ())
+    named = {"target": locate(str(options["target"]))}
+    for method in methods:
+        for key, kind in method.sources.items():
+            source = str(getattr(method, key))
+            named[f"{method.name}.{key}"] = locate(source) if kind == "checkpoint" else Path(source).expanduser()
+    asked = {
+        "options": {key: value for key, value in options.items() if key not in ("target", "methods")},
+        # Where checkpoints lie does not count: what they hold does.
+        "methods": [
+            {key: value for key, value in msgspec.to_builtins(method).items() if key not in method.sources}
+            for method in methods
+        ],
+        "checkpoints": {name: _content(folder, root / "hashes") for name, folder in named.items()},
+        "exporter": fingerprint(),
+    }
+    key = _digest(asked)
     bundle = root / "bundles" / f"{Path(str(options['target'])).name}-{key[:16]}"
     if not (bundle / MANIFEST_NAME).is_file():
         bundle.parent.mkdir(parents=True, exist_ok=True)

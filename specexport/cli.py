@@ -5,44 +5,40 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from specexport import __version__
-from specexport.commands import (
-    bench,
-    build,
-    compile,
-    demo,
-    inspect,
-    plan,
-    run,
-    serve,
-    suggest,
-    train,
-    tune,
-    verify,
-)
+from specexport.commands import bench, build, compile, demo, inspect, plan, run, serve, suggest, train, tune, verify
 from specexport.contract.errors import SpecExportError
-from specexport.help import HelpFormatter
 
 _COMMANDS = (build, compile, run, serve, inspect, verify, bench, suggest, plan, train, tune, demo)
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a flag's default, but not where there is none or the text says it already."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        said = "(default" in (action.help or "")
+        nothing = action.default is None or action.default is False or action.default == []
+        return action.help if said or nothing else super()._get_help_string(action)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Shows defaults and takes no abbreviated flags; argparse makes the parsers of sub-commands of the same class."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
+
+
 def parser() -> argparse.ArgumentParser:
     """The argument parser of all commands."""
-    top = argparse.ArgumentParser(
-        prog="specexport", description="Speculative decoding, compiled ahead of time.", allow_abbrev=False
-    )
+    top = _Parser(prog="specexport", description="Speculative decoding, compiled ahead of time.")
     top.add_argument("--version", action="version", version=f"specexport {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
     for module in _COMMANDS:
-        summary = (module.__doc__ or "").strip().splitlines()[0]
-        command = commands.add_parser(
-            module.__name__.rpartition(".")[2],
-            help=summary,
-            description=summary,
-            allow_abbrev=False,
-            formatter_class=HelpFormatter,
-        )
+        # What a command does is said in the first paragraph of its module.
+        summary = " ".join((module.__doc__ or "").partition("\n\n")[0].replace("``", "").split())
+        command = commands.add_parser(module.__name__.rpartition(".")[2], help=summary, description=summary)
         module.add_arguments(command)
         command.set_defaults(main=module.main)
     return top

@@ -13,30 +13,17 @@ import numpy as np
 
 from specexport.cache import cached_bundle, locked
 from specexport.contract.engines import ENGINE_RUNTIMES
-from specexport.contract.errors import BuildError, RequestError
+from specexport.contract.errors import BuildError, ContextLengthError, RequestError
 from specexport.contract.manifest import MANIFEST_NAME
+from specexport.contract.methods import Method, known, listed, method_type, read_methods
 from specexport.runtime import Engine, SamplingParams, Stream
-from specexport.runtime.backend import DEFAULT_UTILIZATION
 from specexport.runtime.chat import Message
 from specexport.runtime.engine import Prompt
-from specexport.speculative import SpeculativeConfig, build_options, choice, read_config
+from specexport.runtime.opening import DEFAULT_UTILIZATION
+from specexport.runtime.speculative import DEFAULT, Speculative
 
-
-@dataclass(frozen=True)
-class Choice:
-    """How a request speculates.
-
-    Attributes:
-        speculation: False decodes plainly.
-        method: one of the bundle's; None for its default.
-        num_speculative_tokens: one of the method's sizes; None for its default.
-        hypothesis: what the output is expected to be; leaves the method out.
-    """
-
-    speculation: bool = True
-    method: str | None = None
-    num_speculative_tokens: int | None = None
-    hypothesis: str | None = None
+SpeculativeConfig = Mapping[str, Any] | Method | str | Sequence[Mapping[str, Any] | Method | str]
+"""One or several ways to speculate, as :func:`~specexport.contract.methods.read_methods` takes them."""
 
 
 @dataclass
@@ -47,14 +34,14 @@ class Frontend:
         engine: runs them.
         name: the model's or the bundle's, as it was named.
         max_model_len: most tokens of a prompt and its output together.
-        choice: how a request speculates that does not say.
+        speculative: how a request speculates that does not say.
         seed: makes requests without a seed of their own reproducible, by their order; None draws fresh ones.
     """
 
     engine: Engine
     name: str
     max_model_len: int
-    choice: Choice = field(default_factory=Choice)
+    speculative: Speculative = DEFAULT
     seed: int | None = None
     _count: Iterator[int] = field(default_factory=itertools.count)
 
@@ -64,7 +51,7 @@ class Frontend:
         model: str | Path | None = None,
         *,
         bundle: str | Path | None = None,
-        speculative_config: Mapping[str, Any] | str | None = None,
+        speculative_config: SpeculativeConfig | None = None,
         max_model_len: int | None = None,
         seed: int | None = None,
         tensor_parallel_size: int = 1,
@@ -89,21 +76,24 @@ class Frontend:
             raise BuildError(f"seed is {seed}; expected a whole number >= 0")
         if model is not None and (Path(model).expanduser() / MANIFEST_NAME).is_file():
             model, bundle = None, model
-        config = read_config(speculative_config) if speculative_config is not None else None
-        chosen = Choice()
+        loaded: tuple[Method, ...] = ()
+        chosen = DEFAULT
         if bundle is not None:
             if build:
                 raise BuildError(f"{next(iter(build))} was given with a bundle, which is built already; leave it out")
             folder = Path(bundle)
-            chosen = Choice(**choice(config)) if config is not None else chosen
+            if speculative_config is not None:
+                loaded, chosen = _of_bundle(speculative_config)
         else:
-            folder = _built(str(model), config, max_model_len, backend, build)
-        if measure or (measure is None and model is not None and config is not None):
+            methods = read_methods(speculative_config) if speculative_config is not None else ()
+            folder = _built(str(model), methods, max_model_len, backend, build)
+        if measure or (measure is None and model is not None and speculative_config is not None):
             _measure(folder, threads, backend, shared=model is not None)
         engine = Engine.load(
             folder,
             threads=threads,
             check_hashes=check_hashes,
+            methods=loaded,
             backend=backend,
             gpu_memory_utilization=gpu_memory_utilization or DEFAULT_UTILIZATION,
         )
@@ -113,7 +103,7 @@ class Frontend:
             raise BuildError(f"max_model_len is {max_model_len}; this bundle was built for 2 to {most}")
         try:
             # Refuses a method or a size the bundle was not built for before any request does.
-            engine.stream([0], method=chosen.method, num_speculative_tokens=chosen.num_speculative_tokens).close()
+            engine.stream([0], speculative=chosen).close()
         except RequestError as error:
             engine.close()
             raise BuildError(f"speculative_config: {error}") from error
@@ -132,12 +122,15 @@ class Frontend:
         """
         template = self.engine.chat_template
         if template is None:
-            raise RequestError("messages: the model has no chat template; send a prompt instead")
+            raise RequestError("messages: the model has no chat template; send a prompt instead", param="messages")
         text = template.render(messages, **variables)
         return list(self.engine.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def streams(
-        self, prompt: Prompt, params: SamplingParams | None = None, chosen: Choice | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculative: Speculative | Mapping[str, Any] | str | None = None,
     ) -> list[Stream]:
         """A stream for each of a request's ``n`` outputs; they start when they are iterated.
 
@@ -145,13 +138,13 @@ class Frontend:
             RequestError: a parameter cannot be honoured, or the prompt does not fit.
         """
         params = params or self.engine.defaults()
-        chosen = chosen or self.choice
         read = self.engine.encode(prompt)
         room = self.max_model_len - len(read)
         if room <= 0 and params.max_tokens:
-            raise RequestError(
+            raise ContextLengthError(
                 f"the prompt has {len(read)} tokens, but the context holds {self.max_model_len}, output included; "
-                "shorten the prompt"
+                "shorten the prompt",
+                param="prompt",
             )
         seed = self._seed() if params.seed is None else params.seed
         return [
@@ -160,10 +153,7 @@ class Frontend:
                 params.replace(
                     n=1, max_tokens=max(0, min(params.max_tokens, room)), seed=None if seed is None else seed + index
                 ),
-                speculation=chosen.speculation,
-                method=chosen.method,
-                num_speculative_tokens=chosen.num_speculative_tokens,
-                hypothesis=chosen.hypothesis,
+                speculative or self.speculative,
             )
             for index in range(params.n)
         ]
@@ -184,14 +174,40 @@ class Frontend:
         return int(np.random.SeedSequence([self.seed, next(self._count)]).generate_state(1)[0])
 
 
+def _of_bundle(given: SpeculativeConfig) -> tuple[tuple[Method, ...], Speculative]:
+    """What a configuration says of a bundle: options of methods that need no graph, and how requests speculate."""
+    methods: list[Method] = []
+    chosen: list[Speculative] = []
+    for one in listed(given):
+        mapping = {"method": one} if isinstance(one, str) and ":" not in one else one
+        name = mapping.get("method") if isinstance(mapping, Mapping) else None
+        if isinstance(mapping, Mapping) and (name is None or (name in known() and method_type(str(name)).needs_graph)):
+            extra = next((key for key in mapping if key not in ("method", "num_speculative_tokens")), None)
+            if extra is not None:
+                raise BuildError(
+                    f"speculative_config: {extra} was given with a bundle, which is built already; name method and "
+                    "num_speculative_tokens alone, or build another bundle"
+                )
+            try:
+                chosen.append(Speculative.of(mapping))
+            except RequestError as error:
+                raise BuildError(f"speculative_config: {error}") from error
+        else:
+            (method,) = read_methods(mapping)
+            methods.append(method)
+            if not method.takes_hypothesis:  # requests that bring a hypothesis choose it themselves
+                chosen.append(Speculative(method=method.name))
+    return tuple(methods), chosen[0] if chosen else DEFAULT
+
+
 def _built(
     model: str,
-    config: SpeculativeConfig | None,
+    methods: tuple[Method, ...],
     max_model_len: int | None,
     backend: str | None,
     build: dict[str, Any],
 ) -> Path:
-    options: dict[str, Any] = {"target": model, **(build_options(config) if config is not None else {})}
+    options: dict[str, Any] = {"target": model, "methods": methods}
     if max_model_len is not None:
         options["max_seq_len"] = max_model_len
     if backend not in (None, "onnxruntime"):  # which runs any bundle
@@ -205,17 +221,16 @@ def _built(
 def _build(options: dict[str, Any], output: Path) -> None:
     from rich.console import Console
 
-    from specexport.commands.build import Bars, build_progress, exporter
+    from specexport.building import exporter, progress_bars
 
     module = exporter()
     try:
         wanted = module.BuildOptions(output=output, resume=True, engines=_engines(options.get("backend")), **options)
     except TypeError as error:
         raise BuildError(f"{str(error).rpartition(') ')[2] or error}") from error
-    console = Console(stderr=True)
-    console.print(f"building {output}")
-    with build_progress(console) as progress:
-        module.build(wanted, Bars(progress))
+    Console(stderr=True).print(f"building {output}")
+    with progress_bars() as progress:
+        module.build(wanted, progress)
 
 
 def _engines(backend: str | None) -> Any:
@@ -233,11 +248,9 @@ def _measure(folder: Path, threads: int | None, backend: str | None, *, shared: 
 
     if is_measured(folder, threads, backend):
         return
-    from rich.console import Console
-
-    from specexport.commands.build import Bars, build_progress
+    from specexport.building import progress_bars
 
     with locked(folder) if shared else nullcontext():
         if not is_measured(folder, threads, backend):
-            with build_progress(Console(stderr=True)) as progress:
-                measure_into(folder, threads=threads, backend=backend, progress=Bars(progress))
+            with progress_bars() as progress:
+                measure_into(folder, threads=threads, backend=backend, progress=progress)

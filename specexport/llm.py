@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any, cast
 
 from specexport.contract.errors import RequestError
-from specexport.frontend import Frontend
+from specexport.frontend import Frontend, SpeculativeConfig
 from specexport.outputs import NO_TOKEN, CompletionOutput, Logprob, RequestOutput
 from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stream, TokenLogprobs, engine
 from specexport.runtime.chat import Message
+from specexport.runtime.speculative import Speculative
 from specexport.runtime.stream import completed
 
 Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or ``{"prompt_embeds": parts}``, the same as
 ``EmbedsPrompt(parts)``."""
+HowToSpeculate = Speculative | Mapping[str, Any] | str
+"""What :meth:`~specexport.runtime.engine.Engine.stream` takes."""
 
 
 @dataclass
@@ -36,9 +39,9 @@ class LLM:
     Args:
         model: a Hugging Face folder or hub id, or a bundle.
         bundle: a folder made by ``specexport build``, instead of a model.
-        speculative_config: how to speculate; see :class:`~specexport.speculative.SpeculativeConfig`. None decodes a
-            model plainly and a bundle by its default method; with a bundle it is ``method`` and
-            ``num_speculative_tokens`` alone.
+        speculative_config: how to speculate: a mapping with a method and its options, as for ``build --method``, or
+            several, the default first. None decodes a model plainly and a bundle by its default method. With a bundle,
+            methods that need no graph take their options, the others ``num_speculative_tokens`` alone.
         max_model_len: most tokens of prompt and output together.
         seed: makes requests without a seed of their own reproducible, by their order; None draws fresh ones.
         tensor_parallel_size: 1; a model is not split over devices.
@@ -62,7 +65,7 @@ class LLM:
         model: str | Path | None = None,
         *,
         bundle: str | Path | None = None,
-        speculative_config: Mapping[str, Any] | str | None = None,
+        speculative_config: SpeculativeConfig | None = None,
         max_model_len: int | None = None,
         seed: int | None = None,
         tensor_parallel_size: int = 1,
@@ -107,6 +110,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        speculative: HowToSpeculate | Sequence[HowToSpeculate] | None = None,
     ) -> list[RequestOutput]:
         """Continues prompts.
 
@@ -114,6 +119,7 @@ class LLM:
             prompts: one or several. A list of whole numbers is one prompt of token ids.
             sampling_params: for all prompts, or for each; None for :meth:`get_default_sampling_params`.
             use_tqdm: show a progress bar on standard error.
+            speculative: how to speculate, for all prompts or for each; None for what ``speculative_config`` says.
 
         Returns:
             One output a prompt, in order. Nothing is generated if any request is refused.
@@ -121,7 +127,8 @@ class LLM:
         Raises:
             RequestError: names the prompt and what is wrong with it.
         """
-        return self._run([_text_and_tokens(prompt) for prompt in _listed(prompts)], sampling_params, use_tqdm)
+        read = [_text_and_tokens(prompt) for prompt in _listed(prompts)]
+        return self._run(read, sampling_params, use_tqdm, speculative)
 
     def chat(
         self,
@@ -156,17 +163,12 @@ class LLM:
         prompts: list[tuple[str | None, engine.Prompt]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        speculative: HowToSpeculate | Sequence[HowToSpeculate] | None = None,
     ) -> list[RequestOutput]:
-        each = (
-            [sampling_params] * len(prompts)
-            if sampling_params is None or isinstance(sampling_params, SamplingParams)
-            else list(sampling_params)
-        )
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(each)} sampling_params for {len(prompts)} prompts; give one for all, or one each")
+        params = _each("sampling_params", sampling_params, SamplingParams, len(prompts))
+        choices = _each("speculative", speculative, (Speculative, Mapping, str), len(prompts))
         requests = [
-            self._request(index, text, prompt, params)
-            for index, ((text, prompt), params) in enumerate(zip(prompts, each, strict=True))
+            self._request(index, *prompt, params[index], choices[index]) for index, prompt in enumerate(prompts)
         ]
         lengths = [len(request.streams[0].tokens) for request in requests]
         done = self._complete([stream for request in requests for stream in request.streams], use_tqdm)
@@ -181,11 +183,18 @@ class LLM:
             for index, (request, length) in enumerate(zip(requests, lengths, strict=True))
         ]
 
-    def _request(self, index: int, text: str | None, prompt: engine.Prompt, params: SamplingParams | None) -> _Request:
+    def _request(
+        self,
+        index: int,
+        text: str | None,
+        prompt: engine.Prompt,
+        params: SamplingParams | None,
+        speculative: HowToSpeculate | None,
+    ) -> _Request:
         try:
-            return _Request(text, self._frontend.streams(prompt, params))
+            return _Request(text, self._frontend.streams(prompt, params, speculative))
         except RequestError as error:
-            raise RequestError(f"prompt {index}: {error}") from error
+            raise RequestError(f"prompt {index}: {error}", param=error.param) from error
 
     def _complete(self, streams: list[Stream], use_tqdm: bool) -> dict[int, Completion]:
         """Runs streams, as many at once as the engine has slots; by their identity."""
@@ -226,6 +235,14 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping, EmbedsPrompt)) or (prompts and isinstance(prompts[0], int)):
         return [cast(Prompt, prompts)]
     return list(cast(Sequence[Prompt], prompts))
+
+
+def _each(name: str, given: Any, kinds: type | tuple[type, ...], count: int) -> list[Any]:
+    """What was given for every prompt: one value for all of them, or a sequence."""
+    each = [given] * count if given is None or isinstance(given, kinds) else list(given)
+    if len(each) != count:
+        raise RequestError(f"{len(each)} {name} for {count} prompts; give one for all, or one each")
+    return each
 
 
 def _text_and_tokens(prompt: Prompt) -> tuple[str | None, engine.Prompt]:

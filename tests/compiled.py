@@ -40,7 +40,7 @@ def compiled(
     shutil.copytree(source, folder, dirs_exist_ok=True)
     manifest = read_manifest(folder)
 
-    def engine(file: str, job: Job) -> ce.Engine:
+    def engine(file: str, job: Job) -> ce.CompiledEngine:
         path = Path(file).with_suffix(".engine")
         (folder / path).write_text(json.dumps({"file": file, "profiles": job.sizes}))
         described = {
@@ -67,7 +67,7 @@ def compiled(
         backend="tensorrt-rtx",
         target=with_engines(manifest.target),
         methods=tuple(
-            msgspec.structs.replace(method, draft=with_engines(method.draft)) if hasattr(method, "draft") else method
+            method.with_models({role: with_engines(model) for role, model in method.models.items()})
             for method in manifest.methods
         ),
         program=tuple(map(program_engines, program)),

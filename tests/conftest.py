@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,4 +114,4 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if importlib.util.find_spec("torch") is not None or collection_path.suffix != ".py":
         return None
     text = collection_path.read_text(encoding="utf-8")
-    return True if "pytestmark = pytest.mark.exporter" in text else None
+    return True if re.search(r"^pytestmark = .*pytest\.mark\.exporter", text, re.MULTILINE) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.speculative import PLAIN
 from tests.cuda_stand_in import StandIn
 
 TAKING = {"cudaMalloc", "cudaHostAlloc", "cudaFree", "cudaFreeHost"}
@@ -16,10 +17,10 @@ def require_same_as_alone(there: Engine, alone: Engine, prompts: Sequence[list[i
     assert there.slots == 4
     cuda.calls.clear()
     params = [greedy.replace(max_tokens=8 + 4 * at) for at in range(len(prompts))]
-    streams = [there.stream(prompt, params[at], speculation=at != 2) for at, prompt in enumerate(prompts)]
+    streams = [there.stream(prompt, params[at], PLAIN if at == 2 else None) for at, prompt in enumerate(prompts)]
     for stream in streams:
         stream.start()
     for at, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
         said = [token for chunk in stream for token in chunk.token_ids]
-        assert said == list(alone.generate(prompt, params[at], speculation=False).token_ids), at
+        assert said == list(alone.generate(prompt, params[at], PLAIN).token_ids), at
     assert not TAKING & set(cuda.calls)

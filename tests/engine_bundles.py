@@ -11,6 +11,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from tests.checkpoints import make_checkpoint, make_heads
+from tests.ways import ways
 
 SPINE = TokenTree.from_choices([[0], [1], [0, 0]])
 
@@ -40,19 +41,19 @@ def _build(name: str, root: Path) -> None:
     target, heads = root / "target", root / "heads"
     if not target.exists():
         make_heads(heads, make_checkpoint(target, "qwen3", **SMALL), 2, tied=True)
-    speculation: dict[str, Any] = {
-        "draft": {"draft": str(target), "trees": (SPINE,)},
-        "medusa": {"medusa": str(heads), "num_speculative_tokens": 4},
-        "ngram": {"ngram": True, "num_speculative_tokens": 3},
-        "both": {"draft": str(target), "medusa": str(heads), "num_speculative_tokens": 3},
-        "batch": {"draft": str(target), "trees": (SPINE,)},
-        "plain": {},
+    methods = {
+        "draft": ways(draft=target, trees=(SPINE,)),
+        "medusa": ways(medusa=heads, sizes=(4,)),
+        "ngram": ways(lookups=("ngram",), sizes=(3,)),
+        "both": ways(draft=target, medusa=heads, sizes=(3,)),
+        "batch": ways(draft=target, trees=(SPINE,)),
+        "plain": (),
     }[method]
     build(
         BuildOptions(
             str(target),
             root / name,
-            **speculation,
+            methods=methods,
             precision=precision,  # type: ignore[arg-type]
             draft_precision=precision,  # type: ignore[arg-type]
             lowering=lowering,  # type: ignore[arg-type]

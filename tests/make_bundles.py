@@ -42,6 +42,7 @@ from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from tests.checkpoints import EOS, VOCAB, make_checkpoint, make_heads, make_speculator, tokenizer
 from tests.traces import once
+from tests.ways import ways
 
 CONTEXT = 512
 DICE_VOCAB = 12
@@ -190,22 +191,22 @@ def _options(name: str, root: Path) -> BuildOptions:
         medusa = _heads(recipe, target, root) if recipe.heads == "target" else None
         draft_medusa = _heads(recipe, draft, root) if recipe.heads == "draft" and draft else None
         mlp_speculator = _speculator(target, root) if recipe.speculator else None
+    sizes = (*([] if recipe.default is None else [recipe.default]), *recipe.choices)
     return BuildOptions(
         target=str(target),
-        draft=str(draft) if draft is not None else None,
-        medusa=medusa,
-        draft_medusa=draft_medusa,
-        mlp_speculator=mlp_speculator,
         output=root / name,
-        num_speculative_tokens=recipe.default,
-        speculative_choices=recipe.choices,
-        trees=recipe.trees,
-        ngram="ngram" in recipe.lookups,
-        prompt_lookup_min=1 if recipe.config else 2,
-        suffix="suffix" in recipe.lookups,
-        hypothesis="hypothesis" in recipe.lookups,
-        lookahead=recipe.lookahead,
-        self_draft_layers=recipe.self_draft,
+        methods=ways(
+            draft=draft,
+            medusa=medusa,
+            draft_medusa=draft_medusa,
+            mlp_speculator=mlp_speculator,
+            lookups=recipe.lookups,
+            prompt_lookup_min=1 if recipe.config else 2,
+            lookahead=recipe.lookahead,
+            self_draft=recipe.self_draft,
+            sizes=sizes,
+            trees=recipe.trees,
+        ),
         inputs_embeds=recipe.embeds,
         lowering=recipe.lowering,
         max_batch_size=recipe.batch,

@@ -15,7 +15,7 @@ import msgspec
 from specexport.async_engine import AsyncEngine
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.server.app import create_app
-from specexport.server.run import Server, make_server
+from specexport.server.run import Server
 from specexport.server.service import Service
 
 TEMPLATE = (
@@ -72,9 +72,8 @@ def served(
     """Serves a bundle on a free port."""
     engine = AsyncEngine.open(bundle=bundle, threads=1, max_queue=max_queue)
     service = Service(engine, (NAME, "also"), timeout)
-    server = make_server(
-        create_app(service, **app), engine, host="127.0.0.1", port=0, patience=patience, log_level="warning"
-    )
+    settings = {"host": "127.0.0.1", "port": 0, "log_level": "warning"}
+    server = Server(create_app(service, **app), engine, patience=patience, **settings)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until = time.monotonic() + DEADLINE

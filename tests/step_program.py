@@ -11,6 +11,7 @@ from specexport.contract.engines import BackendName, ProgramGraph
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.exporter.engines.program import write_program
 from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.speculative import PLAIN
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, top_k=40, seed=5, ignore_eos=True)
@@ -61,11 +62,12 @@ def says_what_it_says(there: Engine, cpu: Engine, methods: tuple[str, ...], exec
         (GREEDY, [5]),
     ):
         for method in (*methods, None):
-            ours = there.generate(prompt, params, method=method, speculation=method is not None)
-            same(ours, cpu.generate(prompt, params, method=method, speculation=method is not None))
+            ours = there.generate(prompt, params, method or PLAIN)
+            same(ours, cpu.generate(prompt, params, method or PLAIN))
             assert ours.stats.execution == execution
-    for count in (len(tree) - 1 for tree in there.speculations[methods[0]].trees):
+    for count in (len(tree) - 1 for tree in there.methods[methods[0]].token_trees()):
         ours, theirs = (
-            one.generate([7, 9, 11], SAMPLED, method=methods[0], num_speculative_tokens=count) for one in (there, cpu)
+            one.generate([7, 9, 11], SAMPLED, {"method": methods[0], "num_speculative_tokens": count})
+            for one in (there, cpu)
         )
         same(ours, theirs)

@@ -13,8 +13,9 @@ import pytest
 
 from specexport import AsyncEngine, SamplingParams
 from specexport.contract.errors import ClosedError, DeadlineError, QueueFullError, RequestError
-from specexport.frontend import Choice, Frontend
+from specexport.frontend import Frontend
 from specexport.runtime import Chunk, Engine
+from specexport.runtime.speculative import PLAIN, Speculative
 
 NAME = "llama-near"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -209,7 +210,7 @@ def test_wrong_requests_are_refused_before_they_run(frontend: Frontend) -> None:
         with pytest.raises(RequestError, match="n is 2"):
             engine.generate(PROMPT, GREEDY.replace(n=2))
         with pytest.raises(RequestError, match="method is 'magic'"):
-            engine.generate(PROMPT, GREEDY, choice=Choice(method="magic"))
+            engine.generate(PROMPT, GREEDY, speculative=Speculative(method="magic"))
         assert engine.running + engine.waiting == 0
         with pytest.raises(RequestError, match="max_queue is -1"):
             AsyncEngine(frontend, max_queue=-1)
@@ -247,7 +248,7 @@ def test_an_error_while_it_runs_reaches_who_waits_for_it(frontend: Frontend) -> 
 def test_it_speculates_as_asked(frontend: Frontend) -> None:
     async def work() -> None:
         engine = AsyncEngine(frontend)
-        plain, fast = engine.generate(PROMPT, GREEDY, choice=Choice(speculation=False)), engine.generate(PROMPT, GREEDY)
+        plain, fast = (engine.generate(PROMPT, GREEDY, speculative=asked) for asked in (PLAIN, None))
         assert await tokens_of(plain) == await tokens_of(fast)
         assert (plain.stats.drafted, fast.stats.drafted > 0) == (0, True)
 

@@ -15,10 +15,11 @@ import pytest
 from specexport.contract.shapes import batch_points, window
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, RequestError, SamplingParams, Stream
-from specexport.runtime.budget import SpeculationPolicy
+from specexport.runtime.policy import SpeculationPolicy
+from specexport.runtime.program import PLAIN_TREE, StepResult
 from specexport.runtime.request import Request
 from specexport.runtime.slots import Slots
-from specexport.runtime.step import PLAIN_TREE, HostProgram, Step
+from specexport.runtime.step import HostProgram
 from tests.reference import chi_square_p, text_distribution, warped
 from tests.threads import in_threads
 
@@ -26,8 +27,16 @@ SLOTS = 8
 DICE_PROMPT, DICE_VOCAB = (5, 8, 5, 8), 12
 TIE = 1e-4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-BUNDLES = ("llama-near-batch", "llama-near-batch-portable", "gpt2-tree-batch", "qwen3-medusa-batch",
-           "qwen3-medusa-draft-batch", "qwen3-mlp", "qwen3-lookup-batch")  # fmt: skip
+BUNDLES = [
+    "llama-near-batch",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in (
+            "llama-near-batch-portable", "gpt2-tree-batch", "qwen3-medusa-batch", "qwen3-medusa-draft-batch",
+            "qwen3-mlp", "qwen3-lookup-batch",
+        )
+    ),
+]  # fmt: skip
 
 
 class Generous(SpeculationPolicy):
@@ -46,7 +55,7 @@ def generous(bundle: Callable[[str], Path]) -> Iterator[Callable[[str], Engine]]
 
     def load(name: str, **options: Any) -> Engine:
         one = Engine.load(bundle(name), threads=1, **options)
-        one._scheduler._budget = Generous(one.manifest, one.speculations)
+        one._scheduler._policy = Generous(one.manifest, one.speculations)
         loaded.append(one)
         return one
 
@@ -115,7 +124,7 @@ def test_running_slots_stay_close_and_caches_hold_what_is_claimed() -> None:
             slot = draw.choice(list(running))
             del running[slot]
             slots.leave(slot)
-            while (move := slots.closer()) is not None:
+            while (move := slots.next_move()) is not None:
                 source, to = move
                 assert to not in running
                 caches.rows[to] = list(caches.rows[source])
@@ -136,9 +145,11 @@ def test_requests_that_join_and_leave_get_the_text_they_get_alone(
     """All methods and trees and none, side by side; some are cancelled, closed or dropped on the way."""
     cases = [case for case in oracle(name)["greedy"] if len(case["prompt"]) < 400]
     one, draw = generous(name), random.Random(1)
-    ways: list[dict[str, Any]] = [{"speculation": False}]
+    ways: list[dict[str, Any]] = [{"num_speculative_tokens": 0}]
     for method, speculation in one.speculations.items():
-        ways += [{"method": method, "num_speculative_tokens": len(tree) - 1} for tree in speculation.trees]
+        ways += [
+            {"method": method, "num_speculative_tokens": len(tree) - 1} for tree in speculation.method.token_trees()
+        ]
     running: list[tuple[dict[str, Any], Stream, list[int]]] = []
     whole = ties = widest = drafted = 0
     for turn in range(3 * len(cases)):
@@ -146,7 +157,7 @@ def test_requests_that_join_and_leave_get_the_text_they_get_alone(
         params = SamplingParams(temperature=0.0, max_tokens=len(case["tokens"]))
         way = draw.choice(ways)
         expected = case["tokens"] if way.get("method") == "hypothesis" else None
-        stream = one.stream(case["prompt"], params, **way, hypothesis=expected)
+        stream = one.stream(case["prompt"], params, {**way, "hypothesis": expected})
         stream.start()
         running.append((case, stream, []))
         while len(running) > draw.choice((3, 8, 16)):
@@ -183,6 +194,7 @@ def test_a_seed_draws_the_same_text_in_a_batch(generous: Callable[..., Engine]) 
     assert [tokens_of(stream) for stream in streams] == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["generous", "own"])
 def test_a_batch_samples_the_target_distribution(
     budget: str, bundle: Callable[[str], Path], generous: Callable[..., Engine], oracle: Callable[[str], Any]
@@ -192,7 +204,7 @@ def test_a_batch_samples_the_target_distribution(
     exact = text_distribution(lambda text: warped(logits[" ".join(map(str, text))], params), 3)
     one = generous(name) if budget == "generous" else Engine.load(bundle(name), threads=1)
     texts: list[tuple[int, ...]] = []
-    queue = [one.stream(DICE_PROMPT, params.replace(seed=seed), num_speculative_tokens=(5, 1, 3)[seed % 3])
+    queue = [one.stream(DICE_PROMPT, params.replace(seed=seed), {"num_speculative_tokens": (5, 1, 3)[seed % 3]})
              for seed in range(2000)]  # fmt: skip
     for at, stream in enumerate(queue):
         for ahead in queue[at : at + SLOTS]:
@@ -260,7 +272,7 @@ def test_decoding_never_stalls_for_more_than_a_chunk(
         calls.append("chunk")
         return real_prefill(self, sequence)
 
-    def step(self: HostProgram, sequences: Any) -> Step:
+    def step(self: HostProgram, sequences: Any) -> StepResult:
         calls.append("step")
         return real_step(self, sequences)
 
@@ -363,7 +375,7 @@ def test_a_batch_size_the_bundle_was_not_built_for_is_refused(bundle: Callable[[
 def test_a_smaller_tree_in_a_wider_step_says_the_same(bundle: Callable[[str], Path]) -> None:
     """Logits of a tree padded to another width, beside slots that take no part."""
     from specexport.contract import tensors
-    from specexport.runtime.proposers import Proposal, SlotView
+    from specexport.runtime.proposal import Proposal, SlotView
 
     with Engine.load(bundle("llama-near-batch"), threads=1) as one:
         program = HostProgram(one.manifest, one._target, one.speculations)

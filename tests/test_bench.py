@@ -15,7 +15,7 @@ from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine
 from specexport.runtime import step as step_module
 from specexport.tuning import workloads
-from specexport.tuning.bench import compare, extra_memory
+from specexport.tuning.bench import compare
 
 Engines = Callable[[str], Engine]
 NAME = "qwen3-lookup"
@@ -65,7 +65,7 @@ def test_bench(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
     assert "completion" in shown
     assert "yes: 72 tokens" in shown
     for more, reason in (
-        (["--methods", "medusa"], "method is 'medusa'; the bundle was built for draft_model, ngram"),
+        (["--methods", "medusa"], "method is 'medusa'; the bundle has draft_model, ngram"),
         (["--prompts", "0"], "--prompts is 0; expected 1 or more"),
         (["-n", "500"], "do not fit this bundle's context of 512"),
     ):
@@ -95,14 +95,15 @@ def test_a_method_that_is_not_lossless_is_found_out(
 def test_memory_is_that_of_weights_and_cache(bundle: Callable[[str], Path]) -> None:
     manifest = read_manifest(bundle(NAME))
     draft, ngram, *_ = manifest.methods
-    assert extra_memory(manifest, ngram) == 0
+    files = {entry.path: entry.size for entry in manifest.files}
+    assert ngram.memory(files, manifest.max_seq_len) == 0
     weights = (bundle(NAME) / "draft" / "weights.bin").stat().st_size
     layers = manifest.target.cache  # the draft is the target
     cache = sum(4 * layer.heads * (layer.key_size + layer.value_size) for layer in layers) * manifest.max_seq_len
-    assert extra_memory(manifest, draft) == weights + cache
+    assert draft.memory(files, manifest.max_seq_len) == weights + cache
     medusa = read_manifest(bundle("qwen3-medusa"))
     (heads,) = medusa.methods
-    assert extra_memory(medusa, heads) == heads.parameters * 4  # type: ignore[union-attr]
+    assert heads.memory({}, medusa.max_seq_len) == heads.parameters * 4  # type: ignore[attr-defined]
 
 
 @pytest.mark.exporter
@@ -117,7 +118,8 @@ def test_suggest(tmp_path: Path, bundle: Callable[[str], Path], capsys: pytest.C
     shown = " ".join(capsys.readouterr().out.split())
     assert "times smaller, the same tokenizer" in shown
     assert f"not {near}: 1." in shown
-    assert f"specexport build --target {target} --draft {draft} --num-speculative-tokens 4 --suffix --ngram" in shown
+    assert f"specexport build --target {target} --draft {draft} --num-speculative-tokens 4 -o bundle/" in shown
+    assert "suffix chains of 8,4,2 free; gains" in shown.replace("│", "").replace("  ", " ")
     assert main(["suggest", "--target", target, "--device", "gpu", "--bundle", str(bundle(NAME))]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "look for a model of the same family" in shown
@@ -132,7 +134,8 @@ def test_suggest(tmp_path: Path, bundle: Callable[[str], Path], capsys: pytest.C
 
 @pytest.mark.exporter
 def test_a_draft_with_another_tokenizer_is_not_suggested(tmp_path: Path) -> None:
-    from specexport.exporter.suggest import parameters, suggest
+    from specexport.exporter.plan import meta_model
+    from specexport.exporter.suggest import suggest
     from tests.checkpoints import make_checkpoint
 
     target = make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=16)
@@ -146,4 +149,4 @@ def test_a_draft_with_another_tokenizer_is_not_suggested(tmp_path: Path) -> None
     tokens.write_text(json.dumps(document), encoding="utf-8")
     advice = suggest(str(target), [str(other)], "cpu")
     assert "different tokenizers" in advice.refused[str(other)]
-    assert advice.parameters == parameters(target) > 5 * parameters(other)
+    assert advice.parameters == meta_model(target).num_parameters() > 5 * meta_model(other).num_parameters()

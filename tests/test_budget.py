@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from shutil import copytree
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -21,9 +21,12 @@ from specexport.contract.errors import BundleError
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import method_name
 from specexport.contract.reading import check_files, exchange_manifest, read_manifest
+from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
-from specexport.runtime.budget import (
+from specexport.runtime.costs import Costs
+from specexport.runtime.ort import cpu_name
+from specexport.runtime.policy import (
     MARGIN,
     PROBE_SHARE,
     READ_SHARE,
@@ -31,13 +34,11 @@ from specexport.runtime.budget import (
     Option,
     SpeculationPolicy,
     best,
-    smaller_trees,
 )
-from specexport.runtime.costs import Costs
-from specexport.runtime.ort import cpu_name
-from specexport.runtime.proposers import SlotView
+from specexport.runtime.program import Outcome, Speculation
+from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
-from specexport.runtime.step import Outcome
+from specexport.runtime.speculative import PLAIN
 from specexport.runtime.text import TextStream
 from tests.reference import chi_square_p, text_distribution, warped
 
@@ -48,6 +49,15 @@ Price = Callable[[int, int], float]
 DEVICE = f"onnxruntime, {cpu_name()}, 1 thread"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SIZES = (1, 2, 4, 8)
+
+
+def trees_of(manifest: Manifest, name: str) -> tuple[TokenTree, ...]:
+    return next(method.smaller_trees(manifest.target) for method in manifest.methods if method_name(method) == name)
+
+
+def speculations(manifest: Manifest) -> dict[str, Speculation]:
+    """Ways to propose that nothing is asked of."""
+    return {method_name(method): Speculation(method, cast(Any, None)) for method in manifest.methods}
 
 
 def curve(manifest: Manifest, step: Price, propose: Price = lambda *_: 0.0, read: float = 0.0) -> CostCurve:
@@ -63,9 +73,7 @@ def curve(manifest: Manifest, step: Price, propose: Price = lambda *_: 0.0, read
         )
 
     methods = [
-        MethodCosts(
-            method=name, propose=costs(propose, [len(tree) for tree in smaller_trees(manifest, name)]), read=read
-        )
+        MethodCosts(method=name, propose=costs(propose, [len(tree) for tree in trees_of(manifest, name)]), read=read)
         for name in map(method_name, manifest.methods)
     ]
     return CostCurve(device=DEVICE, versions={}, steps=costs(step, widths), methods=tuple(methods))
@@ -75,9 +83,9 @@ class Batch:
     """Requests that only a budget sees, and steps that accept what a test says."""
 
     def __init__(self, manifest: Manifest, costs: CostCurve, count: int, asked: int) -> None:
-        self.budget = MeasuredPolicy(manifest, {}, Costs(costs), SIZES)
+        self.budget = MeasuredPolicy(manifest, speculations(manifest), Costs(costs), SIZES)
         method = method_name(manifest.methods[0])
-        tree = next(tree for tree in smaller_trees(manifest, method) if len(tree) == asked)
+        tree = next(tree for tree in trees_of(manifest, method) if len(tree) == asked)
         self.requests = [
             Request(
                 SlotView(slot, [1, 2, 3], GREEDY, np.random.default_rng(0), tree, (), method),
@@ -282,7 +290,8 @@ def test_tuning_keeps_the_curve_in_the_bundle(copy: Path, capsys: pytest.Capture
     (kept,) = after.costs
     assert kept.device == found["device"] == DEVICE
     assert {cost.batch for cost in kept.steps} == set(SIZES)
-    assert {cost.tokens for cost in kept.steps} == {1, 2, 3, 4, 6}
+    points = [graph.point for graph in after.target.graph.points]
+    assert {cost.tokens for cost in kept.steps} == {point.tokens for point in points if point.rows == point.tokens}
     (method,) = kept.methods
     assert method.read > 0
     assert msgspec.structs.replace(after, costs=()) == before
@@ -290,8 +299,8 @@ def test_tuning_keeps_the_curve_in_the_bundle(copy: Path, capsys: pytest.Capture
     assert main([*words[:3], "--threads", "2", "--seconds", "0.1"]) == 0
     assert len(read_manifest(copy).costs) == 2
     with Engine.load(copy, threads=1) as measured, Engine.load(copy, threads=1, cost_curve=False) as ruled:
-        assert isinstance(measured._scheduler._budget, MeasuredPolicy)
-        assert type(ruled._scheduler._budget) is SpeculationPolicy
+        assert isinstance(measured._scheduler._policy, MeasuredPolicy)
+        assert type(ruled._scheduler._policy) is SpeculationPolicy
 
 
 @pytest.mark.parametrize(
@@ -340,7 +349,14 @@ def _steps_dear(slots: int, tokens: int) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-near-batch", "qwen3-medusa-batch", "qwen3-medusa-draft-batch", "qwen3-lookup-batch"]
+    "name",
+    [
+        "llama-near-batch",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("qwen3-medusa-batch", "qwen3-medusa-draft-batch", "qwen3-lookup-batch")
+        ),
+    ],
 )
 def test_requests_say_what_the_model_says(
     name: str, measured: Callable[..., Engine], oracle: Callable[[str], Any]
@@ -364,6 +380,18 @@ def test_requests_say_what_the_model_says(
                     assert case["gaps"][at] < 1e-4
                 drafted.append(stream.stats.drafted)
     assert sum(drafted) > 0
+
+
+def test_methods_that_nobody_measured_join_a_measured_batch(measured: Callable[..., Engine]) -> None:
+    one = measured("llama-near-batch", lambda *_: 1.0, lambda *_: 0.05, 0.3)
+    prompt, params = [9, 8, 7, 6] * 4, GREEDY.replace(max_tokens=24)
+    plain = one.generate(prompt, params, PLAIN)
+    streams = [one.stream(prompt, params, how) for how in ("draft_model", "ngram", "suffix", PLAIN)]
+    for stream in streams:
+        stream.start()
+    for stream, drafts in zip(streams, (True, True, True, False), strict=True):
+        assert tuple(token for chunk in stream for token in chunk.token_ids) == plain.token_ids
+        assert (stream.stats.drafted > 0) == drafts
 
 
 def test_where_nothing_pays_a_batch_decodes_plainly_and_drafts_read_nothing(
@@ -401,6 +429,7 @@ def test_a_request_alone_is_reproducible(measured: Callable[..., Engine]) -> Non
     assert back
 
 
+@pytest.mark.slow
 def test_a_batch_samples_the_target_distribution(measured: Callable[..., Engine], oracle: Callable[[str], Any]) -> None:
     name, params = "dice-near-batch", SamplingParams(temperature=0.9, max_tokens=3, ignore_eos=True)
     logits = oracle(name)["next_logits"]

@@ -217,7 +217,7 @@ def test_fields_nobody_knows_are_refused(copy: Path, place: str) -> None:
         holder[key] = 1
 
     rewritten(copy, add)
-    refused(copy, "unknown field `surprise`", json_place(place.rstrip(".")))
+    refused(copy, "unknown field `surprise`", *json_places(place.rstrip(".")))
 
 
 @pytest.mark.parametrize(
@@ -234,8 +234,8 @@ def test_fields_nobody_knows_are_refused(copy: Path, place: str) -> None:
         ("target.precision.weights", "fp4"),
         ("target.graph.points.0.point.tokens", 0),
         ("target.graph.points.0.point.cache", -1),
-        ("methods.0.name", "magic"),
-        ("methods.0.trees", []),
+        ("methods.0.method", 3),
+        ("methods.0.trees", None),
         ("methods.0.trees.0.0.0", -1),
         ("methods.0.trees.0.0.0", 128),
         ("methods.0.trees.0.0.0", "0"),
@@ -256,12 +256,13 @@ def test_values_of_the_wrong_kind_are_refused_by_place(copy: Path, place: str, v
         holder[key] = value
 
     rewritten(copy, put)
-    refused(copy, MANIFEST_NAME, "not a valid manifest", json_place(place.removesuffix(".name")))
+    refused(copy, MANIFEST_NAME, "not a valid manifest", *json_places(place.removesuffix(".method")))
 
 
-def json_place(place: str) -> str:
-    """A place as the JSON library writes it."""
-    return "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in place.split("."))[1:]
+def json_places(place: str) -> list[str]:
+    """A place as errors name it: in a method's entry, that and what of it."""
+    written = "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in place.split("."))[1:]
+    return written.removesuffix(".").replace("methods[0].", "methods[0]` `").split("` `")
 
 
 @pytest.mark.parametrize(
@@ -410,8 +411,8 @@ def test_a_shape_that_is_needed_must_be_there(copy: Path) -> None:
     rewritten(copy, lambda document: document["methods"][0]["draft"]["graph"].update(points=[]))
     refused(copy, "no shape point of the draft")
     (copy / MANIFEST_NAME).write_bytes(whole)
-    rewritten(copy, lambda document: document["methods"][0].update(trees=[[[0], [0, 0]]]))
-    refused(copy, "no shape point of the target has 3 tokens")
+    rewritten(copy, lambda document: document["methods"][0].update(trees=[[[0] * n for n in range(1, 7)]]))
+    refused(copy, "no shape point of the target has 7 tokens")
 
 
 @pytest.mark.parametrize(
@@ -421,6 +422,7 @@ def test_a_shape_that_is_needed_must_be_there(copy: Path) -> None:
         ([[[0], [0]]], "the choice [0] is given twice"),
         ([[[0]], [[1]]], "two have 1 draft tokens"),
         ([[]], "or one has none"),
+        ([], "there are none"),
         ([[[0], [64]]], "rank 64, with 12 candidates"),
         ([[[0], [1], [1, 0]]], "only the most probable token of each depth can have children"),
     ],
@@ -428,6 +430,11 @@ def test_a_shape_that_is_needed_must_be_there(copy: Path) -> None:
 def test_trees_must_be_ones_the_method_can_fill(copy: Path, trees: list[list[list[int]]], reason: str) -> None:
     rewritten(copy, lambda document: document["methods"][0].update(trees=trees))
     refused(copy, "draft_model: trees", reason)
+
+
+def test_a_method_that_is_not_known_is_named_with_those_that_are(copy: Path) -> None:
+    rewritten(copy, lambda document: document["methods"][0].update(method="magic"))
+    refused(copy, "method is 'magic'; expected one of draft_model", "install the package that adds it", "methods[0]")
 
 
 def test_a_method_is_there_once(copy: Path) -> None:
@@ -472,7 +479,7 @@ def test_a_build_that_fails_leaves_nothing(checkpoint: Path, tmp_path: Path) -> 
         build(checkpoint, tmp_path / "bundle", stop_at="hashing")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(BuildError):
-        build(checkpoint, tmp_path / "bundle", draft=str(tmp_path / "nowhere"))
+        build(checkpoint, tmp_path / "bundle", methods=[{"model": str(tmp_path / "nowhere")}])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,6 +17,7 @@ from specexport import LLM, SamplingParams
 from specexport.cache import cache_folder, cached_bundle
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import MANIFEST_NAME
+from specexport.contract.methods import read_methods
 from specexport.exporter.stages import RECORDS, Stages
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.make_bundles import DICE
@@ -57,30 +58,79 @@ class Builds:
 
 def test_the_same_is_built_once_and_a_moved_checkpoint_is_the_same(model: Path) -> None:
     builds = Builds()
-    first = cached_bundle({"target": str(model), "ngram": True}, builds)
-    assert cached_bundle({"ngram": True, "target": str(model)}, builds) == first
+    methods = read_methods("ngram")
+    first = cached_bundle({"target": str(model), "methods": methods}, builds)
+    assert cached_bundle({"methods": methods, "target": str(model)}, builds) == first
     moved = shutil.copytree(model, model.parent / "other" / "model")
     (moved / "README.md").write_text("another")
-    assert cached_bundle({"target": str(moved), "ngram": True}, builds) == first
-    assert builds.options == [{"target": str(model), "ngram": True}]
+    assert cached_bundle({"target": str(moved), "methods": methods}, builds) == first
+    assert builds.options == [{"target": str(model), "methods": methods}]
 
 
 def test_other_content_or_other_options_are_built_anew(model: Path) -> None:
     builds = Builds()
     found = {
         cached_bundle({"target": str(model)}, builds),
-        cached_bundle({"target": str(model), "ngram": True}, builds),
+        cached_bundle({"target": str(model), "methods": read_methods("ngram")}, builds),
+        cached_bundle({"target": str(model), "methods": read_methods("ngram:prompt_lookup_max=3")}, builds),
     }
     (model / "model.safetensors").write_bytes(b"WEIGHTS")
     found.add(cached_bundle({"target": str(model)}, builds))
     (model / "config.json").write_text('{"changed": true}')
     found.add(cached_bundle({"target": str(model)}, builds))
-    for name in ("draft", "universal_draft", "medusa"):
-        other = shutil.copytree(model, model.parent / name)
-        found.add(cached_bundle({"target": str(model), name: str(other)}, builds))
-        (other / "model.safetensors").write_bytes(b"other weights")
-        found.add(cached_bundle({"target": str(model), name: str(other)}, builds))
-    assert len(found) == len(builds.options) == 10
+    for method, key in (
+        ("draft_model", "model"),
+        ("universal_draft", "model"),
+        ("medusa", "model"),
+        ("medusa_draft", "model"),
+        ("medusa_draft", "medusa"),
+        ("mlp_speculator", "model"),
+    ):
+        other = shutil.copytree(model, model.parent / f"{method}-{key}")
+        mapping = {"method": method, key: str(other)}
+        if method == "medusa_draft":
+            mapping = {"method": method, "model": str(model), "medusa": str(model), key: str(other)}
+        options = {"target": str(model), "methods": read_methods(mapping)}
+        before = cached_bundle(options, builds)
+        (other / "model.safetensors").write_bytes(b"other weights of " + mapping["method"].encode() + key.encode())
+        found |= {before, cached_bundle(options, builds)}
+    assert len(found) == len(builds.options)
+    # Heads that are the same as those before are the same: where a checkpoint lies does not count.
+    assert len(found) == 5 + 2 * 6 - 1
+
+
+def test_a_tree_counts_by_what_its_file_holds_not_by_its_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Path] = []
+
+    def engine(folder: Path, **_: Any) -> None:
+        opened.append(folder)
+        raise InterruptedError  # which bundle would be loaded is what counts
+
+    builds = Builds()
+    monkeypatch.setattr("specexport.frontend._build", builds)
+    monkeypatch.setattr("specexport.frontend.Engine.load", engine)
+    first, other = model.parent / "t.json", model.parent / "other.json"
+
+    def bundle(tree: object) -> Path:
+        config = {"method": "medusa", "model": str(model), "trees": tree}
+        with pytest.raises(InterruptedError):
+            LLM(str(model), speculative_config=config, measure=False)
+        return opened[-1]
+
+    first.write_text("[[0], [1]]")
+    made = bundle([str(first)])
+    assert bundle(first) == bundle([first]) == made  # a Path as well
+    shutil.copy(first, other)
+    assert bundle([str(other)]) == made
+    first.write_text("[[0], [0, 0]]")
+    assert bundle([str(first)]) != made
+    assert [len(options["methods"][0].trees) for options in builds.options] == [1, 1]
+
+
+def test_a_tree_that_is_no_file_is_named(model: Path) -> None:
+    for tree in ("t.json", Path("t.json")):
+        with pytest.raises(BuildError, match=r"t\.json"):
+            LLM(str(model), speculative_config={"method": "medusa", "model": str(model), "trees": [tree]})
 
 
 def test_a_build_that_fails_leaves_nothing_and_may_be_tried_again(model: Path) -> None:
@@ -160,8 +210,8 @@ def test_llm_builds_speculates_and_finds_it_again(
 def test_build_options_are_checked_by_name(model: Path) -> None:
     with pytest.raises(BuildError, match="presicion"):
         LLM(str(model), presicion="int8")
-    with pytest.raises(BuildError, match="ngram was given beside"):
-        LLM(str(model), speculative_config={"method": "ngram"}, ngram=False)
+    with pytest.raises(BuildError, match="methods was given beside"):
+        LLM(str(model), speculative_config={"method": "ngram"}, methods=())
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------
@@ -216,7 +266,7 @@ def test_stages_that_are_whole_are_not_run_again(tmp_path: Path) -> None:
 def test_an_unfinished_build_goes_on_after_its_finished_stages(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specexport.exporter import models
+    from specexport.exporter import drafts, models
 
     target = str(make_checkpoint(tmp_path / "target", "llama", **SMALL))
     draft = str(make_checkpoint(tmp_path / "draft", "llama", **SMALL, seed=1))
@@ -230,7 +280,8 @@ def test_an_unfinished_build_goes_on_after_its_finished_stages(
             raise KeyboardInterrupt
         return real(source)
 
-    monkeypatch.setattr(models, "load_checkpoint", load)
+    for module in (models, drafts):
+        monkeypatch.setattr(module, "load_checkpoint", load)
     with pytest.raises(KeyboardInterrupt):
         LLM(target, speculative_config={"model": draft}, **options)
     (left,) = (cache / "bundles").glob(".*.unfinished")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from specexport.cli import main
+from specexport.contract.errors import BuildError
+from specexport.contract.methods import Method, known, method_type, read_methods
+from specexport.method_flags import add_method_arguments, asked_methods
 
 PROMPT = "one two three"
 
@@ -112,11 +116,14 @@ def test_a_folder_that_is_no_bundle_is_explained(tmp_path: Path, capsys: pytest.
     ("words", "named"),
     [
         (["--target", "nowhere"], "nowhere: no such folder"),
-        (["--target", "nowhere", "--num-speculative-tokens", "3"], "without a draft or Medusa heads"),
+        (["--target", "nowhere", "--num-speculative-tokens", "3"], "without a way to speculate"),
         (["--target", "nowhere", "--block-size", "5"], "block_size is 5"),
         (["--target", "nowhere", "--lowering", "portable", "--precision", "int4"], "precision is 'int4'"),
         (["--target", "nowhere", "--lowering", "portable", "--block-size", "32"], "opset 20 knows no blocks"),
-        (["--target", "nowhere", "--draft", "x", "--num-speculative-tokens", "99"], "num_speculative_tokens is 99"),
+        (
+            ["--target", "nowhere", "--draft", "x", "--num-speculative-tokens", "99"],
+            "Expected `int` <= 32 - at `$.num_speculative_tokens`",
+        ),
     ],
 )
 def test_a_bad_build_is_explained_and_leaves_nothing(
@@ -132,3 +139,146 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
         main(["build", "--target", "x", "-o", "y", "--num-speculative-tokens", "many"])
     assert stopped.value.code == 2
     assert "not a whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["run", "x", "--max-tok", "3"], ["tune", "tree", "x", "--data", "y", "--dry"]])
+def test_flags_are_written_out(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "unrecognized arguments: --" in capsys.readouterr().err
+
+
+# --- ways to speculate: one spelling, and flags that stand for it -----------------------------------------------------
+
+
+def asked(*words: str) -> tuple[Method, ...]:
+    """The methods that ``build`` is asked for."""
+    parser = argparse.ArgumentParser()
+    add_method_arguments(parser)
+    return asked_methods(parser.parse_args(words))
+
+
+@pytest.mark.parametrize(
+    ("text", "mapping"),
+    [
+        ("ngram", {"method": "ngram"}),
+        ("ngram:4", {"method": "ngram", "num_speculative_tokens": 4}),
+        ("ngram:prompt_lookup_max=4", {"method": "ngram", "prompt_lookup_max": 4}),
+        (
+            "ngram:prompt_lookup_max=5,prompt_lookup_min=2,num_speculative_tokens=8,num_speculative_tokens=4",
+            {"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 2, "num_speculative_tokens": [8, 4]},
+        ),
+        ("medusa:heads/", {"method": "medusa", "model": "heads/"}),
+        ("medusa:heads/,trees=mc_sim_7b_63", {"method": "medusa", "model": "heads/", "trees": "mc_sim_7b_63"}),
+        ("medusa:model=heads/,trees=mc_sim_7b_63", {"method": "medusa", "model": "heads/", "trees": ["mc_sim_7b_63"]}),
+        ("draft_model:Org/Name", {"model": "Org/Name"}),
+        ("medusa_draft:d,medusa=h", {"method": "medusa_draft", "model": "d", "medusa": "h"}),
+        (
+            "suffix:store_tokens=100,max_spec_factor=2.5",
+            {"method": "suffix", "store_tokens": 100, "max_spec_factor": 2.5},
+        ),
+        ("lookahead:4,3,4", {"method": "lookahead", "preset": "4,3,4"}),
+        (
+            "lookahead:window=4,ngram=3,guesses=4,prompt_seeding=false",
+            {"method": "lookahead", "window": 4, "ngram": 3, "guesses": 4, "prompt_seeding": False},
+        ),
+        ("self_draft:8", {"method": "self_draft", "layers": 8}),
+    ],
+)
+def test_a_method_is_spelled_in_one_way_everywhere(text: str, mapping: dict[str, object]) -> None:
+    """As ``--method``, as JSON in ``--speculative-config``, and as the mapping that ``LLM`` takes."""
+    expected = read_methods(mapping)
+    assert asked("--method", text) == expected
+    assert read_methods(json.dumps(mapping)) == expected
+    assert read_methods(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "spelled"),
+    [
+        (["--draft", "d"], ["draft_model:d"]),
+        (
+            ["--draft", "d", "--num-speculative-tokens", "4,2"],
+            ["draft_model:d,num_speculative_tokens=4,num_speculative_tokens=2"],
+        ),
+        (["--draft", "d", "--tree", "mc_sim_7b_63"], ["draft_model:d,trees=mc_sim_7b_63"]),
+        (["--draft", "d", "--draft-medusa", "h"], ["medusa_draft:d,medusa=h"]),
+        (["--universal-draft", "d"], ["universal_draft:d"]),
+        (["--medusa", "h", "--draft", "d"], ["medusa:h", "draft_model:d"]),
+        # The widest trees are the heads'; the draft has its own.
+        (["--medusa", "h", "--draft", "d", "--tree", "mc_sim_7b_63"], ["medusa:h,trees=mc_sim_7b_63", "draft_model:d"]),
+        (["--mlp-speculator", "s"], ["mlp_speculator:s"]),
+        (["--self-draft-layers", "8"], ["self_draft:8"]),
+        (["--ngram"], ["ngram"]),
+        (
+            ["--prompt-lookup-max", "3", "--ngram", "--prompt-lookup-min", "1"],
+            ["ngram:prompt_lookup_max=3,prompt_lookup_min=1"],
+        ),
+        (["--suffix"], ["suffix"]),
+        (["--hypothesis"], ["hypothesis"]),
+        (["--lookahead"], ["lookahead:cpu"]),
+        (["--lookahead", "gpu", "--no-lookahead-seeding"], ["lookahead:gpu,prompt_seeding=false"]),
+        (["--suffix", "--method", "ngram"], ["suffix", "ngram"]),
+        (["--method", "ngram", "--suffix"], ["ngram", "suffix"]),
+        # A method that says how many itself keeps that.
+        (["--ngram", "--method", "suffix:2", "--num-speculative-tokens", "6"], ["ngram:6", "suffix:2"]),
+    ],
+)
+def test_flags_stand_for_methods_in_their_order(flags: list[str], spelled: list[str]) -> None:
+    assert asked(*flags) == asked(*(word for text in spelled for word in ("--method", text)))
+
+
+def test_every_method_can_be_asked_for_by_a_flag_of_its_own() -> None:
+    names = [flag.name for name in known() for flag in method_type(name).flags]
+    assert len(names) == len(set(names))
+    assert all(any(flag.asks for flag in method_type(name).flags) for name in known())
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--method", "magic"], "--method magic: method is 'magic'; expected one of draft_model, hypothesis"),
+        (["--method", "magic:4"], "method is 'magic'; expected one of draft_model, hypothesis"),
+        (["--method", "ngram:top=1"], "'top' is no key of method 'ngram'; expected some of num_speculative_tokens"),
+        (["--method", "ngram:prompt_lookup_max=many"], "Expected `int`, got `str` - at `$.prompt_lookup_max`"),
+        (["--method", "ngram:prompt_lookup_max=3,5"], "'5' is not key=value"),
+        (["--method", "medusa"], "missing required field `model`"),
+        (["--method", "medusa:h,trees=nowhere.json"], "nowhere.json"),
+        (["--method", "suffix:num_speculative_tokens=99"], "num_speculative_tokens"),
+        (["--method", "ngram", "--method", "ngram:4"], "--method ngram: it was asked for twice"),
+        (["--method", "ngram", "--ngram"], "--method ngram: it was asked for twice"),
+        (["--prompt-lookup-max", "3", "--method", "ngram"], "--method ngram: it was asked for twice"),
+        (["--prompt-lookup-max", "3"], "--prompt-lookup-max was given without --ngram, which it is for"),
+        (["--no-lookahead-seeding"], "--no-lookahead-seeding was given without --lookahead"),
+        (["--draft-medusa", "h"], "--draft-medusa was given without --draft"),
+        (["--self-draft-layers", "many"], "--self-draft-layers: Expected `int`, got `str`"),
+        (["--ngram", "--tree", "mc_sim_7b_63"], "--tree was given, but ngram propose no trees"),
+        (["--tree", "mc_sim_7b_63"], "--tree was given without a way to speculate"),
+        (["--lookahead", "--num-speculative-tokens", "4"], "the steps of lookahead follow from other options"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_named(words: list[str], named: str) -> None:
+    with pytest.raises(BuildError) as caught:
+        asked(*words)
+    assert named in str(caught.value)
+
+
+@pytest.mark.exporter
+def test_build_help_knows_every_method(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["build", "--help"])
+    shown = capsys.readouterr().out
+    for name in known():
+        assert name in shown
+        assert all(flag.name in shown for flag in method_type(name).flags)
+
+
+def test_a_bundle_runs_methods_it_was_built_without(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", folder, "--prompt", "one two one two one two", "-n", "16", "--temperature", "0", "--json"]
+    said = []
+    for more in (["--no-speculation"], ["--method", "ngram"], ["--method", "suffix", "--num-speculative-tokens", "4"]):
+        assert main([*words, *more]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0]["token_ids"] == said[1]["token_ids"] == said[2]["token_ids"]
+    assert main([*words, "--method", "medusa"]) == 1
+    assert "method is 'medusa'; the bundle has draft_model" in capsys.readouterr().err

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from specexport.contract import tensors
-from specexport.contract.methods import DraftModel
+from specexport.contract.methods.draft_model import DraftModel
 from specexport.contract.tree import TokenTree
 from specexport.runtime import SamplingParams
-from specexport.runtime.backend import Graph, open_graph, propose_buffers, step_buffers
+from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.proposers.base import SlotView
+from specexport.runtime.graph import Graph
+from specexport.runtime.opening import open_graph
+from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.draft_model import DraftModelProposer
 
 NODES, STEPS, VOCAB = 8, 300, 120
@@ -29,7 +31,7 @@ LOWERINGS = ("llama-near", "llama-near-portable")
 def graphs(bundle: Callable[[str], Path], request: pytest.FixtureRequest) -> tuple[Graph, Graph]:
     opened = Bundle.open(bundle(request.param))
     target = opened.manifest.target
-    first, second = (open_graph(opened, target, 1, step_buffers(opened.manifest), 1) for _ in range(2))
+    first, second = (open_graph(opened, target, 1, buffers(opened.manifest.target_signature), 1) for _ in range(2))
     return first, second
 
 
@@ -110,7 +112,7 @@ def test_without_commits_the_cache_would_be_wrong(graphs: tuple[Graph, Graph]) -
 def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Callable[[str], Path]) -> None:
     """Two slots of a window."""
     opened = Bundle.open(bundle(name))
-    graph = open_graph(opened, opened.manifest.target, 2, step_buffers(opened.manifest), 1)
+    graph = open_graph(opened, opened.manifest.target, 2, buffers(opened.manifest.target_signature), 1)
     both_slots = range(2)
     given = graph.inputs(NODES, NODES, slots=both_slots)
     given[tensors.INPUT_IDS][:] = np.arange(2 * NODES).reshape(2, NODES) + 5
@@ -146,7 +148,7 @@ def test_a_portable_draft_commits_what_it_was_fed_and_nothing_else(bundle: Calla
     opened = Bundle.open(bundle("llama-near-portable"))
     (method,) = opened.manifest.methods
     assert isinstance(method, DraftModel)
-    graph = open_graph(opened, method.draft, 1, propose_buffers(method), 1)
+    graph = open_graph(opened, method.draft, 1, buffers(method.signatures["draft"]), 1)
     for cache in graph._caches.values():  # type: ignore[attr-defined]
         cache[:] = POISON
     proposer = DraftModelProposer(graph, opened.manifest)

@@ -14,6 +14,7 @@ from scipy.stats import chi2_contingency
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, RequestError, SamplingParams
 from specexport.runtime.constraint import Grammars
+from specexport.runtime.speculative import PLAIN
 
 Engines = Callable[[str], Engine]
 PROMPT = (17, 180, 33, 250)
@@ -85,7 +86,7 @@ def test_every_node_has_the_mask_of_its_own_path(engine: Engines, seed: int) -> 
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree", "qwen3-medusa"])
 def test_greedy_output_is_the_same_with_and_without_speculation(name: str, engine: Engines) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=60, json_schema=PERSON)  # type: ignore[arg-type]
-    fast, plain = (engine(name).generate(PROMPT, params, speculation=on) for on in (True, False))
+    fast, plain = (engine(name).generate(PROMPT, params, None if on else PLAIN) for on in (True, False))
     assert fast.token_ids == plain.token_ids
     assert fast.finish_reason == "stop"
     assert fits(fast.text)
@@ -113,7 +114,7 @@ def test_speculation_samples_the_same_masked_distribution(engine: Engines) -> No
         found: Counter[str] = Counter()
         for seed in range(200):
             params = SamplingParams(temperature=1.0, max_tokens=12, seed=seed + 1000 * speculation, json_schema=schema)
-            found[engine("llama-near").generate(PROMPT, params, speculation=speculation).text] += 1
+            found[engine("llama-near").generate(PROMPT, params, None if speculation else PLAIN).text] += 1
         counts.append(found)
     texts = sorted(set(counts[0]) | set(counts[1]))
     common = [text for text in texts if counts[0][text] + counts[1][text] >= 10]

@@ -14,6 +14,7 @@ import pytest
 from specexport.contract.errors import BackendError, RequestError
 from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
 from specexport.runtime.cuda import ort
+from specexport.runtime.speculative import PLAIN
 from tests.cuda_stand_in import StandIn
 from tests.device import require_same_as_alone
 from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu, installed
@@ -43,8 +44,8 @@ def test_says_what_the_cpu_says(
         for params in (GREEDY, SAMPLED):
             for prompt in ([5], [7, 9, 11], list(range(3, 90))):
                 for speculation in (True, False):
-                    ours = there.generate(prompt, params, speculation=speculation)
-                    theirs = cpu.generate(prompt, params, speculation=speculation)
+                    ours = there.generate(prompt, params, None if speculation else PLAIN)
+                    theirs = cpu.generate(prompt, params, None if speculation else PLAIN)
                     assert ours.token_ids == theirs.token_ids
                     assert (ours.stats.steps, ours.stats.accepted) == (theirs.stats.steps, theirs.stats.accepted)
                     assert ours.stats.execution == "graph per engine"

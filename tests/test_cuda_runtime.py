@@ -57,7 +57,7 @@ def test_real_package_takes_what_is_given_and_says_there_is_no_driver() -> None:
     """On a machine without a GPU: the real calls, with arguments of the kinds we pass, and their real statuses."""
     status, count = real.cudaGetDeviceCount()
     if not int(status) and count:
-        pytest.skip("there is a GPU here; scripts/gpu_acceptance.py tests on it")
+        pytest.skip("there is a GPU here; python -m benchmarks.gpu tests on it")
     with pytest.raises(BackendError, match=r"no NVIDIA driver was found.*--backend onnxruntime|no GPU can be used"):
         Cuda.load()
     cuda = object.__new__(Cuda)

@@ -16,6 +16,7 @@ from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
 from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
 from specexport.runtime.embeds import Embeddings
+from specexport.runtime.speculative import PLAIN
 from specexport.tuning.record import recorded
 
 Engines = Callable[[str], Engine]
@@ -37,16 +38,16 @@ def rows(count: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_text_is_what_transformers_generates(engine: Engines, oracle: Callable[[str], Any], name: str) -> None:
     one = engine(name)
-    ways: list[dict[str, Any]] = [{"speculation": False}, {}]
+    ways: list[dict[str, Any]] = [{"num_speculative_tokens": 0}, {}]
     ways += [{"method": method} for method in one.speculations if method not in ("self_draft", "hypothesis")]
     for case in oracle(name)["embeds"]:
         expected = case["tokens"]
         params = GREEDY.replace(max_tokens=len(expected))
         if "ids" in case:
-            assert list(one.generate(case["ids"], params, speculation=False).token_ids) == expected
+            assert list(one.generate(case["ids"], params, PLAIN).token_ids) == expected
         hypotheses = [{"hypothesis": [*expected[:9], 4, *expected[10:]]}] if "hypothesis" in one.speculations else []
         for way in [*ways, *hypotheses]:
-            done = one.generate(prompt(case), params, **way)
+            done = one.generate(prompt(case), params, way)
             assert list(done.token_ids) == expected, (list(map(len, case["prompt"])), way)
         if hypotheses:
             assert done.stats.accepted > 8
@@ -56,9 +57,9 @@ def test_a_seed_draws_what_it_draws_after_the_tokens(engine: Engines, oracle: Ca
     one, params = engine(NAME), SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True)
     for case in (case for case in oracle(NAME)["embeds"] if "ids" in case):
         for method in ("ngram", "lookahead"):
-            expected = one.generate(case["ids"], params, speculation=False).token_ids
-            assert one.generate(prompt(case), params, speculation=False).token_ids == expected
-            done = one.generate(prompt(case), params, method=method)
+            expected = one.generate(case["ids"], params, PLAIN).token_ids
+            assert one.generate(prompt(case), params, PLAIN).token_ids == expected
+            done = one.generate(prompt(case), params, method)
             assert len(done.token_ids) == len(expected)
 
 
@@ -69,12 +70,12 @@ def test_nothing_proposes_an_embedding(engine: Engines) -> None:
     text = EmbedsPrompt([again, again, [7, 8, 9, 10], again, [7, 8, 9, 10], again[:2], [7, 8], again])
     for method in ("ngram", "suffix", "lookahead"):
         with recorded(one, method) as recorder:
-            done = one.generate(text, GREEDY.replace(ignore_eos=True), method=method)
+            done = one.generate(text, GREEDY.replace(ignore_eos=True), method)
         made = [proposal for _, proposal in recorder.made]
         assert made
         assert min(int(proposal.tokens.min(initial=0)) for proposal in made) >= 0
         assert all(proposal.window is None or proposal.window.tokens.min() >= 0 for proposal in made)
-        assert done.token_ids == one.generate(text, GREEDY.replace(ignore_eos=True), speculation=False).token_ids
+        assert done.token_ids == one.generate(text, GREEDY.replace(ignore_eos=True), PLAIN).token_ids
 
 
 def test_prefixes_are_shared_by_equal_embeddings_alone(bundle: Callable[[str], Path]) -> None:
@@ -107,9 +108,9 @@ def test_requests_of_a_batch_are_what_they_are_alone(engine: Engines) -> None:
         EmbedsPrompt([[5, 6], rows(3, 2), [9]]),
         EmbedsPrompt([rows(1, 3)]),
     ]
-    ways: list[dict[str, Any]] = [{"method": "lookahead"}, {}, {"method": "ngram"}, {"speculation": False}]
-    alone = [one.generate(text, GREEDY, speculation=False).token_ids for text in texts]
-    streams = [one.stream(text, GREEDY, **way) for text, way in zip(texts, ways, strict=True)]
+    ways: list[dict[str, Any]] = [{"method": "lookahead"}, {}, {"method": "ngram"}, {"num_speculative_tokens": 0}]
+    alone = [one.generate(text, GREEDY, PLAIN).token_ids for text in texts]
+    streams = [one.stream(text, GREEDY, way) for text, way in zip(texts, ways, strict=True)]
     for stream in streams:
         stream.start()
     together = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
@@ -124,7 +125,7 @@ def test_a_draft_reads_no_embeddings(engine: Engines) -> None:
     with one.stream(text, GREEDY) as stream:
         assert stream.method == "ngram"
     with pytest.raises(RequestError, match="'self_draft', whose model reads tokens alone"):
-        one.stream(text, GREEDY, method="self_draft")
+        one.stream(text, GREEDY, "self_draft")
 
 
 def test_wrong_prompts_are_explained(engine: Engines) -> None:

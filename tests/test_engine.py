@@ -15,6 +15,7 @@ import pytest
 from specexport.contract.manifest import Manifest
 from specexport.contract.reading import write_manifest
 from specexport.runtime import Chunk, Completion, Engine, RequestError, SamplingParams, Stats, Stream
+from specexport.runtime.speculative import PLAIN
 from tests.threads import JOIN, in_thread, in_threads
 
 NAME = "llama-near"
@@ -145,7 +146,7 @@ def test_prompts_of_every_length_at_the_borders_of_prefill_chunks(engine: Engine
     """The text after a prompt is the same, however much of it is prompt and however much was generated."""
     prompt = [3 + (37 * i) % 300 for i in range(length)]
     whole = engine(name).generate(prompt, GREEDY).token_ids
-    assert engine(name).generate(prompt, GREEDY, speculation=False).token_ids == whole
+    assert engine(name).generate(prompt, GREEDY, PLAIN).token_ids == whole
     assert engine(name).generate([*prompt, *whole[:10]], GREEDY.replace(max_tokens=14)).token_ids == whole[10:]
 
 
@@ -165,7 +166,7 @@ def test_a_text_ends_with_the_context(
 ) -> None:
     for case in oracle(name)["greedy"][-2:]:
         params = GREEDY.replace(max_tokens=1000, ignore_eos=False)
-        done = engine(name).generate(case["prompt"], params, speculation=speculation)
+        done = engine(name).generate(case["prompt"], params, None if speculation else PLAIN)
         assert (done.token_ids, done.finish_reason) == (tuple(case["tokens"]), "length")
         assert len(case["prompt"]) + len(done.token_ids) == 512
 
@@ -187,7 +188,7 @@ def test_a_text_may_grow_through_every_cache_size(llama: Engine, bundle: Callabl
         whole = fresh.generate([9], params)
     assert len(whole.token_ids) == 511
     for at in (200, 300, 450):
-        again = llama.generate([9, *whole.token_ids[:at]], params, speculation=False)
+        again = llama.generate([9, *whole.token_ids[:at]], params, PLAIN)
         assert again.token_ids == whole.token_ids[at:]
 
 
@@ -215,7 +216,7 @@ def test_any_of_the_end_tokens_ends_the_text(llama: Engine, changed: Callable[..
     assert 0 < at < 15
     other = changed(with_ends(later, sooner))
     for speculation in (True, False):
-        done = other.generate(PROMPT, GREEDY.replace(ignore_eos=False), speculation=speculation)
+        done = other.generate(PROMPT, GREEDY.replace(ignore_eos=False), None if speculation else PLAIN)
         assert (done.token_ids, done.finish_reason) == (whole.token_ids[: at + 1], "stop")
         assert done.text == llama.tokenizer.decode(whole.token_ids[:at])
     assert other.generate(PROMPT, GREEDY).token_ids == whole.token_ids
@@ -462,12 +463,12 @@ def test_a_draft_equal_to_the_target_is_always_accepted(engine: Engines) -> None
 def test_k_is_chosen_per_request(llama: Engine) -> None:
     whole = llama.generate(PROMPT, GREEDY)
     for k in (1, 2, 4, 7):
-        done = llama.generate(PROMPT, GREEDY, num_speculative_tokens=k)
+        done = llama.generate(PROMPT, GREEDY, {"num_speculative_tokens": k})
         assert done.token_ids == whole.token_ids
         assert len(done.stats.acceptance_by_position) == k
         assert done.stats.drafted == k * done.stats.steps_with_draft
     with pytest.raises(RequestError, match=r"num_speculative_tokens is 3.* 1, 2, 4, 7"):
-        llama.generate(PROMPT, GREEDY, num_speculative_tokens=3)
+        llama.generate(PROMPT, GREEDY, {"num_speculative_tokens": 3})
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED.replace(seed=1), SAMPLED.replace(seed=2, max_tokens=77)], ids=str)
@@ -492,7 +493,7 @@ def test_stats_add_up(engine: Engines, name: str, params: SamplingParams) -> Non
 
 
 def test_plain_decoding_drafts_nothing(llama: Engine) -> None:
-    stats = llama.generate(PROMPT, GREEDY, speculation=False).stats
+    stats = llama.generate(PROMPT, GREEDY, PLAIN).stats
     assert (stats.drafted, stats.accepted, stats.steps, stats.acceptance_length) == (0, 0, 24, 1.0)
     assert stats.acceptance_rate == 0.0
     assert stats.acceptance_by_position == []

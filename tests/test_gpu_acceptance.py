@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -11,13 +10,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks import pair
+from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import checks, machine, timing
 from benchmarks.gpu.machine import Found
 from specexport.contract import tensors
@@ -30,19 +29,8 @@ from tests.onnxruntime_stand_in import OnnxRuntimeGpu
 from tests.tensorrt_stand_in import TensorRT
 
 TEXT = " ".join(f"t{5 + n % 30}" for n in range(90))
-SCRIPT = Path(__file__).parent.parent / "scripts" / "gpu_acceptance.py"
 
 pytestmark = pytest.mark.exporter  # it builds bundles
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_acceptance", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_acceptance"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -58,7 +46,7 @@ def test_without_a_gpu_it_says_so_and_checks_nothing(tmp_path: Path) -> None:
     status, count = real.cudaGetDeviceCount()
     if not int(status) and count:
         pytest.skip("there is a GPU here")
-    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert "no GPU can be used here, so nothing was checked: no NVIDIA driver was found" in done.stdout
@@ -105,16 +93,13 @@ def test_slots_that_spoil_each_other_are_found(
     bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step writes over the first rows of a slot that it has no part in, as its prompt is just being read."""
-    inputs = graph.DeviceGraph.inputs
 
-    def spoiling(self: Any, *shape: Any, **more: Any) -> Any:
-        given = inputs(self, *shape, **more)
-        given[tensors.PAST_LENGTH][:] = 0
-        return given
+    def spoiling(self: Any, *shape: Any, **more: Any) -> None:
+        self.inputs(*shape, **more)[tensors.PAST_LENGTH][:] = 0
 
     folder, texts = bundle("llama-near-batch"), [TEXT, " ".join(reversed(TEXT.split()))]
     assert checks.together(folder, "onnxruntime-cuda", 4, "fp32", texts)[0].passed
-    monkeypatch.setattr(graph.DeviceGraph, "inputs", spoiling)
+    monkeypatch.setattr(graph.DeviceGraph, "protect_rows", spoiling)
     assert checks.together(folder, "onnxruntime-cuda", 4, "fp32", texts)[0].passed is False
 
 
@@ -198,7 +183,6 @@ def test_engines_are_compiled_once(uncompiled: Callable[[str], Path], tmp_path: 
 
 
 def test_one_table_of_every_library(
-    script: ModuleType,
     bundle: Callable[[str], Path],
     gpu: OnnxRuntimeGpu,
     tmp_path: Path,

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from specexport.cli import main
 from specexport.contract.errors import RequestError
-from specexport.contract.methods import Hypothesis
+from specexport.contract.methods.hypothesis import Hypothesis
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.proposers import SlotView
+from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.hypothesis import GUESS, TRUST, Follower, HypothesisProposer
 from specexport.runtime.sampling import accept_relaxed
+from specexport.runtime.speculative import PLAIN
 
 Engines = Callable[[str], Engine]
 NAME = "qwen3-lookup"
@@ -128,35 +129,35 @@ def test_greedy_text_is_what_transformers_generates(engine: Engines, oracle: Cal
         more = [token for right in expected for token in ([right] if draw.random() > 0.15 else [right, 4])]
         params = SamplingParams(temperature=0.0, max_tokens=len(expected))
         for size, hypothesis in zip((16, 8, 4, 2, 16), (expected, slips, holes, more, TEXT), strict=True):
-            done = one.generate(case["prompt"], params, hypothesis=hypothesis, num_speculative_tokens=size)
+            done = one.generate(case["prompt"], params, {"hypothesis": hypothesis, "num_speculative_tokens": size})
             assert list(done.token_ids) == expected, (len(case["prompt"]), size)
 
 
 def test_a_right_hypothesis_takes_few_steps(engine: Engines) -> None:
     one = engine(NAME)
     prompt = [int(token) for token in np.random.default_rng(5).integers(3, 300, 40)]
-    plain = one.generate(prompt, GREEDY, speculation=False)
-    done = one.generate(prompt, GREEDY, hypothesis=plain.token_ids)
+    plain = one.generate(prompt, GREEDY, PLAIN)
+    done = one.generate(prompt, GREEDY, {"hypothesis": plain.token_ids})
     assert done.token_ids == plain.token_ids
     assert done.stats.steps <= math.ceil(60 / 17) + 3  # shorter chains at the end
     # One slip costs a step or two, not the rest.
     slipped = [*plain.token_ids[:20], 4, *plain.token_ids[21:]]
-    again = one.generate(prompt, GREEDY, hypothesis=slipped)
+    again = one.generate(prompt, GREEDY, {"hypothesis": slipped})
     assert again.token_ids == plain.token_ids
     assert again.stats.steps <= done.stats.steps + 5
     # Nothing to go by: plain decoding.
-    none = one.generate(prompt, GREEDY, hypothesis=[])
+    none = one.generate(prompt, GREEDY, {"hypothesis": []})
     assert (none.token_ids, none.stats.drafted) == (plain.token_ids, 0)
 
 
 def test_text_is_read_as_it_follows_the_prompt(engine: Engines) -> None:
     one = engine(NAME)
     prompt, text = "one two three", " four five one two"
-    with one.stream(prompt, GREEDY, hypothesis=text) as stream:
+    with one.stream(prompt, GREEDY, {"hypothesis": text}) as stream:
         whole = one.encode(prompt + text)
         assert whole[: len(one.encode(prompt))] == one.encode(prompt)
         assert [*stream.tokens, *stream.hypothesis] == whole
-    with one.stream(one.encode(prompt), GREEDY, hypothesis=text) as stream:
+    with one.stream(one.encode(prompt), GREEDY, {"hypothesis": text}) as stream:
         assert stream.hypothesis == one.tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -165,21 +166,20 @@ def test_what_does_not_belong_together_is_refused(engine: Engines) -> None:
     for words, reason in (
         ({"method": "hypothesis"}, "no hypothesis was given"),
         ({"hypothesis": [4], "method": "ngram"}, "a hypothesis was given with method 'ngram'"),
-        ({"hypothesis": [4], "speculation": False}, "a hypothesis was given with speculation=False"),
+        ({"hypothesis": [4], "num_speculative_tokens": 0}, "a hypothesis was given with num_speculative_tokens 0"),
         ({"hypothesis": [4], "num_speculative_tokens": 5}, "the bundle was built for 2, 4, 8, 16"),
         ({"hypothesis": [4000]}, "token 4000"),
         ({"hypothesis": [4], "hypothesis_entropy": -1.0}, "hypothesis_entropy is -1.0; expected a number >= 0"),
         ({"hypothesis_entropy": 1.0}, "hypothesis_entropy was given without a hypothesis"),
-        ({"params": RELAXED}, "acceptance is 'relaxed', but no hypothesis was given"),
     ):
         with pytest.raises(RequestError, match=reason):
-            one.stream([5], **words)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="a hypothesis was given, but the bundle was built without the method"):
-        engine("dice-ngram").stream([5], hypothesis=[4])
+            one.stream([5], None, words)
+    with pytest.raises(RequestError, match="acceptance is 'relaxed', but no hypothesis was given"):
+        one.stream([5], RELAXED)
     alone = engine("dice-hypothesis")
     assert alone.generate([5], GREEDY.replace(max_tokens=4)).stats.drafted == 0
-    with pytest.raises(RequestError, match="num_speculative_tokens is 3"):
-        alone.stream([5], num_speculative_tokens=3)
+    with pytest.raises(RequestError, match="num_speculative_tokens is 4"):
+        alone.stream([5], None, {"hypothesis": [4], "num_speculative_tokens": 4})
 
 
 # --- relaxed acceptance -----------------------------------------------------------------------------------------------
@@ -206,25 +206,25 @@ def test_relaxed_acceptance_keeps_what_is_likely_enough(engine: Engines) -> None
     hypothesis = [int(token) for token in np.random.default_rng(8).integers(3, 300, 30)]
     params = GREEDY.replace(acceptance="relaxed", max_tokens=30)
     prompt = [5, 6, 7]
-    plain = one.generate(prompt, GREEDY.replace(max_tokens=30), speculation=False).token_ids
-    kept = one.generate(prompt, params.replace(likelihood_threshold=0.0), hypothesis=hypothesis)
+    plain = one.generate(prompt, GREEDY.replace(max_tokens=30), PLAIN).token_ids
+    kept = one.generate(prompt, params.replace(likelihood_threshold=0.0), {"hypothesis": hypothesis})
     assert list(kept.token_ids[:16]) == hypothesis[:16]  # the seventeenth is the model's own
     assert kept.stats.accepted == kept.stats.drafted
-    assert one.generate(prompt, params.replace(likelihood_threshold=1.0), hypothesis=hypothesis).token_ids == plain
+    assert one.generate(prompt, params.replace(likelihood_threshold=1.0), {"hypothesis": hypothesis}).token_ids == plain
 
 
 def test_a_hypothesis_that_is_sure_enough_is_taken_without_the_model(engine: Engines) -> None:
     one = engine(NAME)
     gate = GREEDY.replace(acceptance="relaxed", entropy_threshold=0.7)
     text = " some words that nobody checks"
-    done = one.generate("one", gate, hypothesis=text, hypothesis_entropy=0.3)
+    done = one.generate("one", gate, {"hypothesis": text, "hypothesis_entropy": 0.3})
     assert (done.text, done.finish_reason, done.stats.steps) == (text, "stop", 0)
     assert done.stats.output_tokens == len(done.token_ids)
-    cut = one.generate("one", gate.replace(max_tokens=2), hypothesis=text, hypothesis_entropy=0.3)
+    cut = one.generate("one", gate.replace(max_tokens=2), {"hypothesis": text, "hypothesis_entropy": 0.3})
     assert (len(cut.token_ids), cut.finish_reason) == (2, "length")
-    stopped = one.generate("one", gate.replace(stop=(" that",)), hypothesis=text, hypothesis_entropy=0.3)
+    stopped = one.generate("one", gate.replace(stop=(" that",)), {"hypothesis": text, "hypothesis_entropy": 0.3})
     assert (stopped.text, stopped.finish_reason) == (" some words", "stop")
-    ended = one.generate("one", gate.replace(ignore_eos=False), hypothesis=[5, 6, 1, 7], hypothesis_entropy=0.0)
+    ended = one.generate("one", gate.replace(ignore_eos=False), {"hypothesis": [5, 6, 1, 7], "hypothesis_entropy": 0.0})
     assert (ended.token_ids, ended.finish_reason) == ((5, 6, 1), "stop")
     for params, entropy in (
         (gate.replace(logprobs=0), 0.1),
@@ -232,11 +232,11 @@ def test_a_hypothesis_that_is_sure_enough_is_taken_without_the_model(engine: Eng
         (gate, None),
         (gate.replace(entropy_threshold=None), 0.0),
     ):
-        assert one.generate("one", params, hypothesis=text, hypothesis_entropy=entropy).stats.steps > 0
+        assert one.generate("one", params, {"hypothesis": text, "hypothesis_entropy": entropy}).stats.steps > 0
     # Without the opt-in it is verified, however sure it is.
     lossless = gate.replace(acceptance="lossless")
-    checked = one.generate("one", lossless, hypothesis=text, hypothesis_entropy=0.0)
-    assert checked.token_ids == one.generate("one", GREEDY, speculation=False).token_ids
+    checked = one.generate("one", lossless, {"hypothesis": text, "hypothesis_entropy": 0.0})
+    assert checked.token_ids == one.generate("one", GREEDY, PLAIN).token_ids
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.5, float("nan")])

@@ -22,8 +22,8 @@ from benchmarks.inflate import (
     main,
     real_layers,
 )
-from specexport.verify.runners import reference_states
-from specexport.verify.speculator import ReferenceSpeculator
+from specexport.checkpoints.reference import reference_states
+from specexport.exporter.methods.mlp_speculator import ReferenceSpeculator
 from tests.checkpoints import make_speculator
 
 pytestmark = pytest.mark.exporter

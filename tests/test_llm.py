@@ -13,8 +13,9 @@ import pytest
 import specexport
 from specexport import LLM, SamplingParams
 from specexport.contract.errors import BackendError, BuildError, RequestError
+from specexport.contract.methods import Method, known, method_type, read_methods
+from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine
-from specexport.speculative import build_options, choice, read_config
 
 NAME = "llama-near"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -156,8 +157,27 @@ def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
         ({"bundle": "{}", "gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
         ({"bundle": "{}", "seed": -1}, "seed is -1"),
         ({"bundle": "{}", "presicion": "int8"}, "presicion was given with a bundle"),
-        ({"bundle": "{}", "speculative_config": {"method": "ngram"}}, "method is 'ngram'; the bundle was built for"),
+        (
+            {"bundle": "{}", "speculative_config": {"method": "medusa"}},
+            "method is 'medusa'; the bundle has draft_model",
+        ),
+        ({"bundle": "{}", "speculative_config": "medusa"}, "method is 'medusa'; the bundle has draft_model"),
         ({"bundle": "{}", "speculative_config": {"model": "x"}}, "model was given with a bundle"),
+        (
+            {"bundle": "{}", "speculative_config": {"method": "medusa", "model": "h", "trees": "mc_sim_7b_63"}},
+            "model was given with a bundle, which is built already; name method and num_speculative_tokens alone",
+        ),
+        ({"bundle": "{}", "speculative_config": "medusa:heads/"}, "its options belong to the build"),
+        ({"bundle": "{}", "speculative_config": {"method": "magic"}}, "method is 'magic'; expected one of draft_model"),
+        ({"bundle": "{}", "speculative_config": {"method": "suffix", "top": 1}}, "'top' is no key of method 'suffix'"),
+        ({"bundle": "{}", "speculative_config": {"method": "suffix", "store_tokens": -1}}, "store_tokens"),
+        (
+            {"bundle": "{}", "speculative_config": {"method": "suffix", "num_speculative_tokens": 30}},
+            "suffix: the bundle verifies chains of at most 8 draft tokens",
+        ),
+        ({"bundle": "{}", "speculative_config": "{"}, "speculative_config: not JSON"),
+        ({"bundle": "{}", "speculative_config": [5]}, "is no object with the key method"),
+        ({"bundle": "{}", "speculative_config": {"method": "draft_model", "num_speculative_tokens": "x"}}, "got `str`"),
         (
             {"bundle": "{}", "speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
             "num_speculative_tokens is 3; the bundle was built for 1, 2, 4, 7",
@@ -165,7 +185,9 @@ def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
     ],
 )
 def test_wrong_options_are_named(bundle: Callable[[str], Path], options: dict[str, Any], words: str) -> None:
-    given = {key: value.format(bundle(NAME)) if isinstance(value, str) else value for key, value in options.items()}
+    given = {
+        key: value.replace("{}", str(bundle(NAME))) if key == "bundle" else value for key, value in options.items()
+    }
     with pytest.raises(BuildError, match=words):
         LLM(**given)
 
@@ -173,72 +195,186 @@ def test_wrong_options_are_named(bundle: Callable[[str], Path], options: dict[st
 # --- speculative_config -----------------------------------------------------------------------------------------------
 
 
+def method(name: str, **options: Any) -> Method:
+    """A method as the registry makes it, without reading what users write."""
+    return method_type(name)(**options)
+
+
 @pytest.mark.parametrize(
-    ("given", "options"),
+    ("given", "expected"),
     [
-        ({"model": "d"}, {"draft": "d"}),
+        ({"model": "d"}, method("draft_model", model="d")),
         (
             '{"model": "d", "num_speculative_tokens": 5, "method": "draft_model"}',
-            {"draft": "d", "num_speculative_tokens": 5},
+            method("draft_model", model="d", num_speculative_tokens=5),
         ),
-        ({"method": "medusa", "model": "h"}, {"medusa": "h"}),
-        ({"method": "mlp_speculator", "model": "s"}, {"mlp_speculator": "s"}),
-        ({"method": "suffix"}, {"suffix": True}),
+        (
+            {"model": "d", "num_speculative_tokens": [4, 2]},
+            method("draft_model", model="d", num_speculative_tokens=(4, 2)),
+        ),
+        ({"model": "d", "draft_tensor_parallel_size": 1}, method("draft_model", model="d")),
+        ({"method": "medusa", "model": "h"}, method("medusa", model="h")),
+        ({"method": "mlp_speculator", "model": "s"}, method("mlp_speculator", model="s")),
+        ({"method": "medusa_draft", "model": "d", "medusa": "h"}, method("medusa_draft", model="d", medusa="h")),
+        ({"method": "suffix"}, method("suffix")),
+        ({"method": "suffix", "store_tokens": 100}, method("suffix", store_tokens=100)),
+        ({"method": "hypothesis"}, method("hypothesis")),
+        ("hypothesis", method("hypothesis")),
         (
             {"method": "ngram", "prompt_lookup_max": 6, "prompt_lookup_min": 3},
-            {"ngram": True, "prompt_lookup_max": 6, "prompt_lookup_min": 3},
+            method("ngram", prompt_lookup_max=6, prompt_lookup_min=3),
         ),
-        ({"model": "[ngram]"}, {"ngram": True, "prompt_lookup_max": 4, "prompt_lookup_min": 2}),
-        ({"method": "ngram", "prompt_lookup_max": 1}, {"ngram": True, "prompt_lookup_max": 1, "prompt_lookup_min": 1}),
-        ({"method": "lookahead"}, {"lookahead": "cpu"}),
+        ({"model": "[ngram]"}, method("ngram")),
+        ({"method": "lookahead"}, method("lookahead")),
         (
-            '{"method": "lookahead", "lookahead": [5, 4, 4], "lookahead_seeding": false}',
-            {"lookahead": (5, 4, 4), "lookahead_seeding": False},
+            '{"method": "lookahead", "window": 5, "ngram": 4, "guesses": 4, "prompt_seeding": false}',
+            method("lookahead", window=5, ngram=4, guesses=4, prompt_seeding=False),
         ),
         (
-            {"method": "self_draft", "self_draft_layers": 8, "num_speculative_tokens": 3},
-            {"self_draft_layers": 8, "num_speculative_tokens": 3},
+            {"method": "self_draft", "layers": 8, "num_speculative_tokens": 3},
+            method("self_draft", layers=8, num_speculative_tokens=3),
         ),
-        ({"method": "universal_draft", "model": "d"}, {"universal_draft": "d"}),
+        ({"method": "universal_draft", "model": "d"}, method("universal_draft", model="d")),
     ],
 )
-def test_a_config_says_what_to_build(given: Any, options: dict[str, Any]) -> None:
-    assert build_options(read_config(given)) == options
+def test_a_config_says_what_to_build(given: Any, expected: Method) -> None:
+    assert read_methods(given) == (expected,)
+
+
+def test_a_config_may_name_several_methods_the_default_first() -> None:
+    several = [{"method": "ngram"}, "suffix:store_tokens=100", {"model": "d"}]
+    assert read_methods(several) == (
+        method("ngram"),
+        method("suffix", store_tokens=100),
+        method("draft_model", model="d"),
+    )
+    assert read_methods('[{"method": "ngram"}, {"model": "d"}]') == (method("ngram"), method("draft_model", model="d"))
+
+
+@pytest.mark.parametrize(("least", "most", "found"), [(None, None, (2, 4)), (None, 1, (1, 1)), (3, 6, (3, 6))])
+def test_ngrams_sizes_default_to_what_fits(least: int | None, most: int | None, found: tuple[int, int]) -> None:
+    given = {key: value for key, value in (("prompt_lookup_min", least), ("prompt_lookup_max", most)) if value}
+    (ngram,) = read_methods({"method": "ngram", **given})
+    assert ngram.lookup_sizes == found  # type: ignore[attr-defined]
+
+
+def test_trees_are_presets_files_or_trees(tmp_path: Path) -> None:
+    tree = TokenTree.from_choices([[0], [1], [0, 0]])
+    file = tmp_path / "tree.json"
+    file.write_text("[[0], [1], [0, 0]]")
+    for given in (file, str(file), [file], [tree], [tree.choices]):
+        (read,) = read_methods({"method": "medusa", "model": "h", "trees": given})
+        assert read.token_trees() == (tree,)
+    (preset,) = read_methods({"method": "medusa", "model": "h", "trees": "mc_sim_7b_63"})
+    assert preset.token_trees() == (TokenTree.load("mc_sim_7b_63"),)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"method": "ngram", "top": 1}, "unknown field `top`"),
-        ({"method": "magic"}, "method is 'magic'; expected one of draft_model, medusa"),
+        ({"method": "ngram", "top": 1}, "'top' is no key of method 'ngram'; expected some of num_speculative_tokens"),
+        ({"method": "magic"}, f"method is 'magic'; expected one of {', '.join(known())}"),
+        ("magic", "method is 'magic'; expected one of"),
         ({}, "method is missing"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": "5"}, "num_speculative_tokens"),
-        ({"method": "medusa"}, "model is missing"),
-        ({"method": "suffix", "model": "d"}, "proposes without a model"),
-        ({"model": "d", "prompt_lookup_max": 4}, "it is for ngram"),
-        ({"model": "d", "lookahead": "gpu"}, "lookahead was given with method 'draft_model'; it is for lookahead"),
-        ({"method": "lookahead", "lookahead": [5, 4]}, "lookahead"),
-        ({"method": "lookahead", "num_speculative_tokens": 4}, "whose steps follow from W, N and G"),
-        ({"method": "self_draft"}, "self_draft_layers is missing; method 'self_draft' needs one"),
-        ({"method": "self_draft", "self_draft_layers": 2, "model": "d"}, "proposes without a model"),
-        ({"method": "universal_draft"}, "model is missing"),
-        ({"model": "d", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
-        ("{", "speculative_config"),
-        ("[]", "speculative_config"),
+        ({"method": "ngram", "num_speculative_tokens": 40}, "num_speculative_tokens"),
+        ({"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_max"),
+        ({"method": "ngram", "prompt_lookup_max": 33}, "prompt_lookup_max"),
+        ({"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 4}, "prompt_lookup_min is 4; expected 1 to"),
+        ({"method": "medusa"}, "`model`"),
+        ({"method": "medusa", "model": "h", "trees": "nowhere.json"}, "nowhere.json"),
+        ({"method": "medusa", "model": "h", "trees": 5}, "trees is 5; expected names of presets, files or trees"),
+        ({"method": "medusa", "model": "h", "heads": 3}, "'heads' is no key of method 'medusa'"),
+        ({"method": "medusa_draft", "model": "d"}, "`medusa`"),
+        ({"method": "suffix", "model": "d"}, "'model' is no key of method 'suffix'"),
+        ({"model": "d", "prompt_lookup_max": 4}, "'prompt_lookup_max' is no key of method 'draft_model'"),
+        ({"method": "lookahead", "window": 5, "ngram": 4}, "window, ngram and guesses belong together"),
+        ({"method": "lookahead", "preset": "huge"}, "preset is 'huge'; expected W,N,G or one of gpu, cpu, small"),
+        ({"method": "lookahead", "num_speculative_tokens": 4}, "its steps follow from window, ngram and guesses"),
+        ({"method": "self_draft"}, "`layers`"),
+        ({"method": "self_draft", "layers": 2, "model": "d"}, "'model' is no key of method 'self_draft'"),
+        ({"method": "universal_draft"}, "`model`"),
+        ({"model": "d", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size is 2; expected 1"),
+        ("{", "speculative_config: not JSON"),
+        (5, "5 is no object"),
     ],
 )
 def test_a_wrong_config_is_named(given: Any, words: str) -> None:
     with pytest.raises(BuildError, match=words):
-        build_options(read_config(given))
+        read_methods(given)
 
 
-def test_with_a_bundle_a_config_only_chooses() -> None:
-    assert choice(read_config({"method": "ngram", "num_speculative_tokens": 4})) == {
-        "method": "ngram",
-        "num_speculative_tokens": 4,
-    }
-    with pytest.raises(BuildError, match="lookahead was given with a bundle"):
-        choice(read_config({"method": "lookahead", "lookahead": "gpu"}))
-    with pytest.raises(BuildError, match="prompt_lookup_max was given with a bundle"):
-        choice(read_config({"method": "ngram", "prompt_lookup_max": 4}))
+@pytest.mark.parametrize(
+    "config",
+    [
+        "ngram",
+        {"method": "ngram", "num_speculative_tokens": 4},
+        {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+        '{"method": "suffix"}',
+        "suffix:store_tokens=100",
+    ],
+)
+def test_methods_that_read_text_work_in_a_bundle_built_without_them(
+    bundle: Callable[[str], Path], llm: LLM, config: Any
+) -> None:
+    prompts = ["one two three one two three one two"]
+    (plain,) = llm.generate(prompts, GREEDY, use_tqdm=False)
+    with LLM(bundle=bundle(NAME), speculative_config=config, threads=1) as one:
+        (output,) = one.generate(prompts, GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+def test_a_bundles_text_methods_take_their_options_in_the_config(bundle: Callable[[str], Path]) -> None:
+    given = [{"method": "suffix", "store_tokens": 400}, {"method": "ngram", "prompt_lookup_max": 3}]
+    with LLM(bundle=bundle(NAME), speculative_config=given, threads=1) as one:
+        methods = one._frontend.engine.methods
+        assert methods["suffix"].store_tokens == 400  # type: ignore[attr-defined]
+        assert methods["ngram"].prompt_lookup_max == 3  # type: ignore[attr-defined]
+        stats = [one.generate([[9, 8, 7, 6, 5]], GREEDY, use_tqdm=False)[0].outputs[0].metrics for _ in range(2)]
+        # The second time the store has the whole output; the draft model, the bundle's default, would always draft.
+        assert stats[1].steps < stats[0].steps
+        assert stats[0].drafted < stats[1].drafted
+
+
+@pytest.mark.parametrize("config", [None, "hypothesis", {"method": "hypothesis", "num_speculative_tokens": [8, 2]}])
+def test_requests_bring_a_hypothesis_whatever_the_config_says(bundle: Callable[[str], Path], config: Any) -> None:
+    with LLM(bundle=bundle(NAME), speculative_config=config, threads=1) as one:
+        prompts = [[9, 8, 7, 6, 5], [5, 6, 7]]
+        before = [output.outputs[0].token_ids for output in one.generate(prompts, GREEDY, use_tqdm=False)]
+        expected = [{"hypothesis": tokens} for tokens in before]
+        after = [output.outputs[0] for output in one.generate(prompts, GREEDY, use_tqdm=False, speculative=expected)]
+        assert [made.token_ids for made in after] == before
+        assert all(made.metrics.accepted == made.metrics.drafted >= 12 for made in after)
+        if config is not None and config != "hypothesis":
+            assert [len(tree) for tree in one._frontend.engine.methods["hypothesis"].token_trees()] == [9, 3]
+        with pytest.raises(RequestError, match="1 speculative for 2 prompts"):
+            one.generate(prompts, GREEDY, use_tqdm=False, speculative=[{}])
+        with pytest.raises(RequestError, match=r"prompt 0: speculative: .magic. was given without a method"):
+            one.generate(prompts, GREEDY, use_tqdm=False, speculative={"magic": 1})
+
+
+@pytest.mark.exporter
+def test_medusa_draft_and_hypothesis_are_built_by_their_configs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.checkpoints import VOCAB, make_checkpoint, make_heads
+    from tests.make_bundles import DICE
+
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
+    model = str(make_checkpoint(tmp_path / "model", "llama", **{**DICE, "vocab_size": VOCAB}))
+    heads = str(make_heads(tmp_path / "heads", Path(model), 2, tied=True))
+    config = [
+        {"method": "medusa_draft", "model": model, "medusa": heads, "num_speculative_tokens": 3},
+        {"method": "hypothesis", "num_speculative_tokens": [6, 3]},
+    ]
+    options: dict[str, Any] = {"max_model_len": 48, "threads": 1, "max_batch_size": 1, "measure": False}
+    with LLM(model, speculative_config=config, **options) as one:
+        methods = one._frontend.engine.methods
+        assert list(methods)[:2] == ["medusa_draft", "hypothesis"]
+        assert [len(tree) for tree in methods["medusa_draft"].token_trees()] == [4]
+        assert [len(tree) for tree in methods["hypothesis"].token_trees()] == [7, 4]
+        (drafted,) = one.generate([[5, 6, 5]], GREEDY, use_tqdm=False)
+        (plain,) = one.generate([[5, 6, 5]], GREEDY, use_tqdm=False, speculative={"num_speculative_tokens": 0})
+        assert drafted.outputs[0].metrics.drafted > 0 == plain.outputs[0].metrics.drafted
+        assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids

@@ -11,6 +11,7 @@ import pytest
 
 from specexport.runtime import Engine, RequestError, SamplingParams
 from specexport.runtime.logprobs import token_logprobs
+from specexport.runtime.speculative import PLAIN
 
 Engines = Callable[[str], Engine]
 DICE_PROMPT = (5, 8, 5, 8)
@@ -40,7 +41,7 @@ def test_they_are_what_transformers_says(name: str, engine: Engines, oracle: Cal
 
 def test_speculation_does_not_change_them(engine: Engines) -> None:
     params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=2, ignore_eos=True)
-    fast, plain = (engine("llama-near").generate([17, 180, 33], params, speculation=on) for on in (True, False))
+    fast, plain = (engine("llama-near").generate([17, 180, 33], params, None if on else PLAIN) for on in (True, False))
     assert fast.stats.accepted > 0
     assert [entry.token for entry in fast.logprobs] == list(fast.token_ids) == list(plain.token_ids)
     for one, other in zip(fast.logprobs, plain.logprobs, strict=True):

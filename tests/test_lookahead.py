@@ -14,12 +14,14 @@ import pytest
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError, BundleError, RequestError
-from specexport.contract.methods import Lookahead, guess_tree
+from specexport.contract.methods import read_methods
+from specexport.contract.methods.lookahead import Lookahead, guess_tree
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.proposers import SlotView
+from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.lookahead import LookaheadProposer, NgramPool, Trajectory
+from specexport.runtime.speculative import PLAIN
 from specexport.tuning.record import recorded
 from tests.manifests import rewritten
 
@@ -27,7 +29,7 @@ Engines = Callable[[str], Engine]
 NAME = "qwen3-lookahead"
 W, N, G = 5, 4, 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
-METHOD = Lookahead(trees=(guess_tree(G, N).choices,), window=W, ngram=N, prompt_seeding=True)
+METHOD = Lookahead(trees=(guess_tree(G, N).choices,), window=W, ngram=N, guesses=G)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -105,7 +107,7 @@ def test_guesses_come_before_the_window_and_share_what_they_have_in_common() -> 
 
 
 def test_without_seeding_there_are_no_guesses_at_first() -> None:
-    method = Lookahead(trees=METHOD.trees, window=W, ngram=N, prompt_seeding=False)
+    method = Lookahead(trees=METHOD.trees, window=W, ngram=N, guesses=G, prompt_seeding=False)
     assert len(LookaheadProposer(method).propose([view([1, 2, 3, 4, 1, 2, 3, 5, 1])])[0].tokens) == 0
 
 
@@ -123,7 +125,7 @@ def test_acceptance_is_that_of_a_plain_implementation(engine: Engines) -> None:
     for prompt in prompts(6)[1::2]:
         with recorded(one, "lookahead") as recorder:
             done = one.generate(prompt, GREEDY)
-        assert done.token_ids == one.generate(prompt, GREEDY, speculation=False).token_ids
+        assert done.token_ids == one.generate(prompt, GREEDY, PLAIN).token_ids
         ours.append(done.stats.steps)
         length += len(done.token_ids)
         # Both windows begin with the same tokens: which they are moves the acceptance length of a text by over 5 %.
@@ -217,7 +219,7 @@ def test_a_text_may_end_with_the_context_and_leaves_nothing_behind(engine: Engin
     proposer = one.speculations["lookahead"].proposer
     assert isinstance(proposer, LookaheadProposer)
     prompt = [20 + at % 5 for at in range(490)]
-    whole = one.generate(prompt, GREEDY, speculation=False)
+    whole = one.generate(prompt, GREEDY, PLAIN)
     done = one.generate(prompt, GREEDY)
     assert (done.token_ids, done.finish_reason) == (whole.token_ids, "length")
     with one.stream([4, 5], GREEDY) as stream:
@@ -231,14 +233,14 @@ def test_a_text_may_end_with_the_context_and_leaves_nothing_behind(engine: Engin
 def test_fewer_guesses_can_be_asked_for(engine: Engines) -> None:
     one = engine(NAME)
     prompt = prompts(1)[0] * 3
-    plain = one.generate(prompt, GREEDY, speculation=False).token_ids
+    plain = one.generate(prompt, GREEDY, PLAIN).token_ids
     for guesses in (1, 2, 4):
         with recorded(one, "lookahead") as recorder:
-            done = one.generate(prompt, GREEDY, num_speculative_tokens=guesses * (N - 1))
+            done = one.generate(prompt, GREEDY, {"num_speculative_tokens": guesses * (N - 1)})
         assert done.token_ids == plain
         assert max(len(proposal.tokens) for _, proposal in recorder.made) <= guesses * (N - 1)
     with pytest.raises(RequestError, match="num_speculative_tokens is 4; the bundle was built for 3, 6, 12"):
-        one.stream(prompt, num_speculative_tokens=4)
+        one.stream(prompt, None, {"num_speculative_tokens": 4})
 
 
 # --- the bundle -------------------------------------------------------------------------------------------------------
@@ -266,20 +268,27 @@ def test_what_cannot_be_is_refused(
 
 @pytest.mark.exporter
 def test_sizes_that_are_built() -> None:
-    from specexport.exporter.methods import lookahead
+    from specexport.exporter.methods import TargetOutline, exporter_of
 
-    made = lookahead((5, 4, 4), True, 1)
-    assert (made.window, made.ngram, [len(tree) - 1 for tree in made.token_trees()]) == (5, 4, [12, 6, 3])
-    assert [lookahead("gpu", True, int(size)).window for size in (7e9, 13e9, 33e9)] == [15, 10, 7]
-    assert lookahead("gpu", True, 1).widths()[0] == 120
+    def planned(wanted: str, parameters: float = 1) -> Lookahead:
+        (method,) = read_methods(f"lookahead:{wanted}")
+        assert isinstance(method, Lookahead)
+        return exporter_of(method).plan(method, TargetOutline(300, int(parameters)))
+
+    made = planned("5,4,4")
+    assert (made.shape, [len(tree) - 1 for tree in made.token_trees()]) == ((5, 4, 4), [12, 6, 3])
+    assert planned("window=5,ngram=4,guesses=4") == made
+    assert [planned("gpu", size).window for size in (7e9, 13e9, 33e9)] == [15, 10, 7]
+    assert planned("gpu").widths()[0] == 120
     for wanted, reason in (
         ("fast", "expected W,N,G or one of gpu, cpu, small, medium, large"),
-        ((0, 3, 1), "W and G of at least 1"),
-        ((16, 5, 17), "132 tokens a step; at most 128"),
-        ((2, 5, 2), "only if W is at least N - 2 = 3"),
+        ("1,2,x", "expected W,N,G or one of gpu, cpu, small, medium, large"),
+        ("0,3,1", "W and G of at least 1"),
+        ("16,5,17", "132 tokens a step; at most 128"),
+        ("2,5,2", "only if W is at least N - 2 = 3"),
     ):
         with pytest.raises(BuildError, match=reason):
-            lookahead(wanted, True, 1)  # type: ignore[arg-type]
+            planned(wanted)
 
 
 def test_commands(bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,6 +303,6 @@ def test_commands(bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.
     assert "lookahead, window 5, n-grams of 4, seeded from the prompt: up to 12 draft tokens a step" in shown
     assert "verified 27 at a time" in shown
     assert main(["tune", "tree", folder, "--dry-run", "--data", str(tmp_path / "any")]) == 1
-    assert "whose steps follow from W, N and G" in capsys.readouterr().err
+    assert "whose steps follow from its options" in capsys.readouterr().err
     assert main(["build", "--target", "x", "-o", "y", "--no-lookahead-seeding"]) == 1
     assert "--no-lookahead-seeding was given without --lookahead" in capsys.readouterr().err

@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError, BundleError, RequestError
-from specexport.contract.methods import Ngram, Suffix
+from specexport.contract.methods.ngram import Ngram
+from specexport.contract.methods.suffix import Suffix
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.proposers import SlotView
-from specexport.runtime.proposers.base import Chains
+from specexport.runtime.proposal import Chains, SlotView
 from specexport.runtime.proposers.ngram import NgramIndex, NgramProposer
 from specexport.runtime.proposers.suffix import OutputStore, SuffixAutomaton, SuffixProposer
+from specexport.runtime.speculative import PLAIN
 from specexport.tuning.record import recorded
 from tests.manifests import rewritten
 
@@ -189,7 +190,7 @@ def test_outputs_too_short_to_match_are_not_stored() -> None:
     store = OutputStore(40)
     store.add([1, 2])
     assert len(store) == 0
-    with pytest.raises(RequestError, match="suffix_store_tokens is 5; expected 0 for no store, or 8 or more"):
+    with pytest.raises(RequestError, match="suffix: store_tokens is 5; expected 0 for no store, or 8 or more"):
         OutputStore(5)
 
 
@@ -263,9 +264,9 @@ def test_a_store_lets_a_request_use_another_ones_output() -> None:
 def test_greedy_text_is_plain_decodings(engine: Engines, prompt: list[int]) -> None:
     one = engine(NAME)
     assert list(one.speculations) == ["draft_model", "ngram", "suffix", "hypothesis"]
-    plain = one.generate(prompt, GREEDY, speculation=False)
+    plain = one.generate(prompt, GREEDY, PLAIN)
     for method, size in WAYS:
-        done = one.generate(prompt, GREEDY, method=method, num_speculative_tokens=size)
+        done = one.generate(prompt, GREEDY, {"method": method, "num_speculative_tokens": size})
         assert done.token_ids == plain.token_ids
         assert done.stats.steps <= plain.stats.steps
 
@@ -274,17 +275,17 @@ def test_what_repeats_takes_fewer_steps(engine: Engines) -> None:
     one = engine(NAME)
     long = GREEDY.replace(max_tokens=120)
     for method in ("ngram", "suffix"):
-        done = one.generate(COPY, long, method=method)
+        done = one.generate(COPY, long, method)
         assert done.stats.acceptance_length > 1.5, done.stats
-        sampled = one.generate(COPY, long.replace(temperature=1.0, seed=4), method=method)
-        assert sampled.token_ids == one.generate(COPY, long.replace(temperature=1.0, seed=4), method=method).token_ids
+        sampled = one.generate(COPY, long.replace(temperature=1.0, seed=4), method)
+        assert sampled.token_ids == one.generate(COPY, long.replace(temperature=1.0, seed=4), method).token_ids
 
 
 def test_steps_verify_declared_chains_of_the_size_asked_for_at_most(engine: Engines) -> None:
     one = engine(NAME)
     for method, size in WAYS:
         with recorded(one, method) as recorder:
-            one.generate(COPY, GREEDY.replace(max_tokens=100), method=method, num_speculative_tokens=size)
+            one.generate(COPY, GREEDY.replace(max_tokens=100), {"method": method, "num_speculative_tokens": size})
         found = {len(proposal.tokens) for _, proposal in recorder.made}
         assert found
         assert found <= {k for k in (8, 4, 2) if k <= size}
@@ -294,9 +295,9 @@ def test_steps_verify_declared_chains_of_the_size_asked_for_at_most(engine: Engi
 def test_a_text_may_end_with_the_context(engine: Engines) -> None:
     one = engine(NAME)
     prompt = [20 + at % 5 for at in range(490)]
-    whole = one.generate(prompt, GREEDY.replace(max_tokens=100), speculation=False)
+    whole = one.generate(prompt, GREEDY.replace(max_tokens=100), PLAIN)
     for method in ("ngram", "suffix"):
-        done = one.generate(prompt, GREEDY.replace(max_tokens=100), method=method)
+        done = one.generate(prompt, GREEDY.replace(max_tokens=100), method)
         assert (done.token_ids, done.finish_reason) == (whole.token_ids, "length")
         assert len(done.token_ids) == 22
 
@@ -312,34 +313,34 @@ def test_requests_mix_methods_and_leave_nothing_behind(engine: Engines) -> None:
     one = engine(NAME)
     sampled = GREEDY.replace(temperature=0.9, seed=6)
     methods = ("draft_model", "ngram", "suffix")
-    first = {method: one.generate(COPY, sampled, method=method).token_ids for method in methods}
+    first = {method: one.generate(COPY, sampled, method).token_ids for method in methods}
     for method in (*methods, "suffix", "ngram"):
-        one.generate(RANDOM, sampled.replace(seed=7), method=method)
-        assert one.generate(COPY, sampled, method=method).token_ids == first[method]
+        one.generate(RANDOM, sampled.replace(seed=7), method)
+        assert one.generate(COPY, sampled, method).token_ids == first[method]
         assert state(one) == [{}, {}]
 
 
 def test_a_request_that_is_cancelled_or_left_leaves_nothing_behind(engine: Engines) -> None:
     one = engine(NAME)
     for method, slots in zip(("ngram", "suffix"), state(one), strict=True):
-        whole = one.generate(COPY, GREEDY, method=method).token_ids
-        stream = one.stream(COPY, GREEDY, method=method)
+        whole = one.generate(COPY, GREEDY, method).token_ids
+        stream = one.stream(COPY, GREEDY, method)
         next(stream)
         assert list(slots) == [0]
         stream.cancel()
         assert [chunk.finish_reason for chunk in stream] == ["cancelled"]
         assert slots == {}
-        with one.stream(RANDOM, GREEDY, method=method) as left:
+        with one.stream(RANDOM, GREEDY, method) as left:
             next(left)
         # A stream that was left goes before the next step, whoever takes it.
-        assert one.generate(COPY, GREEDY, method=method).token_ids == whole
+        assert one.generate(COPY, GREEDY, method).token_ids == whole
         assert slots == {}
 
 
 def test_an_engine_keeps_earlier_outputs_on_request(bundle: Callable[[str], Path], engine: Engines) -> None:
-    with Engine.load(bundle(NAME), threads=1, suffix_store_tokens=400) as one:
-        plain = one.generate(RANDOM, GREEDY, speculation=False)
-        runs = [one.generate(RANDOM, GREEDY, method="suffix") for _ in range(3)]
+    with Engine.load(bundle(NAME), threads=1, methods={"method": "suffix", "store_tokens": 400}) as one:
+        plain = one.generate(RANDOM, GREEDY, PLAIN)
+        runs = [one.generate(RANDOM, GREEDY, "suffix") for _ in range(3)]
         assert all(run.token_ids == plain.token_ids for run in runs)
         # From the third token on the second request says what the first one said.
         assert runs[1].stats.steps < runs[0].stats.steps
@@ -347,10 +348,10 @@ def test_an_engine_keeps_earlier_outputs_on_request(bundle: Callable[[str], Path
         assert isinstance(proposer, SuffixProposer)
         assert proposer._store is not None
         assert 0 < len(proposer._store) <= 400
-    with pytest.raises(RequestError, match="suffix_store_tokens is 100, but the bundle was built without the method"):
-        Engine.load(bundle("dice-ngram"), suffix_store_tokens=100)
-    with pytest.raises(RequestError, match="suffix_store_tokens is -1; expected 0 for no store"):
-        Engine.load(bundle(NAME), suffix_store_tokens=-1)
+    with pytest.raises(RequestError, match="store_tokens is 5; expected 0 for no store"):
+        Engine.load(bundle(NAME), methods={"method": "suffix", "store_tokens": 5})
+    with pytest.raises(BuildError, match="store_tokens"):
+        Engine.load(bundle(NAME), methods={"method": "suffix", "store_tokens": -1})
 
 
 # --- the manifest -----------------------------------------------------------------------------------------------------
@@ -359,7 +360,7 @@ def test_an_engine_keeps_earlier_outputs_on_request(bundle: Callable[[str], Path
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
-        ("ngram", {"prompt_lookup_min": 5}, "prompt_lookup_min is 5, more than prompt_lookup_max, 4"),
+        ("ngram", {"prompt_lookup_min": 5}, "prompt_lookup_min is 5; expected 1 to prompt_lookup_max, which is 4"),
         ("ngram", {"prompt_lookup_max": 33}, "not a valid manifest"),
         ("ngram", {"prompt_lookup_min": 0}, "not a valid manifest"),
         ("ngram", {"candidates": 1}, "unknown field `candidates`"),
@@ -369,7 +370,7 @@ def test_an_engine_keeps_earlier_outputs_on_request(bundle: Callable[[str], Path
         ("suffix", {"trees": [[[1]]]}, "suffix: trees: the one of 1 draft tokens is not a chain"),
         ("suffix", {"trees": [[[0]], [[0]]]}, "suffix: trees: two have 1 draft tokens"),
         ("ngram", {"trees": [[]]}, "or one has none"),
-        ("ngram", {"trees": [[[0], [0, 0]]]}, "no shape point of the target has 3 tokens"),
+        ("ngram", {"trees": [[[0] * n for n in range(1, 7)]]}, "no shape point of the target has 7 tokens"),
     ],
 )
 def test_what_a_lookup_cannot_be_is_refused(
@@ -404,7 +405,7 @@ def test_there_is_no_tree_to_tune(
 ) -> None:
     words = ["tune", "tree", str(bundle("dice-ngram")), "--dry-run", "--data", str(tmp_path / "any")]
     assert main(words) == 1
-    assert "--method is 'ngram', which proposes chains" in capsys.readouterr().err
+    assert "--method is 'ngram', whose steps follow from its options" in capsys.readouterr().err
 
 
 @pytest.mark.exporter
@@ -413,25 +414,24 @@ def test_verify_covers_what_is_looked_up(bundle: Callable[[str], Path]) -> None:
 
     report = verify(bundle(NAME), prompts=("one two three one two three one", "some words"), max_tokens=24)
     assert report.verdict == "passed", report
-    assert [check.name for check in report.checks] == ["files", "graphs", "logits", "draft", "speculation"]
+    assert [check.name for check in report.checks] == ["files", "graphs", "logits", "draft_model", "speculation"]
 
 
 @pytest.mark.exporter
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("methods", "reason"),
     [
-        ({"ngram": True, "prompt_lookup_max": 0}, "prompt_lookup_max is 0; expected 1 to 32"),
-        ({"ngram": True, "prompt_lookup_max": 3, "prompt_lookup_min": 4}, "prompt_lookup_min is 4; expected 1 to prom"),
-        ({"suffix": True, "trees": (TokenTree.chain(3),)}, "trees was given without a draft or Medusa heads"),
-        ({"num_speculative_tokens": 3}, "without a draft or Medusa heads, ngram or suffix"),
-        ({"ngram": True, "num_speculative_tokens": 40}, "num_speculative_tokens is 40; expected 1 to 32"),
+        ({"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_max"),
+        ({"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 4}, "prompt_lookup_min is 4; expected 1 to"),
+        ({"method": "ngram", "num_speculative_tokens": 40}, "num_speculative_tokens"),
+        (["ngram", {"method": "ngram", "prompt_lookup_max": 3}], "method 'ngram' was asked for twice"),
     ],
 )
-def test_what_cannot_be_built_is_refused(options: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_built_is_refused(methods: Any, reason: str) -> None:
     from specexport.exporter.options import BuildOptions
 
     with pytest.raises(BuildError, match=reason):
-        BuildOptions(target="x", output=Path("y"), **options)
+        BuildOptions(target="x", output=Path("y"), methods=methods)
 
 
 @pytest.mark.exporter
@@ -444,9 +444,9 @@ def test_build_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([*words, "--prompt-lookup-max", "3"]) == 1
     assert "--prompt-lookup-max was given without --ngram" in capsys.readouterr().err
     assert main([*words, "--suffix", "--ngram", "--prompt-lookup-max", "3", "--num-speculative-tokens", "6,3"]) == 0
-    ngram, suffix = read_manifest(out).methods
+    suffix, ngram = read_manifest(out).methods  # the first that was asked for is the default
     assert isinstance(ngram, Ngram)
     assert isinstance(suffix, Suffix)
-    assert (ngram.prompt_lookup_max, ngram.prompt_lookup_min) == (3, 2)
+    assert ngram.lookup_sizes == (2, 3)
     assert ngram.trees == suffix.trees == chains(6, 3)
     assert not (out / "draft").exists()

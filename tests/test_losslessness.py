@@ -15,6 +15,7 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime import step as step_module
 from specexport.runtime.sampling import Distributions, accept_sampled, target_distribution
+from specexport.runtime.speculative import PLAIN, Speculative
 from tests.reference import Text, chi_square_p, draw_candidates, text_distribution, warped
 
 RUNS = 20_000
@@ -28,6 +29,7 @@ Floats = npt.NDArray[np.float32]
 
 SELF_BUNDLES = ("gemma2-self",)
 GREEDY_BUNDLES = ("llama-near", "qwen3-bad", "gemma2-equal", "gpt2-near")
+QUICK_BUNDLES = ("llama-near", "qwen3-medusa")
 TREE_BUNDLES = ("qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree")
 MLP_BUNDLES = ("qwen3-mlp",)
 LOOKUP_BUNDLES = ("qwen3-lookup", "qwen3-lookahead")
@@ -37,7 +39,11 @@ PORTABLE_BUNDLES = tuple(f"{name}-portable" for name in ("llama-near", "gemma2-e
 
 
 @pytest.mark.parametrize(
-    "name", GREEDY_BUNDLES + SELF_BUNDLES + TREE_BUNDLES + MLP_BUNDLES + LOOKUP_BUNDLES + PORTABLE_BUNDLES
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK_BUNDLES else pytest.mark.slow)
+        for name in GREEDY_BUNDLES + SELF_BUNDLES + TREE_BUNDLES + MLP_BUNDLES + LOOKUP_BUNDLES + PORTABLE_BUNDLES
+    ],
 )
 def test_greedy_text_is_what_transformers_generates(
     name: str, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
@@ -45,11 +51,11 @@ def test_greedy_text_is_what_transformers_generates(
     """For every tree of every method, and without speculation; ``oracle`` is ``generate(do_sample=False)``."""
     cases = oracle(name)["greedy"]
     assert len(cases) >= 20
-    for how in ({"speculation": False}, *ways(engine(name))):
+    for how in (PLAIN, *ways(engine(name))):
         whole = 0
         for case in cases:
             params = SamplingParams(temperature=0.0, max_tokens=len(case["tokens"]))
-            tokens = engine(name).generate(case["prompt"], params, **how).token_ids
+            tokens = engine(name).generate(case["prompt"], params, how).token_ids
             whole += same_but_for_ties(case, tokens)
         assert whole >= len(cases) - 1
 
@@ -64,6 +70,7 @@ def same_but_for_ties(case: dict[str, Any], tokens: tuple[int, ...]) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_greedy_drafts_are_accepted_as_far_as_they_are_good(
     engine: Callable[[str], Engine], oracle: Callable[[str], Any]
 ) -> None:
@@ -82,6 +89,7 @@ def test_greedy_drafts_are_accepted_as_far_as_they_are_good(
     assert rates["gemma2-equal"] > 0.999
 
 
+@pytest.mark.slow
 def test_trees_are_walked(engine: Callable[[str], Engine], oracle: Callable[[str], Any]) -> None:
     """Every depth is reached, and none always: what the texts above are made of."""
     for name in TREE_BUNDLES + MLP_BUNDLES:
@@ -95,14 +103,37 @@ def test_trees_are_walked(engine: Callable[[str], Engine], oracle: Callable[[str
         assert reached[2] < 0.95 * steps
 
 
-def ways(engine: Engine) -> list[dict[str, Any]]:
-    """Every method of the engine's bundle with every number of draft tokens it was built for."""
+def ways(engine: Engine) -> list[Speculative]:
+    """Every method the engine's bundle was built for, with every number of draft tokens."""
     return [
-        {"method": name, "num_speculative_tokens": len(tree) - 1}
-        for name, speculation in engine.speculations.items()
-        if name != "hypothesis"  # see test_hypothesis.py
-        for tree in speculation.trees
+        Speculative(method=method.name, num_speculative_tokens=len(tree) - 1)
+        for method in engine.manifest.methods
+        if not method.takes_hypothesis  # see test_hypothesis.py
+        for tree in method.token_trees()
     ]
+
+
+@pytest.mark.parametrize("name", ["llama-near", "qwen3-medusa"])
+def test_methods_that_need_no_graph_work_in_every_bundle(
+    name: str, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
+) -> None:
+    """A bundle that was built without them verifies their chains too."""
+    one = engine(name)
+    sizes = {"ngram": (8, 4, 2), "suffix": (8, 4, 2), "hypothesis": (8, 4, 2)}
+    assert not sizes.keys() & {method.name for method in one.manifest.methods}
+    for method, known in sizes.items():
+        assert [len(tree) - 1 for tree in one.methods[method].token_trees()] == list(known)
+        whole = accepted = 0
+        cases = oracle(name)["greedy"]
+        for at, case in enumerate(cases):
+            expected = case["tokens"] if method == "hypothesis" else None
+            how = Speculative(method=method, num_speculative_tokens=known[at % len(known)], hypothesis=expected)
+            params = SamplingParams(temperature=0.0, max_tokens=len(case["tokens"]))
+            done = one.generate(case["prompt"], params, how)
+            whole += same_but_for_ties(case, done.token_ids)
+            accepted += done.stats.accepted
+        assert whole >= len(cases) - 1
+        assert accepted > 0
 
 
 # --- sampling: the engine ---------------------------------------------------------------------------------------------
@@ -146,6 +177,7 @@ ENGINE_SETTINGS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ENGINE_SETTINGS, ids=str)
 def test_the_engine_samples_the_target_distribution(
     setting: Setting, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
@@ -156,15 +188,17 @@ def test_the_engine_samples_the_target_distribution(
     assert rate > 0.999 if setting.draft == "equal" else 0.02 < rate < 0.95
 
 
+@pytest.mark.slow
 def test_a_store_of_earlier_outputs_changes_nothing(
     bundle: Callable[[str], Path], oracle: Callable[[str], Any]
 ) -> None:
     setting = Setting("suffix", 5, SamplingParams(temperature=0.9))
-    with Engine.load(bundle("dice-suffix"), threads=1, suffix_store_tokens=200) as engine:
+    with Engine.load(bundle("dice-suffix"), threads=1, methods={"method": "suffix", "store_tokens": 200}) as engine:
         texts, _ = engine_texts(engine, setting, RUNS)
     assert_distributed(texts, exact_texts(oracle("dice-suffix"), setting.params))
 
 
+@pytest.mark.slow
 def test_an_engine_without_the_residual_is_found_out(
     engine: Callable[[str], Engine], oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +213,8 @@ def engine_texts(engine: Engine, setting: Setting, runs: int) -> tuple[list[Text
     texts, drafted, accepted = [], 0, 0
     for seed in range(runs):
         params = setting.params.replace(max_tokens=LENGTH, seed=seed, ignore_eos=True)
-        done = engine.generate(PROMPT, params, num_speculative_tokens=setting.K, hypothesis=setting.hypothesis)
+        asked = Speculative(num_speculative_tokens=setting.K, hypothesis=setting.hypothesis)
+        done = engine.generate(PROMPT, params, asked)
         texts.append(done.token_ids)
         drafted += done.stats.drafted
         accepted += done.stats.accepted
@@ -264,17 +299,20 @@ class Tables:
         return [text[len(self.start) :] for text in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ALL_SETTINGS, ids=str)
 def test_acceptance_keeps_the_target_distribution(setting: Setting) -> None:
     tables = Tables(setting.draft)
     assert_distributed(tables.texts(setting, RUNS), tables.exact(setting.params))
 
 
+@pytest.mark.slow
 def test_a_draft_that_considers_few_candidates_changes_nothing() -> None:
     tables, setting = Tables("near"), Setting("near", 3, SamplingParams())
     assert_distributed(tables.texts(setting, RUNS, candidates=3), tables.exact(setting.params))
 
 
+@pytest.mark.slow
 def test_tokens_chosen_without_drawing_change_nothing() -> None:
     """Any fixed choice is a draft with q = 1; so is one made by chance that has nothing to do with the text."""
 
@@ -323,6 +361,7 @@ def tree_texts(tables: Tables, params: SamplingParams, drawn: bool, runs: int) -
     return [text[len(tables.start) :] for text in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "most-probable"])
 @pytest.mark.parametrize("draft", ["bad", "near", "equal"])
@@ -363,6 +402,7 @@ def off_by_one(
     return accept_sampled(logits, tree, tokens, Distributions(q.ids[[0, 0, 1]], q.probs[[0, 0, 1]]), params, noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [without_residual, with_one_noise, always, off_by_one])
 @pytest.mark.parametrize("draft", ["bad", "near"])
 def test_a_wrong_acceptance_is_found_out(draft: str, wrong: Accept) -> None:

@@ -16,15 +16,18 @@ from safetensors.torch import load_file, save_file
 from specexport.checkpoints.medusa import HeadAccuracy, load_medusa, read_outline, save_medusa
 from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
-from specexport.contract.methods import Medusa
+from specexport.contract.methods import read_methods
+from specexport.contract.methods.medusa import Medusa
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.graphs.medusa import MedusaHeads
 from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.speculative import PLAIN
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint, make_heads
+from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
@@ -101,7 +104,7 @@ def test_a_full_model_with_heads(tmp_path: Path) -> None:
     loaded = load_medusa(model, hidden=H, vocab=V)
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, heads[name])
-    build(BuildOptions(target=str(model), medusa=str(model), output=tmp_path / "bundle", max_seq_len=128))
+    build(BuildOptions(target=str(model), methods=ways(medusa=model), output=tmp_path / "bundle", max_seq_len=128))
     assert verify(tmp_path / "bundle", prompts=("some of the words",), max_tokens=8).verdict == "passed"
 
 
@@ -219,7 +222,11 @@ def test_the_graph_proposes_what_the_heads_do(
 ) -> None:
     out = tmp_path / "bundle"
     options = BuildOptions(
-        target=checkpoints["target"], medusa=checkpoints[heads], output=out, max_seq_len=256, precision=precision
+        target=checkpoints["target"],
+        methods=ways(medusa=checkpoints[heads]),
+        output=out,
+        max_seq_len=256,
+        precision=precision,
     )
     build(options)
     report = verify(out, prompts=("the words of a text", "other words"), max_tokens=16)
@@ -234,7 +241,7 @@ def test_heads_are_stored_in_fewer_bits_than_an_exact_target(tmp_path: Path, che
         build(
             BuildOptions(
                 target=checkpoints["target"],
-                medusa=checkpoints["tied"],
+                methods=ways(medusa=checkpoints["tied"]),
                 output=out,
                 max_seq_len=128,
                 draft_precision=precision,  # type: ignore[arg-type]
@@ -248,8 +255,7 @@ def test_heads_are_stored_in_fewer_bits_than_an_exact_target(tmp_path: Path, che
         assert isinstance(medusa, Medusa)
         assert medusa.weights == precision
     plain = [
-        Engine.load(tmp_path / precision).generate([7, 8, 9], GREEDY, speculation=False).token_ids
-        for precision in ("int8", "fp32")
+        Engine.load(tmp_path / precision).generate([7, 8, 9], GREEDY, PLAIN).token_ids for precision in ("int8", "fp32")
     ]
     assert plain[0] == plain[1]
 
@@ -260,10 +266,8 @@ def test_sizes_make_the_trees_that_suit_the_heads(tmp_path: Path, checkpoints: d
     build(
         BuildOptions(
             target=checkpoints["target"],
-            medusa=str(tmp_path / "heads"),
+            methods=ways(medusa=tmp_path / "heads", sizes=(4, 1, 7)),
             output=tmp_path / "bundle",
-            num_speculative_tokens=4,
-            speculative_choices=(1, 7),
             max_seq_len=128,
         )
     )
@@ -278,13 +282,11 @@ def test_sizes_make_the_trees_that_suit_the_heads(tmp_path: Path, checkpoints: d
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"trees": ("mc_sim_7b_63",)}, "4 deep, and .* holds 3 heads, which propose 3 tokens ahead"),
-        ({"trees": (TokenTree.from_choices([[10]]),)}, "rank 10; ranks below 10 are proposed"),
+        ({"trees": ("mc_sim_7b_63",)}, "cannot be filled: depth 4, with 3 heads"),
+        ({"trees": (TokenTree.from_choices([[10]]),)}, "cannot be filled: rank 10, with 10 candidates"),
         ({"trees": (TokenTree.chain(2), TokenTree.from_choices([[1]]))}, "two trees have 1 draft tokens"),
         ({"trees": (TokenTree.chain(1),)}, "has no draft token"),
         ({"trees": ("nowhere.json",)}, "nowhere.json: no such file, and no preset"),
-        ({"draft_medusa": "x"}, "draft_medusa was given without draft"),
-        ({"posterior_alpha": 2.0}, "posterior_alpha is 2.0"),
     ],
 )
 def test_what_heads_cannot_do_is_refused(
@@ -292,9 +294,20 @@ def test_what_heads_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(BuildError, match=reason):
         build(
-            BuildOptions(target=checkpoints["target"], medusa=checkpoints["heads"], output=tmp_path / "out", **options)
+            BuildOptions(
+                target=checkpoints["target"],
+                methods=ways(medusa=checkpoints["heads"], **options),
+                output=tmp_path / "out",
+            )
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_options_without_sense_are_refused() -> None:
+    with pytest.raises(BuildError, match="missing required field `model`"):
+        read_methods("medusa_draft:medusa=x")
+    with pytest.raises(BuildError, match=r"posterior_alpha is 2\.0"):
+        BuildOptions(target="x", output=Path("y"), posterior_alpha=2.0)
 
 
 def test_a_drafts_tree_has_a_spine(tmp_path: Path, checkpoints: dict[str, str]) -> None:
@@ -302,7 +315,9 @@ def test_a_drafts_tree_has_a_spine(tmp_path: Path, checkpoints: dict[str, str]) 
     with pytest.raises(BuildError, match="only the most probable token of each depth can have children"):
         build(
             BuildOptions(
-                target=checkpoints["target"], draft=checkpoints["target"], trees=(tree,), output=tmp_path / "out"
+                target=checkpoints["target"],
+                methods=ways(draft=checkpoints["target"], trees=(tree,)),
+                output=tmp_path / "out",
             )
         )
 
@@ -318,9 +333,11 @@ def both(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, str]) 
     return build(
         BuildOptions(
             target=checkpoints["target"],
-            draft=checkpoints["target"],
-            medusa=checkpoints["heads"],
-            trees=(TokenTree.from_choices([[0], [1], [0, 0]]), wide),
+            methods=ways(
+                draft=checkpoints["target"],
+                medusa=checkpoints["heads"],
+                trees=(TokenTree.from_choices([[0], [1], [0, 0]]), wide),
+            ),
             output=out,
             max_seq_len=160,
             posterior_threshold=0.0,
@@ -331,8 +348,8 @@ def both(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, str]) 
 
 def test_requests_choose_a_method_and_a_tree(both: Path) -> None:
     with Engine.load(both) as engine:
-        assert list(engine.speculations) == ["draft_model", "medusa"]
-        plain = engine.generate([9, 8, 7], GREEDY, speculation=False)
+        assert list(engine.methods)[:2] == ["draft_model", "medusa"]
+        plain = engine.generate([9, 8, 7], GREEDY, PLAIN)
         for method, size in (
             ("draft_model", None),
             ("draft_model", 4),
@@ -340,21 +357,23 @@ def test_requests_choose_a_method_and_a_tree(both: Path) -> None:
             ("medusa", 3),
             ("medusa", 63),
         ):
-            done = engine.generate([9, 8, 7], GREEDY, method=method, num_speculative_tokens=size)
+            done = engine.generate([9, 8, 7], GREEDY, {"method": method, "num_speculative_tokens": size})
             assert done.token_ids == plain.token_ids
             assert done.stats.drafted == (size or {"draft_model": 4, "medusa": 3}[method]) * done.stats.steps_with_draft
-        with pytest.raises(RequestError, match="method is 'ngram'; the bundle was built for draft_model, medusa"):
-            engine.generate([9], GREEDY, method="ngram")
+        with pytest.raises(RequestError, match="method is 'lookahead'; the bundle has draft_model, medusa"):
+            engine.generate([9], GREEDY, "lookahead")
         with pytest.raises(RequestError, match="num_speculative_tokens is 4; the bundle was built for 3, 63"):
-            engine.generate([9], GREEDY, method="medusa", num_speculative_tokens=4)
+            engine.generate([9], GREEDY, {"method": "medusa", "num_speculative_tokens": 4})
 
 
 def test_wide_trees_reach_the_end_of_the_context(both: Path) -> None:
     with Engine.load(both) as engine:
         for length in (1, 2, 100, 159):
             prompt = [3 + i % 200 for i in range(length)]
-            wanted = engine.generate(prompt, GREEDY.replace(max_tokens=400), speculation=False)
-            found = engine.generate(prompt, GREEDY.replace(max_tokens=400), method="medusa", num_speculative_tokens=63)
+            wanted = engine.generate(prompt, GREEDY.replace(max_tokens=400), PLAIN)
+            found = engine.generate(
+                prompt, GREEDY.replace(max_tokens=400), {"method": "medusa", "num_speculative_tokens": 63}
+            )
             assert found.token_ids == wanted.token_ids
             assert len(prompt) + len(found.token_ids) == 160
 
@@ -363,9 +382,9 @@ def test_the_bundles_thresholds_are_what_a_request_gets(both: Path) -> None:
     """At zero, everything that is possible at all is accepted."""
     with Engine.load(both) as engine:
         typical = SamplingParams(temperature=1.0, acceptance="typical", max_tokens=40, seed=3, ignore_eos=True)
-        free = engine.generate([5, 6], typical, method="draft_model")
+        free = engine.generate([5, 6], typical, "draft_model")
         assert free.stats.acceptance_rate == 1.0
-        strict = engine.generate([5, 6], typical.replace(posterior_threshold=1.0, posterior_alpha=1.0), method="medusa")
+        strict = engine.generate([5, 6], typical.replace(posterior_threshold=1.0, posterior_alpha=1.0), "medusa")
         assert strict.stats.acceptance_rate < 1.0
         assert np.isfinite(strict.stats.acceptance_length)
 
@@ -402,7 +421,7 @@ def test_build_run_and_inspect(tmp_path: Path, checkpoints: dict[str, str], caps
     for wrong, reason in (
         (
             ["run", str(out), "--prompt", "x", "--method", "draft_model"],
-            "method is 'draft_model'; the bundle was built",
+            "method is 'draft_model'; the bundle has medusa",
         ),
         (
             ["inspect", str(out), "--tree", "--method", "draft_model"],

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,30 +24,31 @@ from specexport.checkpoints.mlp_speculator import load_speculator, read_speculat
 from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError, RequestError
-from specexport.contract.methods import MlpSpeculator
+from specexport.contract.methods import read_methods
+from specexport.contract.methods.mlp_speculator import MlpSpeculator
 from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.exporter import methods, trace
+from specexport.exporter import trace
 from specexport.exporter.build import build
 from specexport.exporter.engines.compiler import compile_graph
 from specexport.exporter.engines.library import load_library
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.engines.profiles import model_jobs
 from specexport.exporter.engines.source import write_source
+from specexport.exporter.methods import TargetOutline, exporter_of
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.retree import set_default_tree
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backend import speculator_buffers, step_buffers
-from specexport.runtime.proposers import SlotView
+from specexport.runtime.buffers import buffers
+from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.mlp_speculator import MlpSpeculatorProposer
+from specexport.runtime.speculative import PLAIN
 from specexport.tuning.batch import _show
-from specexport.tuning.bench import extra_memory
 from specexport.verify.bundle import verify
-from specexport.verify.logits import head_proposals
-from specexport.verify.speculator import compare_speculator, speculator_limits
 from tests.checkpoints import VOCAB, make_checkpoint, make_speculator
 from tests.reference import draw_candidates
+from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
@@ -102,8 +102,9 @@ class OneGraph:
     sizes = (1, 2)
 
     def __init__(self, path: Path) -> None:
-        sizes: Any = SimpleNamespace(candidates=64, stages=STAGES, hidden=H)
-        self._session, self._make = onnxruntime.InferenceSession(path), speculator_buffers(sizes)
+        method = MlpSpeculator(model="here", candidates=64, stages=STAGES, hidden=H)
+        self._session = onnxruntime.InferenceSession(path)
+        self._make = buffers(method.signatures["speculator"])
 
     def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
         return ((STAGES, 1), (STAGES, TREE.level_width))
@@ -281,9 +282,9 @@ def test_pickles_and_broken_files_are_refused(tmp_path: Path) -> None:
 
 
 def planned(folder: Path, **options: Any) -> list[list[tuple[int, ...]]]:
-    asked = BuildOptions(target="x", output=Path("y"), mlp_speculator=str(folder), **options)
-    trees = methods.plan(asked, None, None, read_speculator(str(folder)), VOCAB)["mlp_speculator"]
-    return [sorted(tree.choices) for tree in trees]
+    (method,) = read_methods({"method": "mlp_speculator", "model": str(folder), **options})
+    made = exporter_of(method).plan(method, TargetOutline(VOCAB, 1))
+    return [sorted(tree.choices) for tree in made.token_trees()]
 
 
 def test_trees_are_as_wide_as_the_checkpoint_says(tmp_path: Path, speculators: Callable[[bool, bool], Path]) -> None:
@@ -304,8 +305,8 @@ def test_trees_are_as_wide_as_the_checkpoint_says(tmp_path: Path, speculators: C
     wide = TokenTree.from_choices([[63], [63, 63]])
     assert planned(folder, trees=(wide,)) == [[(63,), (63, 63)]]
     for tree, reason in (
-        (TokenTree.chain(5), "4 deep, and .* holds 3 stages"),
-        (TokenTree.from_choices([[64]]), "rank 64; ranks below 64 are proposed"),
+        (TokenTree.chain(5), "cannot be filled: depth 4, with 3 stages"),
+        (TokenTree.from_choices([[64]]), "cannot be filled: rank 64, with 64 candidates"),
     ):
         with pytest.raises(BuildError, match=reason):
             planned(folder, trees=(tree,))
@@ -328,10 +329,9 @@ def quantized(
     return build(
         BuildOptions(
             target=str(target),
-            mlp_speculator=str(speculators(True, True)),
+            methods=ways(mlp_speculator=speculators(True, True), trees=(TREE,)),
             output=tmp_path_factory.mktemp("quantized") / "bundle",
             max_seq_len=128,
-            trees=(TREE,),
             max_batch_size=2,
             block_size=16,
         )
@@ -364,22 +364,24 @@ def test_a_bundle_says_what_its_checkpoint_does(
     folder, out = speculators(True, True), quantized
     report = verify(out, prompts=("the words of a text", "other words"), max_tokens=8)
     assert report.verdict == "passed", report
-    (check,) = (check for check in report.checks if check.name == "speculator")
+    (check,) = (check for check in report.checks if check.name == "mlp_speculator")
     assert check.numbers["positions"] >= 24
     # What stages share is stored once, though each multiplies an int8 matrix of its own.
     manifest = read_manifest(out)
     (method,) = manifest.methods
     assert isinstance(method, MlpSpeculator)
     size = (out / "speculator" / "weights.bin").stat().st_size
-    assert size == extra_memory(manifest, method)
+    assert size == method.memory({entry.path: entry.size for entry in manifest.files}, 128)
     assert size < (2 * VOCAB + H + INNER) * INNER * 1.25 + 4096 * 16
     model = onnx.load(out / "speculator" / "propose.onnx", load_external_data=False)
     integers = [one for one in model.graph.initializer if one.data_type == onnx.TensorProto.INT8]
     assert len(integers) == 3 * STAGES
     other = copytree(folder, tmp_path / "other")
     save_file({name: -tensor for name, tensor in stored(folder).items()}, other / "model.safetensors")
-    checks = verify(out, mlp_speculator=str(other), prompts=("the words of a text",), max_tokens=4).checks
-    assert [check.name for check in checks if check.passed is False] == ["speculator"]
+    checks = verify(
+        out, sources={"mlp_speculator.model": str(other)}, prompts=("the words of a text",), max_tokens=4
+    ).checks
+    assert [check.name for check in checks if check.passed is False] == ["mlp_speculator"]
 
 
 def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Callable[[str], Path]) -> None:
@@ -391,12 +393,12 @@ def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Callable[[str], Path
     after = {graph.point for graph in manifest.models["speculator"].graph.points}
     assert {(point.tokens, point.drafts) for point in after - before} >= {(6, 2), (6, 3)}
     with Engine.load(out, threads=1) as engine:
-        plain = engine.generate([5, 9, 17], GREEDY, speculation=False)
-        done = engine.generate([5, 9, 17], GREEDY, method="mlp_speculator")
+        plain = engine.generate([5, 9, 17], GREEDY, PLAIN)
+        done = engine.generate([5, 9, 17], GREEDY, "mlp_speculator")
         assert done.token_ids == plain.token_ids
         assert done.stats.drafted == 12 * done.stats.steps_with_draft
         # What its proposals cost is measured from any state.
-        proposer, shapes = engine.speculations["mlp_speculator"].proposer, step_buffers(manifest)
+        proposer, shapes = engine.speculations["mlp_speculator"].proposer, buffers(manifest.target_signature)
         view = SlotView(2, [5, 9], GREEDY, np.random.default_rng(0), wide)
         assert proposer.propose([view]) == {}
         _show(proposer, 8, shapes(ShapePoint(1, 1, 256, 1))[1])
@@ -419,16 +421,12 @@ def test_build_inspect_and_refusals(
     shown = " ".join(capsys.readouterr().out.split())
     # Of three stages, those that the tree has levels for.
     assert "mlp_speculator, 2 stages: 5 draft tokens a step in a tree of depth 2" in shown
-    with Engine.load(out, threads=1) as engine:
-        made = head_proposals(engine, "mlp_speculator", [[5, 9, 17], [44, 45]], 4)
-        manifest = engine.manifest
-    (method,) = manifest.methods
-    assert isinstance(method, MlpSpeculator)
-    found = compare_speculator(target, speculators(False, False), manifest, method, made)
-    assert found.positions >= 12
-    assert found.share >= speculator_limits(manifest, method).agreement
+    report = verify(out, prompts=("the words of a text", "other words"), max_tokens=4)
+    (check,) = (check for check in report.checks if check.name == "mlp_speculator")
+    assert check.passed, check
+    assert check.numbers["positions"] >= 12
     assert main([*words[:-1], str(tmp_path / "no"), "--tree", "mc_sim_7b_63"]) == 1
-    assert re.search("4 deep, and .* holds 3 stages", " ".join(capsys.readouterr().err.split()))
+    assert re.search("cannot be filled: depth 4, with 3 stages", " ".join(capsys.readouterr().err.split()))
     assert not (tmp_path / "no").exists()
-    with pytest.raises(RequestError, match=r"a speculator was given, but .* was built without one"):
-        verify(bundle("qwen3-medusa"), mlp_speculator=str(speculators(False, False)))
+    with pytest.raises(RequestError, match=r"mlp_speculator.model was given, but .* was built without it"):
+        verify(bundle("qwen3-medusa"), sources={"mlp_speculator.model": str(speculators(False, False))})

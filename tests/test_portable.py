@@ -16,11 +16,14 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backend import Graph, open_graph, step_buffers
+from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.graph import Graph
+from specexport.runtime.opening import open_graph
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.make_bundles import PORTABLE
+from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
@@ -33,7 +36,7 @@ Bundles = Callable[[str], Path]
 
 def _target(folder: Path) -> Graph:
     opened = Bundle.open(folder)
-    return open_graph(opened, opened.manifest.target, 1, step_buffers(opened.manifest), 1)
+    return open_graph(opened, opened.manifest.target, 1, buffers(opened.manifest.target_signature), 1)
 
 
 def _step(graph: Graph, past: int, tokens: np.ndarray, tree: TokenTree, rows: int, keep: list[int]) -> dict[str, Any]:
@@ -132,7 +135,7 @@ def test_int8_has_a_scale_for_every_column(tmp_path: Path) -> None:
         BuildOptions(
             str(checkpoint),
             tmp_path / "bundle",
-            str(checkpoint),
+            ways(draft=checkpoint),
             precision="int8",
             lowering="portable",
             max_seq_len=128,

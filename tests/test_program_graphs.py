@@ -13,7 +13,7 @@ from specexport.contract import tensors
 from specexport.contract.model import CacheLayer
 from specexport.contract.tree import TokenTree
 from specexport.exporter.trace import trace_commit, trace_fill
-from specexport.runtime.proposers.base import drawn
+from specexport.runtime.proposal import drawn
 
 pytestmark = pytest.mark.exporter
 

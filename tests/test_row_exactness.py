@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 from specexport.contract import tensors
-from specexport.runtime.backend import Graph, open_graph, step_buffers
+from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.graph import Graph
+from specexport.runtime.opening import open_graph
 from tests.checkpoints import VOCAB, make_checkpoint
+from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
@@ -34,9 +37,7 @@ def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp(request.param)
     model = make_checkpoint(folder / "llama", "llama")
     return build(
-        BuildOptions(
-            str(model), folder / "bundle", str(model), num_speculative_tokens=WIDTH - 1, precision=request.param
-        )
+        BuildOptions(str(model), folder / "bundle", ways(draft=model, sizes=(WIDTH - 1,)), precision=request.param)
     )
 
 
@@ -59,7 +60,7 @@ def test_one_token_or_several_make_the_same_logits(quantized: Path, threads: int
     target = bundle.manifest.target
     text = np.random.default_rng(0).integers(3, VOCAB, TOKENS)
     one, several = (
-        logits_of(open_graph(bundle, target, 1, step_buffers(bundle.manifest), threads), text, width)
+        logits_of(open_graph(bundle, target, 1, buffers(bundle.manifest.target_signature), threads), text, width)
         for width in (1, WIDTH)
     )
     np.testing.assert_array_equal(one, several)

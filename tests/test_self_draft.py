@@ -12,10 +12,11 @@ import pytest
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError
-from specexport.contract.methods import SelfDraft
+from specexport.contract.methods.self_draft import SelfDraft
 from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine, SamplingParams
 from tests.manifests import Document, rewritten
+from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 Engines = Callable[[str], Engine]
@@ -45,7 +46,7 @@ def test_no_weight_is_stored_twice(tmp_path: Path, precision: Any) -> None:
     target = str(make_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=3))
     options = {"target": target, "precision": precision, "max_seq_len": 128}
     plain = build(BuildOptions(output=tmp_path / "plain", **options))
-    both = build(BuildOptions(output=tmp_path / "both", self_draft_layers=2, num_speculative_tokens=2, **options))
+    both = build(BuildOptions(output=tmp_path / "both", methods=ways(self_draft=2, sizes=(2,)), **options))
     sizes = [(folder / "target" / "weights.bin").stat().st_size for folder in (plain, both)]
     # Small constants of the second graph apart, such as masks; a matrix alone is several pages.
     assert sizes[0] <= sizes[1] < sizes[0] + 4 * 4096
@@ -64,10 +65,8 @@ def test_layers_it_cannot_have_are_refused(tmp_path: Path, capsys: pytest.Captur
 
     target = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2)
     for count in (0, 2):
-        with pytest.raises(
-            BuildError, match=f"self_draft_layers is {count}, but of .*: it has 2 layers; expected 1 to 1"
-        ):
-            build(BuildOptions(target=str(target), output=tmp_path / "out", self_draft_layers=count))
+        with pytest.raises(BuildError, match=f"layers is {count}, but of .*: it has 2 layers; expected 1 to 1|>= 1"):
+            build(BuildOptions(target=str(target), output=tmp_path / "out", methods=ways(self_draft=count)))
     assert not (tmp_path / "out").exists()
     words = ["build", "--target", str(target), "-o", str(tmp_path / "out"), "--max-seq-len", "128"]
     assert main([*words, "--self-draft-layers", "1", "--num-speculative-tokens", "2", "--ngram"]) == 0

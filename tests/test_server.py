@@ -38,13 +38,6 @@ def client(tiny: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="EMPTY", max_retries=0)
 
 
-@pytest.fixture(scope="module")
-def predicting(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = with_chat_template(bundle("qwen3-lookup"), tmp_path_factory.mktemp("predicting") / "bundle")
-    with served(folder) as running:
-        yield running
-
-
 @pytest.fixture
 def http(tiny: Served) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=tiny.url, timeout=120) as plain:
@@ -273,8 +266,7 @@ def test_an_answer_is_bound_to_a_schema(client: openai.OpenAI) -> None:
     assert caught.value.param == "response_format"
 
 
-def test_a_prediction_is_verified(predicting: Served) -> None:
-    client = openai.OpenAI(base_url=f"{predicting.url}/v1", api_key="EMPTY", max_retries=0)
+def test_a_prediction_is_verified(client: openai.OpenAI) -> None:
     plain = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=32, **GREEDY)
     text = plain.choices[0].message.content or ""
     made = client.chat.completions.create(
@@ -289,9 +281,11 @@ def test_a_prediction_is_verified(predicting: Served) -> None:
     assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
 
 
-def test_a_bundle_that_cannot_verify_predictions_says_so(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="built without the method") as caught:
-        client.chat.completions.create(model=NAME, messages=CHAT, prediction={"type": "content", "content": "a"})
+def test_a_prediction_is_not_verified_without_speculation(client: openai.OpenAI) -> None:
+    plain = {"speculative": {"num_speculative_tokens": 0}}
+    expected: Any = {"type": "content", "content": "a"}
+    with pytest.raises(openai.BadRequestError, match="give one of them") as caught:
+        client.chat.completions.create(model=NAME, messages=CHAT, prediction=expected, extra_body=plain)
     assert caught.value.param == "prediction"
 
 
@@ -372,7 +366,7 @@ def test_metrics_count_what_happened(http: httpx.Client, client: openai.OpenAI, 
             "completions",
             {"prompt": "a", "speculative": {"method": "magic"}},
             "speculative.method",
-            "built for draft_model",
+            "the bundle has draft_model",
         ),
         (
             "completions",
@@ -380,7 +374,7 @@ def test_metrics_count_what_happened(http: httpx.Client, client: openai.OpenAI, 
             "speculative.num_speculative_tokens",
             "built for 1, 2, 4, 7",
         ),
-        ("completions", {"prompt": "a", "speculative": {"k": 3}}, "speculative.k", "not known"),
+        ("completions", {"prompt": "a", "speculative": {"k": 3}}, "speculative.k", "without a method"),
         ("completions", {"prompt": "\ud800"}, "prompt", "unicode"),
         ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
         ("chat/completions", {"messages": [{"role": "cat"}]}, "messages.0.role", "system"),
@@ -405,6 +399,12 @@ def test_a_wrong_request_is_answered_with_the_field(
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert words in error["message"]
+
+
+def test_a_prompt_that_is_too_long_has_openais_code(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=NAME, prompt=[5] * 512)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from specexport.exporter.engines import program
 from specexport.runtime import EmbedsPrompt, Engine
 from specexport.runtime.cuda import api
 from specexport.runtime.cuda.executor import Enqueue
+from specexport.runtime.speculative import PLAIN
 from specexport.runtime.stream import completed
 from tests.checkpoints import make_checkpoint
 from tests.onnxruntime_stand_in import OnnxRuntimeGpu, installed
@@ -75,7 +76,7 @@ def test_several_requests_say_what_they_say_on_the_cpu(
         said = []
         for one in (there, cpu):
             streams = [
-                one.stream([7, 9, 11, at], params.replace(seed=at), speculation=speculation)
+                one.stream([7, 9, 11, at], params.replace(seed=at), None if speculation else PLAIN)
                 for at, params in enumerate((GREEDY, SAMPLED) * 3)
                 for speculation in (True, False)
             ]
@@ -106,7 +107,9 @@ def test_a_step_waits_once_and_reads_back_no_logits(
         for speculation in (True, False):
             gpu.cuda.calls.clear()
             copied.clear()
-            done = there.generate([5, 6, 7, 8], GREEDY, speculation=speculation)  # nothing of the prompt is read again
+            done = there.generate(
+                [5, 6, 7, 8], GREEDY, None if speculation else PLAIN
+            )  # nothing of the prompt is read again
             assert gpu.cuda.calls.count("cudaStreamSynchronize") == done.stats.steps
             assert copied and not logits & set(copied)
         there.generate([5, 6, 7, 8], GREEDY.replace(logprobs=1))
@@ -184,7 +187,7 @@ def test_requests_that_the_host_looks_into_share_graphs_and_caches(
         for params in (SAMPLED, GREEDY.replace(logprobs=2), GREEDY, SAMPLED.replace(logprobs=0), TYPICAL):
             for method in ("draft_model", "ngram"):
                 found = [
-                    one.generate(text, params.replace(max_tokens=5), method=method)
+                    one.generate(text, params.replace(max_tokens=5), method)
                     for one, text in zip((there, cpu), texts, strict=True)
                 ]
                 assert found[0].token_ids == found[1].token_ids

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Wav2Vec2ForCTC
 
 from examples.speech import transcribe as speech
 from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
+from specexport.runtime.speculative import PLAIN
 
 pytestmark = pytest.mark.exporter
 
@@ -54,7 +55,7 @@ def test_stages_and_their_counters(tmp_path: Path, capsys: pytest.CaptureFixture
         assert (kept.draft, kept.as_it_is) == (len(draft), False)
 
         prompt = EmbedsPrompt([speech.BEFORE, heard.embeds, speech.AFTER])
-        plain = engine.generate(prompt, GREEDY, speculation=False).token_ids
+        plain = engine.generate(prompt, GREEDY, PLAIN).token_ids
         for params in (GREEDY, relaxed(1.0)):
             made = run(params)
             assert made.token_ids == plain

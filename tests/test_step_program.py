@@ -13,10 +13,11 @@ from specexport.commands.run import describe
 from specexport.contract.tree import TokenTree
 from specexport.exporter.engines import program
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.budget import SpeculationPolicy
 from specexport.runtime.cuda.executor import Enqueue
+from specexport.runtime.policy import SpeculationPolicy
+from specexport.runtime.program import PLAIN_TREE
 from specexport.runtime.request import Request
-from specexport.runtime.step import PLAIN_TREE
+from specexport.runtime.speculative import PLAIN
 from specexport.runtime.stream import Completion, Stream, completed
 from tests.compiled import compiled
 from tests.step_program import GREEDY, SAMPLED, TYPICAL, WAYS, program_of, same, says_what_it_says
@@ -54,6 +55,7 @@ class Load(Protocol):
     def __call__(self, name: str, slots: int = 1) -> Engine: ...
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_says_what_the_cpu_says(name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
     # Both new, as heads propose nothing where the whole prompt is in the cache.
@@ -103,7 +105,7 @@ def test_requests_that_the_host_looks_into_share_graphs_and_caches(
         ):
             for method in ("draft_model", "ngram"):
                 found = [
-                    one.generate(text, params.replace(max_tokens=5), method=method)
+                    one.generate(text, params.replace(max_tokens=5), method)
                     for one, text in zip((there, cpu), texts, strict=True)
                 ]
                 assert found[0].token_ids == found[1].token_ids
@@ -116,7 +118,7 @@ def test_lookahead_is_driven_from_the_host(load: Load, engine: Callable[[str], E
         ours = there.generate([7, 9, 11], GREEDY)
         assert ours.stats.execution == "graph per engine"
         same(ours, engine("dice-lookahead").generate([7, 9, 11], GREEDY))
-        assert there.generate([7, 9, 11], GREEDY, speculation=False).stats.execution == "graph per step"
+        assert there.generate([7, 9, 11], GREEDY, PLAIN).stats.execution == "graph per step"
 
 
 def test_trees_that_a_budget_hands_out_run_in_larger_steps(
@@ -203,7 +205,7 @@ def _asks(methods: Sequence[str | None], *params: SamplingParams) -> list[Ask]:
 
 def _start(engine: Engine, ask: Ask) -> Stream:
     prompt, params, method = ask
-    stream = engine.stream(prompt, params, method=method, speculation=method is not None)
+    stream = engine.stream(prompt, params, method or PLAIN)
     stream.start()
     return stream
 

@@ -16,6 +16,7 @@ from specexport.contract import engines as ce
 from specexport.contract.errors import BackendError
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.cuda import api, graph, trt
+from specexport.runtime.speculative import PLAIN
 from tests import tensorrt_stand_in
 from tests.compiled import compiled
 from tests.device import require_same_as_alone
@@ -42,8 +43,8 @@ def test_says_what_the_cpu_says(
         loaded = len(gpu.cuda.allocations)
         for params, prompt in ((GREEDY, [7, 9, 11]), (SAMPLED, list(range(3, 90))), (GREEDY, [5] * 245)):
             for speculation in (True, False):
-                ours = there.generate(prompt, params, speculation=speculation)
-                theirs = cpu.generate(prompt, params, speculation=speculation)
+                ours = there.generate(prompt, params, None if speculation else PLAIN)
+                theirs = cpu.generate(prompt, params, None if speculation else PLAIN)
                 assert ours.token_ids == theirs.token_ids
                 assert ours.stats.accepted == theirs.stats.accepted
                 assert ours.stats.execution == "graph per engine"
@@ -69,11 +70,11 @@ def test_the_calls_of_a_proposal_are_given_at_once(name: str, bundle: Callable[[
 
 def test_plain_decoding_runs_without_a_profile_of_one_token(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
     with Engine.load(compiled(bundle("llama-near"), gpu.folder, plain=True)) as there:
-        assert there.backend.graphs[0].widths(1) == (1, 2, 3, 5, 8)
-        alone = there.generate([5, 6, 7], GREEDY, speculation=False).token_ids
+        assert there.backend.graphs[0].widths(1) == (1, 2, 3, 5, 8, 9)
+        alone = there.generate([5, 6, 7], GREEDY, PLAIN).token_ids
     with Engine.load(compiled(bundle("llama-near"), gpu.folder)) as there:
-        assert there.backend.graphs[0].widths(1) == (2, 3, 5, 8)
-        assert there.generate([5, 6, 7], GREEDY, speculation=False).token_ids == alone
+        assert there.backend.graphs[0].widths(1) == (2, 3, 5, 8, 9)
+        assert there.generate([5, 6, 7], GREEDY, PLAIN).token_ids == alone
 
 
 @pytest.mark.parametrize("name", ["llama-near", "llama-near-portable", "qwen3-medusa"])
@@ -154,9 +155,9 @@ def test_the_engine_for_just_this_device_is_preferred() -> None:
     device = api.CudaDevice(0, "x", (8, 9), 1)
     base: dict[str, Any] = {"source": "s", "runtime": "tensorrt", "version": "10.3", "compute": "fp16"}
     base["profiles"] = (ce.ShapePoint(1, 1, 256, 1),)
-    ampere = ce.Engine(file="a", compute_capabilities=("8.0",), hardware_compatible=True, **base)
-    ada = ce.Engine(file="b", compute_capabilities=("8.9",), **base)
-    hopper = ce.Engine(file="c", compute_capabilities=("9.0",), **base)
+    ampere = ce.CompiledEngine(file="a", compute_capabilities=("8.0",), hardware_compatible=True, **base)
+    ada = ce.CompiledEngine(file="b", compute_capabilities=("8.9",), **base)
+    hopper = ce.CompiledEngine(file="c", compute_capabilities=("9.0",), **base)
     assert trt.choose((hopper, ampere, ada), "tensorrt", device) == [ada]
     assert trt.choose((hopper, ampere), "tensorrt", device) == [ampere]
 
@@ -208,8 +209,8 @@ def test_prompts_are_scored_in_the_window_of_all_slots(
     with Engine.load(compiled(bundle("llama-near-batch"), gpu.folder, batches=(4,))) as there:
         running = there.stream([5] * 30, params)
         said = list(next(running).token_ids)
-        ours = there.generate(prompt, scored, speculation=False).prompt_logprobs
+        ours = there.generate(prompt, scored, PLAIN).prompt_logprobs
         said += [token for chunk in running for token in chunk.token_ids]
-    theirs = engine("llama-near").generate(prompt, scored, speculation=False).prompt_logprobs
-    assert said == list(engine("llama-near").generate([5] * 30, params, speculation=False).token_ids)
+    theirs = engine("llama-near").generate(prompt, scored, PLAIN).prompt_logprobs
+    assert said == list(engine("llama-near").generate([5] * 30, params, PLAIN).token_ids)
     assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-4)

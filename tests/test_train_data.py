@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from specexport.contract.errors import TrainError
+from specexport.training import data
 from specexport.training.data import Windows, read_windows, sampled_windows, seeded
 from tests.checkpoints import EOS, tokenizer
 
@@ -108,6 +109,20 @@ def test_malformed_data_are_refused_by_name(
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TrainError, match=expected):
         read_windows([tmp_path / name], with_template(template), seq_len=16, seed=0)
+
+
+def test_sizes_are_checked_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MAX_WHOLE", 20)
+    monkeypatch.setattr(data, "MAX_LINE", 20)
+    words = "the cat sat on the mat"
+    (tmp_path / "long.txt").write_text(words)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": words}) + "\n")
+    for name, found in (
+        ("long.txt", "22 bytes; expected at most 20"),
+        ("long.jsonl", r"long\.jsonl:2: a line of more than 20 bytes"),
+    ):
+        with pytest.raises(TrainError, match=found):
+            read_windows([tmp_path / name], with_template(None), seq_len=16, seed=0)
 
 
 def test_windows_hold_every_token_once_and_targets_stay_within_a_document(tmp_path: Path) -> None:

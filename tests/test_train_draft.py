@@ -23,12 +23,13 @@ from specexport.training.distill import (
     divergence,
     mixed_temperatures,
 )
-from specexport.training.draft import DraftOptions, train_draft
+from specexport.training.draft import train_draft
 from specexport.training.loop import Schedule, adamw, load_tensors, train
+from specexport.training.options import DraftOptions
 from tests.checkpoints import VOCAB, make_checkpoint, make_model
 from tests.training import SILENT
 
-pytestmark = pytest.mark.exporter
+pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_leaves_the_last_checkpo
         train(
             "run", {"weight": weight}, [adamw([([weight], 0.1)])], Schedule(9, 1),
             lambda step: ((weight * (torch.inf if step == 3 else 1)).sum(), {}),
-            checkpoint=checkpoint, log=lambda line: None, every=2,
+            checkpoint=checkpoint, watch=SILENT, every=2,
         )  # fmt: skip
     assert load_tensors(checkpoint)["step"] == 2
 

@@ -17,14 +17,13 @@ from specexport.checkpoints.medusa import COMPATIBLE, load_medusa, read_outline
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError, TrainError
 from specexport.training.data import Windows
-from specexport.training.heads import head_accuracy, new_heads, train_heads
 from specexport.training.hidden import run_model
-from specexport.training.medusa import MedusaOptions, train_medusa
-from specexport.training.options import HeadOptions
+from specexport.training.medusa import head_accuracy, heads_loss, new_heads, train_medusa
+from specexport.training.options import MedusaOptions
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint, make_model
-from tests.training import CPU, SAVE_EVERY, SILENT, train_whole_and_parted, write_words
+from tests.training import CPU, SAVE_EVERY, SILENT, train_over, train_whole_and_parted, write_words
 
-pytestmark = pytest.mark.exporter
+pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +70,11 @@ def test_heads_learn_a_language_over_a_model_that_stays_as_it_was(tmp_path: Path
     ids = ((torch.arange(64)[:, None] * 7 + torch.arange(24)) % 50 + 100).int()
     windows = Windows(ids, torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids))
     heads = new_heads(4, 1, model, tied=tied)
-    options = HeadOptions(steps=150, batch_size=8, lr=1e-2)
-    trained = train_heads(heads, model, windows, options, place=CPU, checkpoint=tmp_path / "heads.pt", watch=SILENT)
+    lm_head = model.get_output_embeddings()
+    trained = train_over(
+        heads, lambda hidden, batch: heads_loss(heads, hidden, batch, lm_head, 0.8), model, windows,
+        tmp_path / "heads.pt", steps=150, batch_size=8, lr=1e-2,
+    )  # fmt: skip
     accuracy = head_accuracy(heads, model, windows, CPU)
     assert all(row[0] > 0.9 for row in accuracy.ranks), accuracy
     assert all(len(row) == 10 and sum(row) <= 1 + 1e-6 for row in accuracy.ranks)
@@ -103,7 +105,7 @@ def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(
 ) -> None:
     work = tmp_path / "kept"
     train_medusa(options("first", work=work), SILENT)
-    with pytest.raises(TrainError, match=r"kept: .* with lr None, and this one has 0\.002.*--work"):
+    with pytest.raises(TrainError, match=r"kept: .* with lr 0\.001, and this one has 0\.002.*--work"):
         train_medusa(options("second", work=work, lr=2e-3), SILENT)
     checkpoint = work / "heads.pt"
     whole = torch.load(checkpoint, weights_only=True)

@@ -16,21 +16,20 @@ from specexport.contract.errors import SpecExportError
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.speculative import PLAIN
 from specexport.training.data import Windows
-from specexport.training.hidden import train_over
 from specexport.training.mlp_speculator import (
-    SpeculatorOptions,
     chain_length,
     new_speculator,
     speculator_loss,
     stage_accuracy,
     train_mlp_speculator,
 )
-from specexport.training.options import HeadOptions
+from specexport.training.options import SpeculatorOptions
 from tests.checkpoints import make_checkpoint, make_model
-from tests.training import CPU, SAVE_EVERY, SILENT, train_whole_and_parted, write_words
+from tests.training import CPU, SAVE_EVERY, SILENT, train_over, train_whole_and_parted, write_words
 
-pytestmark = pytest.mark.exporter
+pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +69,9 @@ def test_stages_learn_what_follows_the_token_before_them(
     speculator = new_speculator(options(n_predict=3, inner_dim=64, tie_weights=True, scale_input=True), model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     trained = train_over(
-        "stages",
-        speculator,
-        lambda hidden, batch: speculator_loss(speculator, hidden, batch, 1.0),
-        model,
-        windows,
-        HeadOptions(steps=120, batch_size=24, lr=5e-3),
-        place=CPU,
-        checkpoint=tmp_path / "stages.pt",
-        watch=SILENT,
-    )
+        speculator, lambda hidden, batch: speculator_loss(speculator, hidden, batch, 1.0), model, windows,
+        tmp_path / "stages.pt", steps=120, batch_size=24, lr=5e-3,
+    )  # fmt: skip
     accuracy = stage_accuracy(speculator, model, windows, CPU)
     assert all(sum(row[:2]) > 0.9 for row in accuracy.ranks), accuracy.ranks
     chain = sum(accuracy.paths[(0,) * depth] for depth in (1, 2, 3))
@@ -144,8 +136,8 @@ def test_a_bundle_is_built_of_what_the_command_trained(
     bundle = build(
         BuildOptions(
             target=str(target),
-            mlp_speculator=str(out),
             output=tmp_path / "bundle",
+            methods=({"method": "mlp_speculator", "model": str(out)},),
             precision="int4",
             max_seq_len=64,
             max_batch_size=1,
@@ -155,4 +147,4 @@ def test_a_bundle_is_built_of_what_the_command_trained(
         greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
         done = engine.generate([5, 6, 7], greedy)
         assert done.stats.drafted > 0
-        assert done.token_ids == engine.generate([5, 6, 7], greedy, speculation=False).token_ids
+        assert done.token_ids == engine.generate([5, 6, 7], greedy, PLAIN).token_ids

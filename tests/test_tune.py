@@ -23,6 +23,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.stats import Stats
 from specexport.tuning.record import recorded
 from specexport.tuning.tree import Observed, candidates, observe, step_costs
+from tests.manifests import Document, rewritten
 
 Bundles = Callable[[str], Path]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -83,13 +84,13 @@ def test_what_is_observed_is_what_is_accepted(bundle: Bundles, name: str) -> Non
     """Paths within the tree that was verified were accepted as often as they came true."""
     with Engine.load(bundle(name), threads=1) as engine:
         method = next(iter(engine.speculations))
-        deepest = max(engine.speculations[method].trees, key=lambda tree: tree.depth)
+        deepest = max(engine.methods[method].token_trees(), key=lambda tree: tree.depth)
         seen = observe(engine, method, PROMPTS, GREEDY, quiet)
         accepted = 0
         steps = 0
         for prompt in PROMPTS:
             with recorded(engine, method) as recorder:
-                done = engine.generate(prompt, GREEDY, method=method, num_speculative_tokens=len(deepest) - 1)
+                done = engine.generate(prompt, GREEDY, {"method": method, "num_speculative_tokens": len(deepest) - 1})
             whole = [*prompt, *done.token_ids]
             for at, proposal in recorder.made:
                 if len(whole) - at >= len(proposal.candidates):
@@ -162,6 +163,43 @@ def test_a_tree_the_bundle_has_no_room_for(bundle: Bundles, tmp_path: Path) -> N
     with pytest.raises(BuildError, match="has no method 'draft_model'"):
         set_default_tree(folder, "draft_model", TokenTree.chain(2))
     assert (folder / "specexport.json").read_bytes() == before
+
+
+def test_steps_are_observed_where_they_are_timed(
+    bundle: Bundles, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both by ONNX Runtime on the CPU, also where the bundle's own backend is another one."""
+    folder = copytree(bundle("qwen3-medusa"), tmp_path / "bundle")
+    rewritten(folder, lambda document: document.update(backend="onnxruntime-cuda"))
+    words = ["tune", "tree", str(folder), "--data", str(data), "--max-nodes", "3", "-n", "12", "--threads", "1"]
+    assert main([*words, "--json", "--dry-run"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["step_ms"]) == 3
+
+
+@pytest.mark.exporter
+def test_a_bundle_made_for_its_trees_is_refused_before_anything_is_measured(
+    bundle: Bundles, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(document: Document) -> None:
+        target = document["target"]
+        engine = {
+            "file": target["weights"],
+            "source": target["graph"]["master"],
+            "runtime": "tensorrt-rtx",
+            "version": "1.7.1.116",
+            "compute_capabilities": ["8.6"],
+            "compute": "fp16",
+            "profiles": [target["graph"]["points"][0]["point"]],
+        }
+        target["engines"] = [engine]
+        document["backend"] = "tensorrt-rtx"
+
+    folder = copytree(bundle("qwen3-medusa"), tmp_path / "bundle")
+    rewritten(folder, compiled)
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("it is loaded"))
+    for more in ([], ["--dry-run"]):
+        assert main(["tune", "tree", str(folder), "--data", str(data), *more]) == 1
+        assert "is built for tensorrt-rtx; its step program and engines" in capsys.readouterr().err
 
 
 @pytest.mark.exporter

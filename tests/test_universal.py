@@ -12,13 +12,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specexport.contract.errors import BuildError
-from specexport.contract.methods import UniversalDraft
+from specexport.contract.methods.universal_draft import UniversalDraft
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.proposers import Proposal, SlotView
-from specexport.runtime.proposers.universal import UniversalDraftProposer
+from specexport.runtime.proposal import Proposal, SlotView
+from specexport.runtime.proposers.universal_draft import UniversalDraftProposer
+from specexport.runtime.speculative import PLAIN
 from tests.manifests import rewritten
+from tests.ways import ways
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 TEXT = "one two three one two three"
@@ -112,15 +114,15 @@ def test_decoding_is_lossless(tmp_path: Path) -> None:
     bytewise.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=bytewise).save_pretrained(draft)
     options = {"target": str(target), "output": tmp_path / "bundle", "max_seq_len": 128}
-    build(BuildOptions(universal_draft=str(draft), **options))
+    build(BuildOptions(methods=ways(universal_draft=draft), **options))
     (method,) = read_manifest(tmp_path / "bundle").methods
     assert isinstance(method, UniversalDraft)
     assert (tmp_path / "bundle" / method.tokenizer).is_file()
     with Engine.load(tmp_path / "bundle", threads=1) as engine:
         for prompt in (TEXT, "some words", [5, 6, 7, 8]):
-            plain = engine.generate(prompt, GREEDY, speculation=False)
+            plain = engine.generate(prompt, GREEDY, PLAIN)
             for size in (1, 2, 4):
-                done = engine.generate(prompt, GREEDY, num_speculative_tokens=size)
+                done = engine.generate(prompt, GREEDY, {"num_speculative_tokens": size})
                 assert done.token_ids == plain.token_ids
         sampled = GREEDY.replace(temperature=0.8, seed=3)
         assert engine.generate(TEXT, sampled).token_ids == engine.generate(TEXT, sampled).token_ids
@@ -128,15 +130,15 @@ def test_decoding_is_lossless(tmp_path: Path) -> None:
         assert done.stats.drafted > 0
     report = verify(tmp_path / "bundle", prompts=(TEXT,), max_tokens=8)
     assert report.verdict == "passed", report
-    with pytest.raises(BuildError, match="draft and universal_draft were both given"):
-        BuildOptions(draft=str(draft), universal_draft=str(draft), **options)
+    with pytest.raises(BuildError, match="'draft_model' and 'universal_draft' both have a draft"):
+        build(BuildOptions(methods=ways(draft=draft, universal_draft=draft), **options, overwrite=True))
 
 
 def test_the_tokenizer_must_be_listed(tmp_path: Path, bundle: Callable[[str], Path]) -> None:
     from specexport.contract.errors import BundleError
 
     folder = shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
-    given = {"name": "universal_draft", "tokenizer": "../tokenizer.json"}
+    given = {"method": "universal_draft", "tokenizer": "../tokenizer.json"}
     rewritten(folder, lambda document: document["methods"][0].update(given))
     with pytest.raises(BundleError, match="is used but not listed under files"):
         read_manifest(folder)

@@ -18,12 +18,13 @@ from rich.console import Console
 
 from specexport.contract.errors import BuildError, BundleError, RequestError
 from specexport.contract.manifest import FileEntry
-from specexport.contract.methods import DraftModel
+from specexport.contract.methods.draft_model import DraftModel
 from specexport.contract.reading import read_manifest, sha256, write_manifest
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.runtime import Completion, Engine
+from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.speculative import Speculative
 from specexport.verify import bundle as module
 from specexport.verify import decoding as verify_decoding
 from specexport.verify.bundle import verify
@@ -31,10 +32,11 @@ from specexport.verify.graphs import check_graphs
 from specexport.verify.logits import LIMITS, Agreement, rounds
 from specexport.verify.report import Check, VerifyReport, render
 from tests.checkpoints import make_checkpoint
+from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
-NAMES = ["files", "graphs", "logits", "draft", "speculation"]
+NAMES = ["files", "graphs", "logits", "draft_model", "speculation"]
 PROMPTS = ("people went back home and thought", "3, 14, 15, 92, 65")
 
 
@@ -48,11 +50,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def _build(checkpoints: dict[str, Path], output: Path, **options: Any) -> Path:
+def _build(checkpoints: dict[str, Path], output: Path, sizes: tuple[int, ...], **options: Any) -> Path:
     return build(
         BuildOptions(
             target=str(checkpoints["target"]),
-            draft=str(checkpoints["draft"]),
+            methods=ways(draft=checkpoints["draft"], sizes=sizes),
             output=output,
             max_seq_len=128,
             **options,
@@ -63,12 +65,12 @@ def _build(checkpoints: dict[str, Path], output: Path, **options: Any) -> Path:
 @pytest.fixture(scope="module")
 def fp32(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("fp32") / "bundle"
-    return _build(checkpoints, output, num_speculative_tokens=3, speculative_choices=(1,), draft_precision="fp32")
+    return _build(checkpoints, output, (3, 1), draft_precision="fp32")
 
 
 @pytest.fixture(scope="module")
 def int8(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _build(checkpoints, tmp_path_factory.mktemp("int8") / "bundle", num_speculative_tokens=2, precision="int8")
+    return _build(checkpoints, tmp_path_factory.mktemp("int8") / "bundle", (2,), precision="int8")
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ def test_a_right_bundle_passes_every_check(fp32: Path) -> None:
     assert logits["largest_difference_relative"] < 1e-5
     assert logits["agreement"] == 1.0
     assert logits["positions"] > 100
-    assert _check(report, "draft").numbers["same"] == 3 * (3 + 1 + 3 + 1 + 3)
+    assert _check(report, "draft_model").numbers["same"] == 3 * (3 + 1 + 3 + 1 + 3)
     speculation = _check(report, "speculation").numbers
     assert (speculation["tokens"], speculation["differences"]) == (12 * len(module.DEFAULT_PROMPTS), 0)
     assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["checks"][4]["result"] == "passed"
@@ -141,7 +143,7 @@ def test_an_altered_byte_is_found_and_nothing_else_is_run(copy: Path) -> None:
     path.write_bytes(content)
     report = verify(copy)
     assert not report.passed
-    assert _results(report) == {"files": "failed", **dict.fromkeys(NAMES[1:], "not run")}
+    assert _results(report) == {"files": "failed", **dict.fromkeys(["graphs", "logits", "speculation"], "not run")}
     assert "weights.bin" in report.checks[0].sentence
     assert "altered" in report.checks[0].sentence
     assert "verdict: failed" in _shown(report)
@@ -166,7 +168,7 @@ def test_other_draft_weights_are_found_in_its_tokens_and_cost_no_correctness(cop
     _spoil(copy / "draft" / "weights.bin")
     _rewrite(copy)
     report = verify(copy, prompts=PROMPTS, max_tokens=6)
-    assert _results(report) == {**dict.fromkeys(NAMES, "passed"), "draft": "failed"}
+    assert _results(report) == {**dict.fromkeys(NAMES, "passed"), "draft_model": "failed"}
 
 
 def test_weights_that_make_no_numbers_are_found(copy: Path) -> None:
@@ -195,17 +197,21 @@ def test_models_that_are_not_there_are_not_run(copy: Path, checkpoints: dict[str
     _rewrite(
         copy,
         target=msgspec.structs.replace(manifest.target, source=gone),
-        methods=(msgspec.structs.replace(method, draft=moved),),
+        methods=(msgspec.structs.replace(method, draft=moved, model=gone),),
     )
     report = verify(copy, prompts=PROMPTS[:1], max_tokens=2)
-    assert _results(report) == {**dict.fromkeys(NAMES, "passed"), "logits": "not run", "draft": "not run"}
+    assert _results(report) == {**dict.fromkeys(NAMES, "passed"), "logits": "not run", "draft_model": "not run"}
     assert report.passed
     assert report.verdict == "passed what could be checked"
     assert "--target DIR" in _check(report, "logits").sentence
-    assert "--draft DIR" in _check(report, "draft").sentence
+    assert "--draft DIR" in _check(report, "draft_model").sentence
 
     found = verify(
-        copy, target=str(checkpoints["target"]), draft=str(checkpoints["draft"]), prompts=PROMPTS[:1], max_tokens=2
+        copy,
+        target=str(checkpoints["target"]),
+        sources={"draft_model.model": str(checkpoints["draft"])},
+        prompts=PROMPTS[:1],
+        max_tokens=2,
     )
     assert found.verdict == "passed"
 
@@ -215,8 +221,8 @@ def test_a_bundle_without_a_draft(copy: Path, checkpoints: dict[str, Path]) -> N
     report = verify(copy, prompts=("a",), max_tokens=2)
     assert _results(report) == dict.fromkeys(["files", "graphs", "logits", "speculation"], "passed")
     assert "no way to speculate" in _check(report, "speculation").sentence
-    with pytest.raises(RequestError, match="without one"):
-        verify(copy, draft=str(checkpoints["draft"]))
+    with pytest.raises(RequestError, match=r"draft_model\.model was given, but .* without it"):
+        verify(copy, sources={"draft_model.model": str(checkpoints["draft"])})
 
 
 def test_wrong_arguments(fp32: Path, tmp_path: Path) -> None:
@@ -236,9 +242,9 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes speculative greedy decoding put another token in fourth place."""
     honest = Engine.generate
 
-    def generate(self: Engine, prompt: Sequence[int], *args: Any, **options: Any) -> Completion:
-        made = honest(self, prompt, *args, **options)
-        if options.get("num_speculative_tokens") and len(made.token_ids) > 3:
+    def generate(self: Engine, prompt: Sequence[int], params: SamplingParams, asked: Any = None) -> Completion:
+        made = honest(self, prompt, params, asked)
+        if Speculative.of(asked).num_speculative_tokens and len(made.token_ids) > 3:
             tokens = list(made.token_ids)
             tokens[3] ^= 1
             return dataclasses.replace(made, token_ids=tuple(tokens))
@@ -279,8 +285,8 @@ def test_every_number_of_draft_tokens_and_every_text_is_tried(fp32: Path) -> Non
 def test_agreement_counts_small_preferences_as_ties() -> None:
     reference = np.zeros((3, 100), np.float32)
     reference[:, 0], reference[:, 1], reference[:, 2] = 4.0, 3.99, 3.0
-    agreement = Agreement()
-    agreement.count(reference, np.array([0, 1, 2]), LIMITS["fp16"])
+    agreement = Agreement(LIMITS["fp16"])
+    agreement.count(reference, np.array([0, 1, 2]))
     assert (agreement.positions, agreement.same, agreement.ties) == (3, 1, 1)
     assert agreement.share == pytest.approx(2 / 3)
 

@@ -106,7 +106,6 @@ def test_a_stored_graph_computes_what_the_original_does(
         expected = expected @ embedding.T
     found = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"ids": ids})[0]
     assert np.sqrt(np.mean((found - expected) ** 2)) <= tolerance * np.sqrt(np.mean(expected**2))
-    assert weights.report.bytes_written == (tmp_path / "weights.bin").stat().st_size
     if precision in QUANTIZED:
         looked_up = precision != "fp8"  # which has its table in fp16
         assert len(weights.report.quantized) == 1 + tied + looked_up

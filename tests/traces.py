@@ -26,21 +26,21 @@ def once(trace: Trace, folder: Path) -> Trace:
     arguments.
     """
 
-    def remembered(model: torch.nn.Module, module: torch.nn.Module, example: Any, *arguments: Any) -> ir.Model:
+    def remembered(model: torch.nn.Module, module: torch.nn.Module, inputs: Any, *arguments: Any) -> ir.Model:
         if sum(parameter.numel() for parameter in module.parameters()) > SMALL:
-            return trace(model, module, example, *arguments)
-        path = folder / f"{_key(model, module, example, arguments)}.onnx"
+            return trace(model, module, inputs, *arguments)
+        path = folder / f"{_key(model, module, inputs, arguments)}.onnx"
         with FileLock(path.with_suffix(".lock")):
             if not path.exists():
                 beside = path.with_suffix(".part")
-                onnx.save(ir.to_proto(trace(model, module, example, *arguments)), beside)
+                onnx.save(ir.to_proto(trace(model, module, inputs, *arguments)), beside)
                 beside.rename(path)
         return ir.from_proto(onnx.load(path))
 
     return remembered
 
 
-def _key(model: torch.nn.Module, module: torch.nn.Module, example: Any, arguments: tuple[Any, ...]) -> str:
+def _key(model: torch.nn.Module, module: torch.nn.Module, inputs: Any, arguments: tuple[Any, ...]) -> str:
     parts = hashlib.sha256()
     tensors = {}
     for name, inner in module.named_modules(remove_duplicate=False):
@@ -53,8 +53,9 @@ def _key(model: torch.nn.Module, module: torch.nn.Module, example: Any, argument
         # Tied weights are stored once, equal ones are not.
         parts.update(repr((first.setdefault(id(tensor), name), name, tensor.shape, tensor.dtype)).encode())
         parts.update(tensor.detach().flatten().view(torch.uint8).numpy().tobytes())
-    for leaf in torch.utils._pytree.tree_leaves(example):
-        parts.update(repr((leaf.shape, leaf.dtype)).encode())
+    for name, (example, dims) in inputs.items():
+        leaves = [(leaf.shape, leaf.dtype) for leaf in torch.utils._pytree.tree_leaves(example)]
+        parts.update(repr((name, leaves, dims)).encode())
     config = getattr(model, "config", None)
     parts.update(repr((config.to_json_string() if config is not None else None, arguments)).encode())
     return parts.hexdigest()

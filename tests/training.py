@@ -10,7 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specexport.training.setup import Place, Watch
+from specexport.training.data import Windows
+from specexport.training.hidden import hidden_loss
+from specexport.training.loop import Loss, Schedule, Trained, Watch, adamw, train
+from specexport.training.run import Place
 
 CPU = Place(torch.device("cpu"), bf16=False)
 SILENT = Watch(lambda line: None)
@@ -26,6 +29,25 @@ def write_words(folder: Path) -> Path:
     file = folder / "words.txt"
     file.write_text(f"{_WORDS} " * 40, encoding="utf-8")
     return file
+
+
+def train_over(
+    trained: torch.nn.Module,
+    loss_of: Callable[[torch.Tensor, Windows], Loss],
+    model: Any,
+    windows: Windows,
+    checkpoint: Path,
+    *,
+    steps: int,
+    batch_size: int,
+    lr: float,
+) -> Trained:
+    """Trains what reads a model's hidden states."""
+    loss_at = hidden_loss(model, lambda number: windows.rows(windows.order(number, batch_size, 0)), loss_of, CPU)
+    optimizers = [adamw([(list(trained.parameters()), lr)])]
+    schedule = Schedule(steps, steps // 10)
+    parameters = dict(trained.named_parameters())
+    return train("test", parameters, optimizers, schedule, loss_at, checkpoint=checkpoint, watch=SILENT)
 
 
 def train_whole_and_parted(

@@ -7,6 +7,7 @@ what the assistant says is learnt.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,8 @@ from tokenizers import Tokenizer
 
 from specexport.contract.errors import TrainError
 
-_JSON_LINES, _JSON = (".jsonl", ".ndjson"), (".json",)
-_MAX_FILE = 16 << 30
-_MAX_WHOLE = 1 << 30
-"""Bytes of a file that is read at once: JSON and text, which are not read by lines."""
-_MAX_LINE = 64 << 20
+MAX_WHOLE, MAX_LINE = 1 << 30, 64 << 20
+"""Bytes of a file that is read whole, and of a line of JSON Lines."""
 _ENCODED_AT_ONCE = 4 << 20
 """Characters given to the tokenizer together, which splits them among threads."""
 
@@ -86,6 +84,13 @@ class Windows:
             position += len(taken[-1])
             missing -= len(taken[-1])
         return torch.cat(taken)
+
+    def fingerprint(self) -> str:
+        """A hash of the data as they are trained on."""
+        digest = hashlib.sha256(repr(tuple(self.ids.shape)).encode())
+        for tensor in (self.ids, self.learn):
+            digest.update(tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def in_order(self, size: int) -> Iterator[torch.Tensor]:
         """Numbers of all windows, at most ``size`` at a time."""
@@ -186,22 +191,16 @@ def read_windows(files: Sequence[Path], tokenizer: Any, *, seq_len: int, seed: i
     windows = Windows(*(flat.view(count, seq_len) for flat in (ids, learn, number)))
     useful = windows.learnt_from(1).any(dim=1)
     if not bool(useful.any()):
-        raise TrainError(f"{_named(files)}: nothing to learn; expected text, or chats in which the assistant speaks")
+        named = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
+        raise TrainError(f"{named}: nothing to learn; expected text, or chats in which the assistant speaks")
     return windows.part(useful)
-
-
-def _named(files: Sequence[Path]) -> str:
-    return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
 
 
 class _Said(msgspec.Struct):
     """A turn as ShareGPT has it."""
 
-    speaker: str = msgspec.field(name="from")
-    value: str
+    role: str = msgspec.field(name="from")
+    content: str = msgspec.field(name="value")
 
 
 class _Message(msgspec.Struct):
@@ -222,13 +221,19 @@ def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
     """Documents of a file, each with what to call it in an error."""
     if not path.is_file():
         raise TrainError(f"{path}: no such file; expected text, .jsonl or .json (--data)")
-    size = path.stat().st_size
-    lines = path.suffix.lower() in _JSON_LINES
-    if size > (limit := _MAX_FILE if lines else _MAX_WHOLE):
-        raise TrainError(f"{path}: {size} bytes; expected at most {limit}. Split it, or make it JSON Lines")
+    lines = path.suffix.lower() in (".jsonl", ".ndjson")
+    if not lines and (size := path.stat().st_size) > MAX_WHOLE:
+        raise TrainError(f"{path}: {size} bytes; expected at most {MAX_WHOLE}. Split it, or make it JSON Lines")
     if lines:
-        yield from _read_lines(path)
-    elif path.suffix.lower() in _JSON:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+                if len(line) > MAX_LINE:
+                    raise TrainError(
+                        f"{path}:{number}: a line of more than {MAX_LINE} bytes; expected one object a line"
+                    )
+                if line.strip():
+                    yield from _row(line, f"{path}:{number}")
+    elif path.suffix.lower() == ".json":
         try:
             whole: list[msgspec.Raw] = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw])
         except msgspec.DecodeError as error:
@@ -246,17 +251,6 @@ def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
             yield str(path), text
 
 
-def _read_lines(path: Path) -> Iterator[tuple[str, str | _Chat]]:
-    with path.open("rb") as file:
-        number = 0
-        while line := file.readline(_MAX_LINE + 1):
-            number += 1
-            if len(line) > _MAX_LINE:
-                raise TrainError(f"{path}:{number}: a line of more than {_MAX_LINE} bytes; expected one object a line")
-            if line.strip():
-                yield from _row(line, f"{path}:{number}")
-
-
 def _row(raw: bytes, where: str) -> Iterator[tuple[str, str | _Chat]]:
     try:
         row = msgspec.json.decode(raw, type=_Row)
@@ -269,21 +263,16 @@ def _row(raw: bytes, where: str) -> Iterator[tuple[str, str | _Chat]]:
         if row.text:
             yield where, row.text
         return
-    turns = [(said.speaker, said.value) for said in row.conversations or ()]
-    turns += [(message.role, message.content) for message in row.messages or ()]
     chat: _Chat = []
-    for number, (speaker, content) in enumerate(turns):
-        role = _ROLES.get(speaker.lower())
+    for number, turn in enumerate([*(row.conversations or ()), *(row.messages or ())]):
+        role = _ROLES.get(turn.role.lower())
         if role is None:
-            raise TrainError(f"{where}: turn {number} is by {speaker!r}; expected one of {', '.join(_ROLES)}")
+            raise TrainError(f"{where}: turn {number} is by {turn.role!r}; expected one of {', '.join(_ROLES)}")
         # ShareGPT's cut conversations may begin with an answer, which nothing asked for and templates refuse.
-        if role != "assistant" or any(turn["role"] == "user" for turn in chat):
-            chat.append({"role": role, "content": content})
+        if role != "assistant" or any(said["role"] == "user" for said in chat):
+            chat.append({"role": role, "content": turn.content})
     if any(turn["role"] == "assistant" for turn in chat):
         yield where, chat
-
-
-# ------------------------------------------------------------------------------------------------------------ encoding
 
 
 @dataclass(frozen=True)
@@ -304,11 +293,7 @@ class _Encoder:
         self._end: int | None = tokenizer.eos_token_id
         self.filler: int = self._end or 0
         template = tokenizer.chat_template
-        if isinstance(template, dict):
-            template = template.get("default")
-        self._template: str | None = template
-        # A template may mark what the assistant says itself.
-        self._marked = isinstance(template, str) and "endgeneration" in template
+        self._template: str | None = template.get("default") if isinstance(template, dict) else template
 
     def texts(self, texts: Sequence[str]) -> Iterator[_Encoded]:
         for encoding in self._fast.encode_batch(list(texts)):
@@ -323,7 +308,8 @@ class _Encoder:
             raise TrainError(
                 f"{where}: a chat, and the tokenizer has no chat template; expected text, or a model made for chats"
             )
-        if self._marked:
+        # A template may mark what the assistant says itself.
+        if "endgeneration" in self._template:
             whole = self._applied(chat, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             yield _Encoded(
                 torch.tensor(whole["input_ids"], dtype=torch.int32),

@@ -1,10 +1,10 @@
-"""Distillation: a draft learns the target's distribution (DistillSpec, Zhou et al., arXiv 2310.08461).
-
-Also what that needs, as heads do: texts sampled from a model. And how many of a draft's tokens a target accepts.
+"""Distillation (DistillSpec, Zhou et al., arXiv 2310.08461): how far a draft is from its target, texts sampled from a
+model, and how many of a draft's tokens a target accepts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,8 @@ import torch.nn.functional as F
 from rich.console import Console
 
 from specexport.contract.errors import TrainError
-from specexport.training.data import Windows, sampled_windows, seeded
-from specexport.training.loop import load_tensors, progress_bar
-from specexport.training.options import HeadRunOptions, RunOptions
-from specexport.training.setup import TrainingModel, Watch
-
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
-_MEASURED_TEXTS = 64
-"""Texts sampled to measure with, at most."""
+from specexport.training.data import seeded
+from specexport.training.loop import load_tensors, progress_bar, save_tensors
 
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str) -> torch.Tensor:
@@ -31,15 +25,19 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str) -> torch
     forward_kl is KL(p||q), reverse_kl is KL(q||p), jsd is the mean of the two divergences from (p + q) / 2, and tvd is
     half the sum of |p - q|, which is the chance that speculative sampling rejects a token.
     """
+
+    def kl(log_x: torch.Tensor, log_y: torch.Tensor) -> torch.Tensor:
+        """KL(x||y)."""
+        return F.kl_div(log_y, log_x, log_target=True, reduction="batchmean")
+
     log_q, log_p = F.log_softmax(student.float(), dim=-1), F.log_softmax(teacher.float(), dim=-1)
     if kind == "forward_kl":
-        return F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+        return kl(log_p, log_q)
     if kind == "reverse_kl":
-        return F.kl_div(log_p, log_q, log_target=True, reduction="batchmean")
+        return kl(log_q, log_p)
     if kind == "jsd":
-        log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0))
-        sides = [F.kl_div(log_m, side, log_target=True, reduction="batchmean") for side in (log_p, log_q)]
-        return 0.5 * (sides[0] + sides[1])
+        log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
+        return 0.5 * (kl(log_p, log_m) + kl(log_q, log_m))
     if kind == "tvd":
         return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(dim=-1).mean()
     raise ValueError(f"unknown divergence {kind!r}")
@@ -152,74 +150,13 @@ def sample_texts(
                 wanted = min(rows, count - start)
                 temperatures = mixed_temperatures(wanted, generator).to(device)
                 prompts = cut(wanted, generator).to(device)
-                text = continue_text(model, prompts, new_tokens, temperatures, generator).cpu()
-                partial = path.with_suffix(".tmp")
-                torch.save({"ids": text}, partial)
-                partial.replace(path)
-            batches.append(_sampled(path))
+                save_tensors(path, {"ids": continue_text(model, prompts, new_tokens, temperatures, generator).cpu()})
+            ids = load_tensors(path).get("ids")
+            if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.ndim != 2:
+                raise TrainError(f"{path}: holds no tokens [texts,length]; delete it to sample it again")
+            batches.append(ids)
             progress.update(task, completed=start + len(batches[-1]))
     return torch.cat(batches)
-
-
-def own_texts(
-    model: TrainingModel, data: Windows, count: int, prompt: int, options: RunOptions, *, work: Path, watch: Watch
-) -> Windows:
-    """A model's own continuations of prompts cut from data: what is met when its texts are drafted.
-
-    Args:
-        model: the model.
-        data: to cut prompts from; texts are as long as their windows.
-        count: of texts.
-        prompt: tokens of a prompt.
-        options: say the seed, and how many texts are sampled at once.
-        work: folder the texts are kept in.
-        watch: where a bar is drawn.
-    """
-    ids = sample_texts(
-        model.model,
-        lambda rows, generator: data.prompts(rows, prompt, generator),
-        count,
-        data.ids.shape[1] - prompt,
-        seed=options.seed,
-        work=work,
-        rows=options.sample_batch,
-        console=watch.console,
-    )
-    return sampled_windows(ids, prompt, model.ends)
-
-
-def self_distilled(
-    model: TrainingModel,
-    windows: Windows,
-    held_out: Windows,
-    prompt: int,
-    options: HeadRunOptions,
-    *,
-    work: Path,
-    watch: Watch,
-) -> tuple[Windows, Windows]:
-    """Texts of the model itself, as many as ``options`` say, and an eighth as many, at most 64, to measure with.
-
-    Args:
-        model: the model.
-        windows: prompts of the texts to learn are cut from.
-        held_out: prompts of the texts to measure with are cut from.
-        prompt: tokens of a prompt.
-        options: of the training.
-        work: folder of the training.
-        watch: where bars are drawn.
-    """
-    count = options.self_distill
-    learnt = own_texts(model, windows, count, prompt, options, work=work / "sampled-train", watch=watch)
-    measured = min(_MEASURED_TEXTS, -(-count // 8))
-    return learnt, own_texts(model, held_out, measured, prompt, options, work=work / "sampled-held-out", watch=watch)
-
-
-def _sampled(path: Path) -> torch.Tensor:
-    ids = load_tensors(path).get("ids")
-    if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.ndim != 2:
-        raise TrainError(f"{path}: holds no tokens [texts,length]; delete it to sample it again")
-    return ids
 
 
 @torch.no_grad()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,85 +9,22 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specexport.checkpoints.checkpoint import load_tokenizer, require_same_tokenizer
-from specexport.contract.errors import TrainError
-from specexport.contract.folders import written_beside
 from specexport.training.data import Windows, sampled_windows, seeded
 from specexport.training.distill import (
-    DIVERGENCES,
     acceptance_length,
     accepted_positions,
     continue_text,
     distillation_loss,
     inherit_embedding,
     mixed_temperatures,
-    own_texts,
 )
-from specexport.training.loop import Loss, Schedule, adamw, muon_and_adamw, train
-from specexport.training.options import RunOptions, within
-from specexport.training.setup import (
-    Place,
-    TrainingModel,
-    Watch,
-    choose_place,
-    described,
-    fingerprint,
-    load_model,
-    new_record,
-    run_settings,
-    save_model,
-    told,
-    work_folder,
-    write_record,
-)
+from specexport.training.loop import Loss, Watch, adamw, muon_and_adamw
+from specexport.training.options import LEARNING_RATES, DraftOptions
+from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, save_model
 
-SAMPLES = ("target", "draft", "data")
-_RATES = {"adamw": 3e-4, "muon": 4e-3}
-"""Learning rates by optimizer."""
 _MEASURED_TEXTS, _MEASURED_TOKENS = 32, 96
 _MEASURED_DEPTHS = range(1, 7)
 _SHOWN_DEPTH = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftOptions(RunOptions):
-    """What ``specexport train draft`` is asked for; each field is the flag of its name.
-
-    Attributes:
-        draft: folder or hub id to start from.
-        layers: instead of ``draft``, of a new Llama.
-        hidden: instead of ``draft``, its hidden size.
-        divergence: one of ``DIVERGENCES``.
-        samples: whose texts are learnt: the target's, the draft's own as it is (on-policy), or the data.
-        texts: with samples ``target``, how many are sampled.
-        optimizer: ``adamw`` or ``muon``.
-    """
-
-    draft: str | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    divergence: str = "forward_kl"
-    samples: str = "target"
-    texts: int = 1024
-    optimizer: str = "adamw"
-
-    def check(self) -> None:
-        super().check()
-        within("layers", self.layers, 1, 64)
-        within("hidden", self.hidden, 32, 8192)
-        within("texts", self.texts, 1)
-        if self.divergence not in DIVERGENCES:
-            raise TrainError(f"--divergence: {self.divergence!r}; expected one of {', '.join(DIVERGENCES)}")
-        if self.samples not in SAMPLES:
-            raise TrainError(f"--samples: {self.samples!r}; expected one of {', '.join(SAMPLES)}")
-        new = [f"--{name}" for name in ("layers", "hidden") if getattr(self, name) is not None]
-        if self.draft is not None and new:
-            raise TrainError(f"--draft was given together with {new[0]}, which is of a draft that starts from nothing")
-        if self.draft is None and len(new) < 2:
-            raise TrainError("no draft to train; expected --draft, or --layers and --hidden for a new one")
-        if self.samples != "target" and self.texts != DraftOptions.texts:
-            raise TrainError(
-                f"--texts was given with --samples {self.samples}; only those of a target are sampled once"
-            )
 
 
 def train_draft(options: DraftOptions, watch: Watch) -> dict[str, Any]:
@@ -105,70 +40,56 @@ def train_draft(options: DraftOptions, watch: Watch) -> dict[str, Any]:
         SpecExportError: an option, the data, a model or a checkpoint is wrong; says which.
     """
     options.check()
-    place = choose_place(options.device, options.precision)
+    place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
     torch.manual_seed(options.seed)
     draft = _draft(options, target, place)
-    window, prompt = options.lengths(min(target.max_positions, draft.max_positions))
-    windows, held_out = options.read(target.tokenizer, window)
-    settings = run_settings(options, target, windows, held_out, place)
-    settings["draft"] = fingerprint(draft.path) if options.draft is not None else None
-    with work_folder(options.work, options.output, settings) as work:
-        measured = _Measured(target, held_out, prompt, options.seed, place)
-        before = measured.lengths(draft.model)
-        texts = windows
+    with open_run("train draft", options, place, target, watch, draft) as run:
+        acceptance = _Acceptance(run, draft.model)
+        before = acceptance.table()
         if options.samples == "target":
-            texts = own_texts(target, windows, options.texts, prompt, options, work=work / "sampled", watch=watch)
-        watch.log(described(texts, held_out))
-        rate = options.lr or _RATES[options.optimizer]
-        parameters = dict(draft.model.named_parameters())
+            run.windows = run.texts_of(target, run.windows, options.texts, "sampled")
+        run.describe_data()
+        rate = options.lr or LEARNING_RATES[options.optimizer]
+        parameters = dict(draft.model.requires_grad_(True).named_parameters())
         optimizers = (
-            muon_and_adamw(draft.model, rate, rate)
+            muon_and_adamw(draft.model, rate)
             if options.optimizer == "muon"
             else [adamw([(list(parameters.values()), rate)])]
         )
-        steps = options.total_steps(len(texts))
-
-        def batch_at(number: int) -> Windows:
-            if options.samples != "draft":
-                return texts.rows(texts.order(number, options.batch_size, options.seed)).to(place.device)
-            generator = seeded(options.seed, 700_000 + number)
-            temperatures = mixed_temperatures(options.batch_size, generator).to(place.device)
-            prompts = texts.prompts(options.batch_size, prompt, generator).to(place.device)
-            with place.autocast():
-                own = continue_text(draft.model, prompts, window - prompt, temperatures, generator)
-            sampled = sampled_windows(own.cpu(), prompt, target.ends)
-            return sampled.rows(torch.arange(len(sampled))).to(place.device)
+        keep = run.window - 1 if options.samples == "data" else run.window - run.prompt
 
         def loss_at(number: int) -> Loss:
-            batch = batch_at(number)
-            keep = window - 1 if options.samples == "data" else window - prompt
+            batch = _own_texts(run, draft, number) if options.samples == "draft" else run.batch(number, options.seed)
             learnt = batch.learnt_from(1)[:, -keep - 1 : -1]
             loss = distillation_loss(
                 draft.model, target.model, batch.ids, keep, options.divergence, learnt=learnt, bf16=place.bf16
             )
             return loss, {}
 
-        trained = train(
+        run.train(
             "draft",
             parameters,
             optimizers,
-            Schedule(steps, round(options.warmup * steps)),
+            options.total_steps(len(run.windows)),
             loss_at,
-            checkpoint=work / "draft.pt",
-            log=watch.log,
-            evaluate=lambda: f"greedy acceptance length {measured.length(draft.model):.2f}",
-            every=options.save_every,
-            accumulate=options.accumulate,
-            console=watch.console,
+            lambda: f"greedy acceptance length {acceptance.length(0.0, _SHOWN_DEPTH):.2f}",
         )
-        record = new_record("train draft", options, place, texts, held_out)
-        record["draft"] = told(trained)
-        record["acceptance"] = {"before": before, "after": measured.lengths(draft.model)}
-        with written_beside(options.output) as folder:
+        run.record["acceptance"] = {"before": before, "after": acceptance.table()}
+        with run.output() as folder:
             save_model(folder, draft.model.cpu().to(draft.stored), draft.tokenizer)
-            write_record(folder, record)
-    return record
+    return run.record
+
+
+def _own_texts(run: Run[DraftOptions], draft: TrainingModel, number: int) -> Windows:
+    """A batch of what the draft says now."""
+    rows = run.options.batch_size
+    generator = seeded(run.options.seed, 700_000 + number)
+    temperatures = mixed_temperatures(rows, generator).to(run.place.device)
+    prompts = run.windows.prompts(rows, run.prompt, generator).to(run.place.device)
+    with run.place.autocast():
+        texts = continue_text(draft.model, prompts, run.window - run.prompt, temperatures, generator)
+    return sampled_windows(texts.cpu(), run.prompt, run.target.ends).rows(torch.arange(rows)).to(run.place.device)
 
 
 def new_llama(
@@ -212,8 +133,7 @@ def _draft(options: DraftOptions, target: TrainingModel, place: Place) -> Traini
         ours, theirs = load_tokenizer(target.path).tokenizer, load_tokenizer(draft.path).tokenizer
         require_same_tokenizer(ours, theirs, target.path, draft.path)
         return draft
-    if options.layers is None or options.hidden is None:
-        raise TrainError("no draft to train; expected --draft, or --layers and --hidden for a new one")
+    assert options.layers is not None and options.hidden is not None  # as options.check() saw
     heads = -(-options.hidden // 64)
     vocab = int(target.model.get_output_embeddings().weight.shape[0])
     positions = min(target.max_positions, 1 << 17)
@@ -225,7 +145,6 @@ def _draft(options: DraftOptions, target: TrainingModel, place: Place) -> Traini
         inherit_embedding(model, target.model)
     model.generation_config = target.model.generation_config
     return TrainingModel(
-        source="a new draft",
         path=Path(),
         model=model.to(place.device).eval(),
         tokenizer=target.tokenizer,
@@ -235,37 +154,36 @@ def _draft(options: DraftOptions, target: TrainingModel, place: Place) -> Traini
     )
 
 
-class _Measured:
+class _Acceptance:
     """How many of a draft's tokens the target takes, over its own continuations of held-out prompts."""
 
-    def __init__(self, target: TrainingModel, held_out: Windows, prompt: int, seed: int, place: Place) -> None:
-        self._target = target.model
-        self._prompt = prompt
-        self._seed = seed
-        self._place = place
-        generator = seeded(seed, 600_000)
-        prompts = held_out.prompts(_MEASURED_TEXTS, prompt, generator).to(place.device)
-        new = min(_MEASURED_TOKENS, held_out.ids.shape[1] - prompt)
+    def __init__(self, run: Run[DraftOptions], draft: Any) -> None:
+        self._run, self._draft = run, draft
+        generator = seeded(run.options.seed, 600_000)
+        prompts = run.held_out.prompts(_MEASURED_TEXTS, run.prompt, generator).to(run.place.device)
+        new = min(_MEASURED_TOKENS, run.window - run.prompt)
         self._texts = {
             temperature: continue_text(
-                self._target, prompts, new, torch.full((len(prompts),), temperature, device=place.device), generator
+                run.target.model, prompts, new, torch.full((len(prompts),), temperature, device=run.place.device),
+                generator,
             )
             for temperature in (0.0, 1.0)
-        }
+        }  # fmt: skip
 
-    def length(self, draft: Any) -> float:
-        """Greedy acceptance length, quickly."""
-        return acceptance_length(self._accepted(draft, 0.0), _SHOWN_DEPTH)
+    def length(self, temperature: float, draft_tokens: int) -> float:
+        """The acceptance length as the draft is now."""
+        return acceptance_length(self._accepted(temperature), draft_tokens)
 
-    def lengths(self, draft: Any) -> Mapping[str, list[float]]:
+    def table(self) -> dict[str, list[float]]:
         """Acceptance lengths at 1 to 6 draft tokens, greedy and at temperature 1."""
         return {
-            name: [round(acceptance_length(self._accepted(draft, temperature), k), 3) for k in _MEASURED_DEPTHS]
-            for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0))
+            name: [round(acceptance_length(accepted, k), 3) for k in _MEASURED_DEPTHS]
+            for name, accepted in (("greedy", self._accepted(0.0)), ("temperature 1", self._accepted(1.0)))
         }
 
-    def _accepted(self, draft: Any, temperature: float) -> torch.Tensor:
-        with self._place.autocast():
+    def _accepted(self, temperature: float) -> torch.Tensor:
+        run = self._run
+        with run.place.autocast():
             return accepted_positions(
-                self._target, draft, self._texts[temperature], self._prompt, temperature, self._seed
+                run.target.model, self._draft, self._texts[temperature], run.prompt, temperature, run.options.seed
             )

@@ -21,9 +21,8 @@ from specexport.contract.errors import TrainError
 from specexport.contract.tree import MAX_NODES
 from specexport.graphs.medusa import MAX_TOP_K
 from specexport.training.data import Windows
-from specexport.training.loop import Loss, Trained, adamw, progress_bar, train
-from specexport.training.options import HeadOptions
-from specexport.training.setup import Place, Watch
+from specexport.training.loop import Loss, adamw, progress_bar
+from specexport.training.run import Place, Run
 
 _LOGITS_AT_ONCE = 1 << 27
 """Numbers of a head's logits that are kept for the backward pass; where there are more, they are computed again."""
@@ -53,9 +52,6 @@ def run_model(model: Any, ids: torch.Tensor, rows: torch.Tensor | None = None) -
     finally:
         hook.remove()
     return hidden[0], logits[0] if rows is not None else logits[:0, 0]
-
-
-# ------------------------------------------------------------------------------------------------------------- the loss
 
 
 def weighted(losses: Iterable[tuple[torch.Tensor, torch.Tensor]], decay: float) -> Loss:
@@ -108,86 +104,62 @@ def _ranks(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (logits > logits.gather(-1, labels[:, None])).to(torch.uint8).sum(dim=-1, dtype=torch.int32)
 
 
-# ------------------------------------------------------------------------------------------------------------- training
+def hidden_loss(
+    model: Any,
+    batch_at: Callable[[int], Windows],
+    loss_of: Callable[[torch.Tensor, Windows], Loss],
+    place: Place,
+    cached: Callable[[int], torch.Tensor] | None = None,
+) -> Callable[[int], Loss]:
+    """The loss by a batch's number, of hidden states after the final norm, ``[B,L,H]``: cached ones, or the model's."""
+
+    def loss_at(number: int) -> Loss:
+        batch = batch_at(number)
+        with place.autocast():
+            if cached is not None:
+                hidden = cached(number)
+            else:
+                with torch.no_grad():
+                    hidden = run_model(model, batch.ids)[0].to(place.frozen_dtype)
+            return loss_of(hidden, batch)
+
+    return loss_at
 
 
-def train_over(
+def train_over_hidden(
+    run: Run[Any],
     name: str,
     trained: torch.nn.Module,
     loss_of: Callable[[torch.Tensor, Windows], Loss],
-    model: Any,
-    windows: Windows,
-    options: HeadOptions,
+    steps: int,
     *,
-    place: Place,
-    checkpoint: Path,
-    watch: Watch,
-    cache: Path | None = None,
-) -> Trained:
-    """Trains what reads a model's hidden states; the model stays as it is.
+    seed: int,
+) -> None:
+    """Trains what reads the target's hidden states, over the run's windows; the target stays as it is.
 
-    Args:
-        name: to show.
-        trained: in place.
-        loss_of: of hidden states after the final norm, ``[B,L,H]``, and a batch.
-        model: a causal LM.
-        windows: to learn.
-        options: see there.
-        place: where to compute.
-        checkpoint: see :func:`specexport.training.loop.train`.
-        watch: where to say how it goes.
-        cache: file to keep the hidden states of all windows in; by default they are computed each time.
+    ``loss_of`` takes hidden states after the final norm, ``[B,L,H]``, and a batch; ``seed`` is that of the batches.
 
     Raises:
-        TrainError: the disk has no room for the cache, or the checkpoint is of another training.
+        TrainError: the disk has no room for the hidden states, or the checkpoint is of another training.
     """
+    options, model, place = run.options, run.target.model, run.place
     cached = None
-    if cache is not None:
-        cached = _cached_hidden(model, windows, cache, place=place, batch_size=options.batch_size, watch=watch)
+    if options.cache_hidden:
+        states = _cached_hidden(run, run.work / f"hidden-{name}.bin")
 
-    def loss_at(number: int) -> Loss:
-        rows = windows.order(number, options.batch_size, options.seed)
-        batch = windows.rows(rows).to(place.device)
-        with place.autocast():
-            if cached is None:
-                with torch.no_grad():
-                    hidden = run_model(model, batch.ids)[0].to(place.frozen_dtype)
-            else:
-                hidden = cached[rows].to(place.device)
-            return loss_of(hidden, batch)
+        def cached(number: int) -> torch.Tensor:
+            return states[run.windows.order(number, options.batch_size, seed)].to(place.device)
 
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # A head's weight that is shared would gather a gradient nobody uses.
-    model.requires_grad_(False)
-    try:
-        return train(
-            name,
-            dict(trained.named_parameters()),
-            [adamw([(list(trained.parameters()), options.lr)])],
-            options.schedule,
-            loss_at,
-            checkpoint=checkpoint,
-            log=watch.log,
-            console=watch.console,
-            every=options.save_every,
-            accumulate=options.accumulate,
-        )
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+    optimizer = adamw([(list(trained.parameters()), options.lr)])
+    loss_at = hidden_loss(model, lambda number: run.batch(number, seed), loss_of, place, cached)
+    run.train(name, dict(trained.named_parameters()), [optimizer], steps, loss_at)
 
 
 @torch.no_grad()
-def _cached_hidden(
-    model: Any, windows: Windows, path: Path, *, place: Place, batch_size: int, watch: Watch
-) -> torch.Tensor:
-    """Hidden states of all windows, ``[N,L,H]``, in a file that is mapped, not read.
-
-    Raises:
-        TrainError: the disk has no room for them.
-    """
-    width = int(model.get_output_embeddings().weight.shape[1])
-    shape = (*windows.ids.shape, width)
+def _cached_hidden(run: Run[Any], path: Path) -> torch.Tensor:
+    """Hidden states of all windows, ``[N,L,H]``, in a file that is mapped, not read."""
+    model, windows, place = run.target.model, run.windows, run.place
+    shape = (*windows.ids.shape, int(model.get_output_embeddings().weight.shape[1]))
     size = math.prod(shape) * place.frozen_dtype.itemsize
 
     def mapped(file: Path) -> torch.Tensor:
@@ -203,18 +175,15 @@ def _cached_hidden(
         )
     writing = path.with_suffix(".tmp")
     states = mapped(writing)
-    with progress_bar(watch.console) as progress:
+    with progress_bar(run.watch.console) as progress:
         task = progress.add_task("hidden states", total=len(windows))
-        for rows in windows.in_order(batch_size):
+        for rows in windows.in_order(run.options.batch_size):
             with place.autocast():
                 found, _ = run_model(model, windows.rows(rows).ids.to(place.device))
             states[rows[0] : rows[-1] + 1] = found.to(place.frozen_dtype).cpu()
             progress.update(task, advance=len(rows))
     writing.replace(path)
     return states
-
-
-# ------------------------------------------------------------------------------------------------------------ measuring
 
 
 @torch.no_grad()

@@ -57,15 +57,12 @@ def adamw(groups: Sequence[tuple[Sequence[torch.nn.Parameter], float]]) -> torch
     )
 
 
-def muon_and_adamw(
-    model: Any, matrix_rate: float, other_rate: float, *, heads: torch.nn.Module | None = None
-) -> list[torch.optim.Optimizer]:
+def muon_and_adamw(model: Any, rate: float, *, heads: torch.nn.Module | None = None) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, and AdamW for the embeddings, the output projection, norms and biases.
 
     Args:
         model: a causal LM.
-        matrix_rate: Muon's learning rate.
-        other_rate: AdamW's.
+        rate: the learning rate of both.
         heads: heads tied to the model's projection, to be trained with it.
     """
     outer = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
@@ -73,8 +70,21 @@ def muon_and_adamw(
     others: list[torch.nn.Parameter] = []
     for parameter in [*model.parameters(), *(heads.parameters() if heads is not None else ())]:
         (matrices if parameter.ndim == 2 and id(parameter) not in outer else others).append(parameter)
-    muon = torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
-    return [muon, adamw([(others, other_rate)])]
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    return [muon, adamw([(others, rate)])]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Where a training says how it goes.
+
+    Attributes:
+        log: given lines.
+        console: where bars are drawn.
+    """
+
+    log: Callable[[str], None]
+    console: Console | None = None
 
 
 @dataclass(frozen=True)
@@ -98,11 +108,10 @@ def train(
     loss_at: Callable[[int], Loss],
     *,
     checkpoint: Path,
-    log: Callable[[str], None],
+    watch: Watch,
     evaluate: Callable[[], str] | None = None,
     every: int | None = None,
     accumulate: int = 1,
-    console: Console | None = None,
 ) -> Trained:
     """Trains until the schedule ends, from where ``checkpoint`` left off if there is one.
 
@@ -116,30 +125,30 @@ def train(
         schedule: factor on the learning rates the optimizers have now.
         loss_at: the loss of a batch, of which a step takes ``accumulate``.
         checkpoint: file, written beside its place and renamed.
-        log: given a line at each checkpoint.
+        watch: given a line at each checkpoint.
         evaluate: called for a line's last words.
         every: steps from a checkpoint to the next.
         accumulate: batches a step.
-        console: where the bar is drawn.
 
     Raises:
         TrainError: the checkpoint is malformed or of another training, or the loss is not finite any more.
     """
-    rates = [[group.setdefault("base_lr", group["lr"]) for group in o.param_groups] for o in optimizers]
-    step, seconds, running, history = 0, 0.0, dict[str, list[float]](), list[dict[str, Any]]()
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [group.setdefault("base_lr", group["lr"]) for group in groups]
+    state: dict[str, Any] = {"step": 0, "seconds": 0.0, "running": {}, "history": []}
     if checkpoint.exists():
         state = _restore(checkpoint, parameters, optimizers, schedule)
-        step, seconds, running, history = state["step"], state["seconds"], state["running"], state["history"]
-        log(f"{name}: going on from step {step}")
+        # The optimizers' groups are new ones now.
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        watch.log(f"{name}: going on from step {state['step']}")
+    step, running, history = state["step"], state["running"], state["history"]
     every = every or max(10, min(50, schedule.steps // 10))
-    trained = list(parameters.values())
-    with progress_bar(console, width=12) as progress:
+    began = time.monotonic() - state["seconds"]
+    with progress_bar(watch.console, width=12) as progress:
         task = progress.add_task(name, total=schedule.steps, completed=step)
-        began = time.monotonic()
         while step < schedule.steps:
-            for optimizer, of_groups in zip(optimizers, rates, strict=True):
-                for group, rate in zip(optimizer.param_groups, of_groups, strict=True):
-                    group["lr"] = rate * schedule(step)
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate * schedule(step)
             seen: dict[str, list[float]] = {}
             for part in range(accumulate):
                 loss, figures = loss_at(step * accumulate + part)
@@ -152,7 +161,7 @@ def train(
                     f"{name}: the loss is {seen['loss'][0]} at step {step + 1}; try a smaller learning rate (--lr), or "
                     "--precision fp32"
                 )
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -164,22 +173,14 @@ def train(
             progress.update(task, completed=step, description=f"{name} {_words(running, narrow=True)}")
             if step % every == 0 or step == schedule.steps:
                 said = evaluate() if evaluate is not None else ""
-                spent = seconds + time.monotonic() - began
-                log(f"{name}: step {step} {_words(running)} {said + ' ' if said else ''}after {spent:.0f} s")
+                spent = time.monotonic() - began
+                watch.log(f"{name}: step {step} {_words(running)} {said + ' ' if said else ''}after {spent:.0f} s")
                 history.append({"step": step, **running} | ({"evaluation": said} if said else {}))
-                seconds, began = spent, time.monotonic()
-                _save(
-                    checkpoint,
-                    {
-                        "step": step,
-                        "seconds": spent,
-                        "running": running,
-                        "history": history,
-                        "parameters": {key: value.detach() for key, value in parameters.items()},
-                        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                    },
-                )
-    return Trained(seconds, history)
+                state = {"step": step, "seconds": spent, "running": running, "history": history}
+                state["parameters"] = {key: value.detach() for key, value in parameters.items()}
+                state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
+                save_tensors(checkpoint, state)
+    return Trained(round(state["seconds"], 1), history)
 
 
 def _words(running: Mapping[str, Sequence[float]], *, narrow: bool = False) -> str:
@@ -192,12 +193,6 @@ def _words(running: Mapping[str, Sequence[float]], *, narrow: bool = False) -> s
     )
 
 
-def _save(path: Path, state: dict[str, Any]) -> None:
-    partial = path.with_suffix(".tmp")
-    torch.save(state, partial)
-    partial.replace(path)
-
-
 def _restore(
     path: Path,
     parameters: Mapping[str, torch.nn.Parameter],
@@ -206,8 +201,8 @@ def _restore(
 ) -> dict[str, Any]:
     """Puts a checkpoint's numbers where they belong; returns the rest of it."""
     state = load_tensors(path)
-    expected = {"step": int, "seconds": float, "running": dict, "history": list, "parameters": dict, "optimizers": list}
-    for key, kind in expected.items():
+    kinds = {"step": int, "seconds": float, "running": dict, "history": list, "parameters": dict, "optimizers": list}
+    for key, kind in kinds.items():
         if not isinstance(state.get(key), kind):
             raise TrainError(f"{path}: {key} is {type(state.get(key)).__name__}, expected {kind.__name__}; {_ANEW}")
     found = state["parameters"]
@@ -231,6 +226,13 @@ def _restore(
 
 
 _ANEW = "delete it to train from the start"
+
+
+def save_tensors(path: Path, state: dict[str, Any]) -> None:
+    """Writes tensors and numbers into a file that appears only when it is whole."""
+    partial = path.with_suffix(".tmp")
+    torch.save(state, partial)
+    partial.replace(path)
 
 
 def load_tensors(path: Path) -> dict[str, Any]:

@@ -1,12 +1,11 @@
-"""``specexport train medusa``: from a model and data to a folder with Medusa heads."""
+"""``specexport train medusa``: heads alone, or with the model they are of (Cai et al., arXiv 2401.10774)."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import torch.nn.functional as F
 from specexport.checkpoints.checkpoint import load_checkpoint
 from specexport.checkpoints.medusa import (
     COMPATIBLE,
-    CONFIG,
     HeadAccuracy,
     accuracy_config,
     load_medusa,
@@ -25,74 +23,18 @@ from specexport.checkpoints.medusa import (
     save_medusa,
 )
 from specexport.checkpoints.quiet import quiet
+from specexport.checkpoints.stored import CONFIG
 from specexport.contract.errors import TrainError
-from specexport.contract.folders import written_beside
 from specexport.graphs.medusa import MedusaHeads
 from specexport.training.data import Windows
-from specexport.training.distill import self_distilled
-from specexport.training.heads import JointOptions, head_accuracy, new_heads, train_heads, train_jointly
-from specexport.training.hidden import run_model
-from specexport.training.loop import Trained
-from specexport.training.options import HeadRunOptions, within
-from specexport.training.setup import (
-    Place,
-    TrainingModel,
-    Watch,
-    choose_place,
-    described,
-    load_model,
-    new_record,
-    run_settings,
-    save_model,
-    told,
-    work_folder,
-    write_record,
-)
+from specexport.training.distill import divergence
+from specexport.training.hidden import measured, run_model, summed_loss, train_over_hidden, weighted
+from specexport.training.loop import Loss, Watch, adamw
+from specexport.training.options import MedusaOptions, within
+from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, save_model
 
-
-@dataclass(frozen=True, kw_only=True)
-class MedusaOptions(HeadRunOptions):
-    """What ``specexport train medusa`` is asked for; each field is the flag of its name.
-
-    Texts that the model is to say itself (``self_distill``) are learnt instead of the data.
-
-    Attributes:
-        heads: how many.
-        layers: residual blocks a head.
-        tie_lm_head: heads end in the model's own projection.
-        stage: 1, heads alone, or 2, the model with them.
-        tune: stage 2: ``lora`` or ``full``.
-        lora_rank: stage 2: of the adapters.
-        base_lr: stage 2: the model's learning rate; None is a quarter of lr with LoRA, and a fiftieth with full tuning.
-        heads_weight: stage 2: λ.
-        heads_first: stage 2: share of the steps in which the heads are trained alone.
-        lm_loss: stage 2: ``ce`` or ``kl``; None is kl with self_distill and else ce.
-    """
-
-    heads: int = 4
-    layers: int = 1
-    tie_lm_head: bool = False
-    stage: int = 1
-    decay: float = 0.8
-    tune: str = "lora"
-    lora_rank: int = 16
-    base_lr: float | None = None
-    heads_weight: float = 0.2
-    heads_first: float = 0.4
-    lm_loss: str | None = None
-
-    def check(self) -> None:
-        super().check()
-        within("heads", self.heads, 1, 16)
-        within("layers", self.layers, 0, 16)
-        within("lora_rank", self.lora_rank, 1)
-        within("base_lr", self.base_lr, 0, 1, above=True)
-        within("heads_weight", self.heads_weight, 0, above=True)
-        within("heads_first", self.heads_first, 0, 0.95)
-        if self.stage == 1:
-            for flag in ("tune", "lora_rank", "base_lr", "heads_weight", "heads_first", "lm_loss"):
-                if getattr(self, flag) != getattr(MedusaOptions, flag):
-                    raise TrainError(f"--{flag.replace('_', '-')} was given without --stage 2, the only one to use it")
+_NOISE = 0.01
+"""Standard deviation of what deep heads start with."""
 
 
 def train_medusa(options: MedusaOptions, watch: Watch) -> dict[str, Any]:
@@ -107,98 +49,143 @@ def train_medusa(options: MedusaOptions, watch: Watch) -> dict[str, Any]:
         SpecExportError: an option, the data or a checkpoint is wrong; says which.
     """
     options.check()
-    place = choose_place(options.device, options.precision)
+    place = choose_place(options)
     base = load_model(options.target, place, frozen=options.stage == 1)
-    window, prompt = options.lengths(base.max_positions)
-    within("heads", options.heads, 1, window - 2, "two less than --seq-len")
-    windows, held_out = options.read(base.tokenizer, window)
-    settings = run_settings(options, base, windows, held_out, place)
-    with work_folder(options.work, options.output, settings) as work:
+    with open_run("train medusa", options, place, base, watch) as run:
+        within("heads", options.heads, 1, run.window - 2, "two less than --seq-len")
         if options.self_distill:
             # Weights to train are in float32; sampling reads them a token at a time, twice as fast in bfloat16.
-            sampling = base if options.stage == 1 else load_model(options.target, place, frozen=True)
-            windows, held_out = self_distilled(sampling, windows, held_out, prompt, options, work=work, watch=watch)
-            del sampling
-        watch.log(described(windows, held_out))
+            run.self_distill(
+                base if options.stage == 1 else load_model(options.target, place, frozen=True), options.self_distill
+            )
+        run.describe_data()
         torch.manual_seed(options.seed)
         heads = new_heads(options.heads, options.layers, base.model, tied=options.tie_lm_head)
-        total = options.total_steps(len(windows))
-        stages = _Stages(options, base, heads, windows, place, work, watch)
-        record = new_record("train medusa", options, place, windows, held_out)
-        if options.stage == 1:
-            record["heads"] = told(stages.alone(total))
-        else:
-            record["lm_loss_before"] = _lm_loss(base.model, held_out, place)
-            first = round(options.heads_first * total)
-            if first:
-                record["heads"] = told(stages.alone(first))
-            record["joint"] = told(stages.together(max(1, total - first)))
-            record["lm_loss"] = _lm_loss(base.model, held_out, place)
-        accuracy = head_accuracy(heads, base.model, held_out, place)
-        record["head_accuracy"] = accuracy.ranks
-        with written_beside(options.output) as folder:
+        total = options.total_steps(len(run.windows))
+        alone = total if options.stage == 1 else round(options.heads_first * total)
+        if options.stage == 2:
+            run.record["lm_loss_before"] = _lm_loss(run)
+        if alone:
+            lm_head = base.model.get_output_embeddings()
+            train_over_hidden(
+                run,
+                "heads",
+                heads,
+                lambda hidden, batch: heads_loss(heads, hidden, batch, lm_head, options.decay),
+                alone,
+                seed=options.seed,
+            )
+        if options.stage == 2:
+            _train_jointly(run, heads, max(1, total - alone))
+            run.record["lm_loss"] = _lm_loss(run)
+        accuracy = head_accuracy(heads, base.model, run.held_out, place)
+        run.record["head_accuracy"] = accuracy.ranks
+        with run.output() as folder:
             if options.stage == 1:
                 weight = base.model.get_output_embeddings().weight.cpu()
                 save_medusa(folder, heads.cpu(), weight, base=options.target, accuracy=accuracy)
             else:
                 _save_together(folder, base, heads.cpu(), accuracy, str(options.output))
-            write_record(folder, record)
-    return record
+    return run.record
 
 
-@dataclass(frozen=True)
-class _Stages:
-    """The two stages over the same heads and data."""
+def heads_loss(heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_head: Any, decay: float) -> Loss:
+    """Σ decay^i · CE_i, where CE_i is head i's mean cross-entropy of the token 2 + i positions on (section 2.2).
 
-    options: MedusaOptions
-    base: TrainingModel
-    heads: MedusaHeads
-    windows: Windows
-    place: Place
-    work: Path
-    watch: Watch
+    Args:
+        heads: the heads.
+        hidden: ``[B,L,H]``.
+        batch: the same windows, ``[B,L]``.
+        lm_head: the model's own, where heads are tied to it.
+        decay: of the weights.
 
-    def alone(self, steps: int) -> Trained:
-        """Medusa-1."""
-        return train_heads(
-            self.heads,
-            self.base.model,
-            self.windows,
-            self.options.head_options(steps, self.options.seed),
-            place=self.place,
-            checkpoint=self.work / "heads.pt",
-            watch=self.watch,
-            cache=self.work / "hidden.bin" if self.options.cache_hidden else None,
-        )
+    Returns:
+        The loss, and as ``top-1`` and ``top-5`` each head's share of tokens among its first and first five candidates.
+    """
+    return weighted(_losses(heads, hidden, batch, lm_head), decay)
 
-    def together(self, steps: int) -> Trained:
-        """Medusa-2; the base model has what was learnt, with adapters merged."""
-        asked = self.options
-        lm_loss = asked.lm_loss or ("kl" if asked.self_distill else "ce")
-        rate = asked.base_lr or asked.rate / (4 if asked.tune == "lora" else 50)
-        original: Callable[[], contextlib.AbstractContextManager[Any]]
-        adapted = None
-        if asked.tune == "lora":
-            adapted = _with_adapters(self.base.model, asked.lora_rank, asked.seed)
-            original = partial(_without_adapters, adapted, self.base.model)
-        else:
-            as_it_was = copy.deepcopy(self.base.model).requires_grad_(False) if lm_loss == "kl" else None
-            original = partial(contextlib.nullcontext, as_it_was)
-        trained = train_jointly(
-            self.heads,
-            self.base.model,
-            self.windows,
-            # Another seed, or the batches of the first stage would come again in the same order.
-            asked.head_options(steps, asked.seed + 1),
-            JointOptions(rate, asked.heads_weight, lm_loss),
-            original=original,
-            place=self.place,
-            checkpoint=self.work / "joint.pt",
-            watch=self.watch,
-        )
-        if adapted is not None:
-            adapted.merge_and_unload()
-        return trained
+
+def _losses(
+    heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_head: Any
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """As :func:`summed_loss`, of the tokens each head is to learn."""
+    for ahead, head in enumerate(heads):
+
+        def project(states: torch.Tensor, head: Any = head) -> torch.Tensor:
+            logits: torch.Tensor = lm_head(head(states)) if heads.tied else head(states)
+            return logits
+
+        learnt = batch.learnt_from(2 + ahead)
+        yield summed_loss(project, hidden[learnt], batch.ids.roll(-2 - ahead, dims=1)[learnt], heads.vocab)
+
+
+def head_accuracy(heads: MedusaHeads, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
+    """Measures heads over windows they were not trained on."""
+    lm_head = model.get_output_embeddings()
+
+    def ranks(hidden: torch.Tensor, batch: Windows) -> Iterator[torch.Tensor]:
+        return (found for _, found in _losses(heads, hidden, batch, lm_head))
+
+    return measured(ranks, len(heads), model, windows, place)
+
+
+def new_heads(count: int, layers: int, model: Any, *, tied: bool) -> MedusaHeads:
+    """Heads that at first predict what the model does: blocks change little, projections are the model's own.
+
+    A single block starts at zero, as in the paper. Several, all at zero, would learn the same thing, so theirs start
+    with a little noise from torch's global generator.
+    """
+    lm_head = model.get_output_embeddings().weight
+    vocab, hidden = lm_head.shape
+    heads = MedusaHeads(count, layers, hidden, vocab, tied=tied)
+    if layers > 1:
+        with torch.no_grad():
+            for name, parameter in heads.named_parameters():
+                if name.endswith("linear.weight"):
+                    parameter.normal_(0.0, _NOISE)
+    if not tied:
+        with torch.no_grad():
+            for name, parameter in heads.named_parameters():
+                if name.endswith(f".{layers}.weight"):
+                    parameter.copy_(lm_head)
+    return heads.to(lm_head.device)
+
+
+def _train_jointly(run: Run[MedusaOptions], heads: MedusaHeads, steps: int) -> None:
+    """Medusa-2: the model and its heads learn L_LM + λ · L_heads (sections 2.2.2 and 2.3.2); adapters are merged."""
+    options, model, place = run.options, run.target.model, run.place
+    kind = options.lm_loss or ("kl" if options.self_distill else "ce")
+    rate = options.base_lr or options.lr / (4 if options.tune == "lora" else 50)
+    original: Callable[[], contextlib.AbstractContextManager[Any]]
+    adapted = None
+    if options.tune == "lora":
+        adapted = _with_adapters(model, options.lora_rank, options.seed)
+        original = partial(_without_adapters, adapted, model)
+    else:
+        original = partial(contextlib.nullcontext, copy.deepcopy(model) if kind == "kl" else None)
+        model.requires_grad_(True)
+    base = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    lm_head = model.get_output_embeddings()
+
+    def loss_at(number: int) -> Loss:
+        # Another seed, or the batches of the heads alone would come again in the same order.
+        batch = run.batch(number, options.seed + 1)
+        learnt = batch.learnt_from(1)
+        with place.autocast():
+            hidden, logits = run_model(model, batch.ids, learnt)
+            if kind == "kl":
+                with torch.no_grad(), original() as teacher:
+                    _, wanted = run_model(teacher, batch.ids, learnt)
+                own = divergence(logits, wanted, "forward_kl")
+            else:
+                own = F.cross_entropy(logits.float(), batch.ids.roll(-1, dims=1)[learnt])
+            of_heads, figures = heads_loss(heads, hidden, batch, lm_head, options.decay)
+        return own + options.heads_weight * of_heads, {f"lm {kind}": own.detach()} | figures
+
+    optimizer = adamw([(list(heads.parameters()), options.lr), (list(base.values()), rate)])
+    run.train("joint", dict(heads.named_parameters(prefix="heads")) | base, [optimizer], steps, loss_at)
+    if adapted is not None:
+        adapted.merge_and_unload()
 
 
 def _with_adapters(model: Any, rank: int, seed: int) -> Any:
@@ -223,16 +210,16 @@ def _without_adapters(adapted: Any, model: Any) -> Any:
 
 
 @torch.no_grad()
-def _lm_loss(model: Any, windows: Windows, place: Place) -> float:
-    """Mean cross-entropy of the next token, in nats, where it is to be learnt."""
+def _lm_loss(run: Run[MedusaOptions]) -> float:
+    """The target's mean cross-entropy of the next token, in nats, where that is to be learnt, over what is held out."""
     total, count = 0.0, 0
-    for rows in windows.in_order(4):
-        batch = windows.rows(rows).to(place.device)
+    for rows in run.held_out.in_order(4):
+        batch = run.held_out.rows(rows).to(run.place.device)
         learnt = batch.learnt_from(1)
         if not bool(learnt.any()):
             continue
-        with place.autocast():
-            _, logits = run_model(model, batch.ids, learnt)
+        with run.place.autocast():
+            _, logits = run_model(run.target.model, batch.ids, learnt)
         total += F.cross_entropy(logits.float(), batch.ids.roll(-1, dims=1)[learnt], reduction="sum").item()
         count += int(learnt.sum())
     return total / max(1, count)

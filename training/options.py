@@ -1,66 +1,94 @@
-"""What trainings are asked for, checked before anything is loaded."""
+"""What trainings are asked for: a field here is a flag of ``specexport train``, its help, its default and its range.
+
+Imports no torch, so that ``--help`` needs none.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specexport.contract.errors import TrainError
-from specexport.training.data import Windows, read_windows
-from specexport.training.loop import Schedule
+from specexport.contract.methods.mlp_speculator import MAX_STAGES
 
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
+LEARNING_RATES = {"adamw": 3e-4, "muon": 4e-3}
+"""A draft's default learning rate by optimizer."""
 _SHORTEST = 8
 """Tokens of a continuation, at least."""
+_REQUIRED: Any = object()
+_TYPES = {"int": int, "float": float, "str": str, "Path": Path, "Sequence[Path]": Path}
+
+
+def _flag(
+    text: str,
+    default: Any = _REQUIRED,
+    metavar: str | None = None,
+    *,
+    low: float | None = None,
+    high: float = math.inf,
+    above: float | None = None,
+    choices: Sequence[Any] | None = None,
+    group: str | None = None,
+    short: str | None = None,
+    keyed: bool = True,
+) -> Any:
+    """A field that is a flag; ``keyed`` says whether a training that goes on must have been asked for the same."""
+    about = {
+        "help": text, "metavar": metavar, "range": (low, high, above), "choices": choices, "group": group,
+        "short": short, "keyed": keyed,
+    }  # fmt: skip
+    return field(metadata=about) if default is _REQUIRED else field(default=default, metadata=about)
+
+
+_STAGE_2 = "together with the model (--stage 2)"
+_data, _training, _heads, _stages, _both, _draft, _together = (
+    partial(_flag, group=group)
+    for group in ("data", "training", "heads", "stages", "heads or stages", "draft", _STAGE_2)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What every training from the command line is asked for; each field is the flag of its name.
+    """What every training is asked for."""
 
-    Attributes:
-        target: folder or hub id.
-        data: files, see :mod:`specexport.training.data`.
-        output: folder to write.
-        seq_len: tokens a window; None is 512, or the model's maximum if that is less.
-        batch_size: windows a batch.
-        accumulate: batches a step.
-        epochs: times through the data.
-        steps: instead of epochs.
-        lr: learning rate, after the warm-up and before a cosine to zero; None is what suits what is trained.
-        warmup: share of the steps in which the rate rises.
-        prompt_len: tokens of the prompts that a model is to continue; None is a quarter of seq_len.
-        sample_batch: texts sampled together.
-        held_out: a share of the data, or a file, to measure with.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        precision: ``auto``, ``bf16`` or ``fp32``.
-        seed: of everything random.
-        save_every: steps from a checkpoint to the next.
-        work: folder for checkpoints, kept.
-        overwrite: replace the output.
-    """
-
-    target: str
-    data: Sequence[Path]
-    output: Path
-    seq_len: int | None = None
-    batch_size: int = 8
-    accumulate: int = 1
-    epochs: float = 2.0
-    steps: int | None = None
-    lr: float | None = None
-    warmup: float = 0.1
-    prompt_len: int | None = None
-    sample_batch: int = 64
-    held_out: str = "0.05"
-    device: str = "auto"
-    precision: str = "auto"
-    seed: int = 0
-    save_every: int | None = None
-    work: Path | None = None
-    overwrite: bool = False
+    target: str = _flag("Hugging Face folder or hub id", metavar="DIR_OR_ID")
+    data: Sequence[Path] = _flag(
+        "text files; .jsonl or .json with text, conversations (ShareGPT) or messages: of chats only what the assistant "
+        "says is learnt",
+        metavar="FILE",
+        keyed=False,
+    )
+    output: Path = _flag("folder to write", metavar="DIR", short="-o", keyed=False)
+    overwrite: bool = _flag("replace an existing output", False, keyed=False)
+    seq_len: int | None = _data("tokens a window (default: 512)", None, "N", low=2 * _SHORTEST)
+    held_out: str = _data("what is not trained on, but measured with", "0.05", "SHARE_OR_FILE")
+    prompt_len: int | None = _data("tokens of a prompt to continue (default: a quarter of --seq-len)", None, "N", low=1)
+    sample_batch: int = _data("texts sampled at once", 64, "N", low=1)
+    epochs: float = _training("times through the data", 2.0, "N", above=0)
+    steps: int | None = _training("steps, instead of epochs", None, "N", low=1)
+    batch_size: int = _training("windows a batch", 8, "N", low=1)
+    accumulate: int = _training("batches a step", 1, "N", low=1)
+    lr: float | None = _training("highest learning rate", 1e-3, "RATE", above=0, high=1)
+    warmup: float = _training("of the steps, while the rate rises", 0.1, "SHARE", low=0, high=1)
+    device: str = _training("where to compute", "auto", choices=("auto", "cpu", "cuda"))
+    precision: str = _training("of products; auto is bf16 where it is fast", "auto", choices=("auto", "bf16", "fp32"))
+    seed: int = _training("of everything random", 0, "N", low=0)
+    work: Path | None = _training(
+        "folder for checkpoints, from which the same command goes on (default: DIR.work beside the output, removed in "
+        "the end)",
+        None,
+        "DIR",
+        keyed=False,
+    )
+    save_every: int | None = _training(
+        "steps from a checkpoint to the next (default: 10 to 50)", None, "N", low=1, keyed=False
+    )
 
     def check(self) -> None:
         """Checks what can be checked without a model.
@@ -68,23 +96,22 @@ class RunOptions:
         Raises:
             TrainError: an option is out of its range, or the output exists; names the flag.
         """
-        for flag, lowest in {
-            "seq_len": 2 * _SHORTEST, "batch_size": 1, "accumulate": 1, "steps": 1, "prompt_len": 1, "sample_batch": 1,
-            "seed": 0, "save_every": 1,
-        }.items():  # fmt: skip
-            within(flag, getattr(self, flag), lowest)
-        within("epochs", self.epochs, 0, above=True)
-        within("lr", self.lr, 0, 1, above=True)
-        within("warmup", self.warmup, 0, 1)
+        for option in fields(self):
+            value, (low, high, above) = getattr(self, option.name), option.metadata["range"]
+            if value is not None and (low is not None or above is not None):
+                within(option.name, value, low, high, above=above)
+            choices = option.metadata["choices"]
+            if choices is not None and value is not None and value not in choices:
+                raise TrainError(f"{_dashed(option.name)}: {value!r}; expected one of {', '.join(map(str, choices))}")
         if not self.data:
             raise TrainError("--data: no files; expected text, .jsonl or .json")
         if self.output.exists() and not self.overwrite:
             raise TrainError(f"{self.output}: exists already; choose another folder or pass --overwrite to replace it")
 
     def settings(self) -> dict[str, Any]:
-        """What the result depends on, as JSON has it; the data and the models are told by their contents instead."""
-        left_out = ("data", "output", "save_every", "work", "overwrite")
-        return {name: value for name, value in asdict(self).items() if name not in left_out}
+        """What the result depends on; the data and the models are told by their contents instead."""
+        keyed = {option.name for option in fields(self) if option.metadata["keyed"]}
+        return {name: value for name, value in asdict(self).items() if name in keyed}
 
     def lengths(self, longest: int) -> tuple[int, int]:
         """Tokens a window and tokens a prompt, for a model of so many positions.
@@ -102,107 +129,163 @@ class RunOptions:
         """Steps of the optimizers over so many windows."""
         return self.steps or max(1, round(self.epochs * windows / (self.batch_size * self.accumulate)))
 
-    def read(self, tokenizer: Any, window: int) -> tuple[Windows, Windows]:
-        """The windows to learn, and those to measure with.
 
-        Raises:
-            TrainError: a file is missing or malformed, there is too little of them, or the share is none.
-        """
-        windows = read_windows(self.data, tokenizer, seq_len=window, seed=self.seed)
-        try:
-            share = float(self.held_out)
-        except ValueError:
-            return windows, read_windows([Path(self.held_out)], tokenizer, seq_len=window, seed=self.seed)
-        within("held_out", share, 0, 0.5, above=True)
-        return windows.hold_out(share)
+@dataclass(frozen=True, kw_only=True)
+class HiddenStateOptions(RunOptions):
+    """What is asked of every training of what reads a model's hidden states."""
 
-
-@dataclass(frozen=True)
-class HeadOptions:
-    """How heads, or stages, are trained; the defaults are those of Medusa's paper.
-
-    Attributes:
-        steps: of the optimizer.
-        batch_size: windows a batch.
-        accumulate: batches a step.
-        lr: the learning rate, after the warm-up and before a cosine to zero.
-        warmup: share of the steps that is the warm-up.
-        decay: head i counts ``decay ** i``.
-        seed: of the batches.
-        save_every: steps from a checkpoint to the next.
-    """
-
-    steps: int
-    batch_size: int = 8
-    accumulate: int = 1
-    lr: float = 1e-3
-    warmup: float = 0.1
-    decay: float = 0.8
-    seed: int = 0
-    save_every: int | None = None
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of every learning rate."""
-        return Schedule(self.steps, round(self.warmup * self.steps))
+    lr: float = _training("highest learning rate", 1e-3, "RATE", above=0, high=1)
+    decay: float = _both("head, or stage, i counts D**i in the loss", 1.0, "D", above=0, high=1)
+    cache_hidden: bool = _both(
+        "compute the model's hidden states once and keep them in the work folder; epochs then cost what is trained",
+        False,
+    )
+    self_distill: int = _both(
+        "learn so many texts sampled from the model, half of them greedy: heads instead of the data, which give "
+        "prompts, stages after the data",
+        0,
+        "TEXTS",
+        low=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadRunOptions(RunOptions):
-    """What is asked of every training of what reads a model's hidden states.
+class MedusaOptions(HiddenStateOptions):
+    """What ``specexport train medusa`` is asked for."""
 
-    Attributes:
-        decay: head, or stage, i counts ``decay ** i``.
-        self_distill: texts to sample from the model and learn; the data give their prompts.
-        cache_hidden: compute the model's hidden states once and keep them on disk.
-    """
-
-    decay: float
-    self_distill: int = 0
-    cache_hidden: bool = False
-
-    @property
-    def rate(self) -> float:
-        """The learning rate of what is trained over the model."""
-        return self.lr or 1e-3
+    heads: int = _heads("how many; head i, from 0, predicts the token i + 2 positions on", 4, "N", low=1, high=16)
+    layers: int = _heads("residual blocks a head", 1, "N", low=0, high=16)
+    tie_lm_head: bool = _heads("heads end in the model's own projection, which makes them many times smaller", False)
+    decay: float = _both("head i counts D**i in the loss", 0.8, "D", above=0, high=1)
+    stage: int = _together("1: heads alone; 2: first alone, then both", 1, choices=(1, 2))
+    tune: str = _together("what of the model is trained", "lora", choices=("lora", "full"))
+    lora_rank: int = _together("rank of the adapters", 16, "R", low=1)
+    base_lr: float | None = _together(
+        "the model's (default: lr/4 with LoRA, lr/50 with full tuning)", None, "RATE", above=0, high=1
+    )
+    heads_weight: float = _together("the loss is the model's plus λ times the heads'", 0.2, "λ", above=0)
+    heads_first: float = _together("of the steps, with the heads alone", 0.4, "SHARE", low=0, high=0.95)
+    lm_loss: str | None = _together(
+        "of the model: cross-entropy, or divergence from the model as it was (default: kl with --self-distill)",
+        None,
+        choices=("ce", "kl"),
+    )
 
     def check(self) -> None:
         super().check()
-        within("decay", self.decay, 0, 1, above=True)
-        within("self_distill", self.self_distill, 0)
+        for option in fields(self):
+            if (
+                self.stage == 1
+                and option.metadata["group"] == _STAGE_2
+                and getattr(self, option.name) != option.default
+            ):
+                raise TrainError(f"{_dashed(option.name)} was given without --stage 2, the only one to use it")
 
-    def head_options(self, steps: int, seed: int) -> HeadOptions:
-        """The options of one stage of the training: so many steps, over batches drawn by a seed."""
-        return HeadOptions(
-            steps=steps,
-            batch_size=self.batch_size,
-            accumulate=self.accumulate,
-            lr=self.rate,
-            warmup=self.warmup,
-            decay=self.decay,
-            seed=seed,
-            save_every=self.save_every,
-        )
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculatorOptions(HiddenStateOptions):
+    """What ``specexport train mlp-speculator`` is asked for."""
+
+    n_predict: int = _stages(
+        "how many; stage i, from 0, predicts the token i + 2 positions on, and sees those before it",
+        3,
+        "N",
+        low=1,
+        high=MAX_STAGES,
+    )
+    inner_dim: int | None = _stages("width of the states between stages (default: the model's)", None, "I", low=16)
+    tie_weights: bool = _stages("stages share embedding, head and norm, and all but the first their projection", False)
+    scale_input: bool = _stages("norm the model's hidden state first", False)
+    data_first: float = _stages("of the steps, with the data, before the texts", 0.5, "SHARE", low=0, high=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions(RunOptions):
+    """What ``specexport train draft`` is asked for."""
+
+    lr: float | None = _training(
+        "highest learning rate (default: 3e-4 with adamw, 4e-3 with muon)", None, "RATE", above=0, high=1
+    )
+    draft: str | None = _draft("model to start from, of the target's tokenizer", None, "DIR_OR_ID")
+    layers: int | None = _draft("without --draft: layers of a new Llama", None, "N", low=1, high=64)
+    hidden: int | None = _draft("without --draft: its hidden size", None, "H", low=32, high=8192)
+    divergence: str = _draft(
+        "between the target's and the draft's distribution of the next token", "forward_kl", choices=DIVERGENCES
+    )
+    samples: str = _draft(
+        "what is learnt: texts of the target, texts of the draft as it is then (on-policy), or the data; prompts are "
+        "cut from the data",
+        "target",
+        choices=("target", "draft", "data"),
+    )
+    texts: int = _draft("sampled from the target", 1024, "N", low=1)
+    optimizer: str = _draft("muon serves a draft that starts from nothing", "adamw", choices=tuple(LEARNING_RATES))
+
+    def check(self) -> None:
+        super().check()
+        new = [f"--{name}" for name in ("layers", "hidden") if getattr(self, name) is not None]
+        if self.draft is not None and new:
+            raise TrainError(f"--draft was given together with {new[0]}, which is of a draft that starts from nothing")
+        if self.draft is None and len(new) < 2:
+            raise TrainError("no draft to train; expected --draft, or --layers and --hidden for a new one")
+        if self.samples != "target" and self.texts != DraftOptions.texts:
+            raise TrainError(
+                f"--texts was given with --samples {self.samples}; only those of a target are sampled once"
+            )
+
+
+Options = TypeVar("Options", bound=RunOptions)
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type[RunOptions]) -> None:
+    """Declares the flags of a kind of training."""
+    groups: dict[str | None, Any] = {None: parser}
+    for option in fields(kind):
+        about = option.metadata
+        if about["group"] not in groups:
+            groups[about["group"]] = parser.add_argument_group(about["group"])
+        how: dict[str, Any] = {"help": about["help"]}
+        if option.type == "bool":
+            how["action"] = "store_true"
+        else:
+            of = str(option.type)
+            how |= {
+                "metavar": about["metavar"],
+                "choices": about["choices"],
+                "type": _TYPES[of.removesuffix(" | None")],
+            }
+            how |= {"required": True} if about["metavar"] and option.default is MISSING else {"default": option.default}
+            how |= {"nargs": "+"} if of.startswith("Sequence") else {}
+        groups[about["group"]].add_argument(*filter(None, (about["short"], _dashed(option.name))), **how)
+
+
+def from_flags(kind: type[Options], arguments: argparse.Namespace) -> Options:
+    """The options of a kind from the flags of their names."""
+    return kind(**{option.name: getattr(arguments, option.name) for option in fields(kind)})
 
 
 def within(
-    flag: str, value: float | None, lowest: float, highest: float = math.inf, why: str = "", *, above: bool = False
+    flag: str, value: float, low: float | None, high: float = math.inf, why: str = "", *, above: float | None = None
 ) -> None:
-    """Checks a flag's number, if it has one.
+    """Checks a flag's number.
 
     Args:
         flag: the field's name.
         value: what was given.
-        lowest: allowed, but with ``above``.
-        highest: allowed.
-        why: what ``highest`` is.
-        above: ``lowest`` itself is too low.
+        low: the lowest allowed, but with ``above``.
+        high: the highest allowed.
+        why: what ``high`` is.
+        above: instead of ``low``: what it has to exceed.
 
     Raises:
         TrainError: it is out of range; names the flag.
     """
-    if value is None or (lowest <= value <= highest and not (above and value == lowest)):
+    if value <= high and (value > above if above is not None else low is None or value >= low):
         return
-    expected = f"more than {lowest:g}" if above else f"at least {lowest:g}"
-    expected += "" if highest == math.inf else f" and at most {highest:g}" + (f" ({why})" if why else "")
-    raise TrainError(f"--{flag.replace('_', '-')}: {value:g}; expected {expected}")
+    expected = f"more than {above:g}" if above is not None else f"at least {low:g}"
+    expected += "" if high == math.inf else f" and at most {high:g}" + (f" ({why})" if why else "")
+    raise TrainError(f"{_dashed(flag)}: {value:g}; expected {expected}")
+
+
+def _dashed(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

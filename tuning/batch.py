@@ -13,16 +13,20 @@ import msgspec
 import numpy as np
 
 from specexport.contract.costs import Cost, CostCurve, MethodCosts
-from specexport.contract.methods import Continuing, Drafted, method_name
+from specexport.contract.methods import Method
 from specexport.contract.reading import exchange_manifest, read_manifest
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import DEFAULT_UTILIZATION, Array, Backend, open_backend, step_buffers
-from specexport.runtime.budget import smaller_trees
+from specexport.runtime.backend import Backend
+from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.graph import Array
+from specexport.runtime.opening import DEFAULT_UTILIZATION, open_backend
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposers import Proposal, Proposer, SlotView, open_proposer
-from specexport.runtime.step import HostProgram, Speculation
+from specexport.runtime.program import Speculation
+from specexport.runtime.proposal import Proposal, Proposer, SlotView
+from specexport.runtime.proposers.opening import Opening, open_proposer
+from specexport.runtime.step import HostProgram
 
 DEFAULT_SECONDS = 60.0
 LARGEST_CACHE = 2048
@@ -102,20 +106,18 @@ def measure(
     """
     manifest = bundle.manifest
     sizes = tuple(size for size in manifest.batch_sizes if size <= backend.default_slots)
-    target = backend.open(manifest.target, sizes[-1], step_buffers(manifest))
-    names = [method_name(method) for method in manifest.methods]
-    proposers = {
-        name: open_proposer(bundle, method, sizes[-1], backend)
-        for name, method in zip(names, manifest.methods, strict=True)
-    }
-    program = HostProgram(manifest, target, {_FIXED: Speculation(_Fixed(), ())})
+    target = backend.open(manifest.target, sizes[-1], buffers(manifest.target_signature))
+    methods = {method.name: method for method in manifest.methods}
+    opening = Opening(bundle, backend, sizes[-1])
+    proposers = {name: open_proposer(method, opening) for name, method in methods.items()}
+    program = HostProgram(manifest, target, {_FIXED: Speculation(Method(), _Fixed())})
     points = [graph.point for graph in manifest.target.graph.points]
     widths = sorted({point.tokens for point in points if point.rows == point.tokens})
     caches = sorted({point.cache for point in points})
     measured = sorted({caches[0], max(size for size in caches if size <= max(caches[0], LARGEST_CACHE))})
     steps: list[Cost] = []
-    proposals: dict[str, list[Cost]] = {name: [] for name in names}
-    reads: dict[str, list[float]] = {name: [] for name in names}
+    proposals: dict[str, list[Cost]] = {name: [] for name in methods}
+    reads: dict[str, list[float]] = {name: [] for name in methods}
     for cache in measured:
         target.reserve(cache)
         length = max(2, min(cache - widths[-1], manifest.max_seq_len - 1))
@@ -125,15 +127,15 @@ def measure(
             trials["", batch, width] = _step(program, _views(text, batch, TokenTree.chain(width), _FIXED))
         for name, proposer in proposers.items():
             reads[name] += _read(proposer, _views(text, sizes[-1], TokenTree.chain(2), name))
-            if isinstance(manifest.method(name), Continuing):
-                _show(proposer, sizes[-1], step_buffers(manifest)(ShapePoint(1, 1, cache, 1))[1])
-            for batch, tree in itertools.product(sizes, smaller_trees(manifest, name)):
+            if methods[name].target_outputs:
+                _show(proposer, sizes[-1], buffers(manifest.target_signature)(ShapePoint(1, 1, cache, 1))[1])
+            for batch, tree in itertools.product(sizes, methods[name].smaller_trees(manifest.target)):
                 trials[name, batch, len(tree)] = _propose(proposer, _views(text, batch, tree, name))
         found = _in_turns(trials, seconds / len(measured), f"timing steps at {cache} cache rows", progress)
         for (name, batch, tokens), least in found.items():
             kept = proposals[name] if name else steps
             kept.append(Cost(batch=batch, tokens=tokens, cache=cache, seconds=least))
-    drafts = {method_name(one) for one in manifest.methods if isinstance(one, Drafted)}
+    drafts = {name for name, method in methods.items() if not method.reads_embeddings}
     return CostCurve(
         device=backend.device,
         versions=_versions(),
@@ -161,12 +163,11 @@ def _versions() -> dict[str, str]:
 class _Fixed(Proposer):
     """Proposes chains of one token: the cost of a step does not depend on which."""
 
-    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`."""
+    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         made = {}
-        for one in sequences:
-            tokens = np.zeros(len(one.tree) - 1, np.int64)
-            made[one.slot] = Proposal(tokens, one.tree, None, tokens[:, None])
+        for view in views:
+            tokens = np.zeros(len(view.tree) - 1, np.int64)
+            made[view.slot] = Proposal(tokens, view.tree, None, tokens[:, None])
         return made
 
 

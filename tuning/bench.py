@@ -6,35 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import Manifest
-from specexport.contract.methods import (
-    HYPOTHESIS,
-    Beside,
-    DraftModel,
-    Medusa,
-    MedusaDraft,
-    Method,
-    MlpSpeculator,
-    SelfDraft,
-    method_name,
-)
-from specexport.contract.model import Model, StoredAs
+from specexport.contract.methods import Method
 from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
+from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.stream import Completion
 from specexport.tuning.workloads import Task
 
 _WARM_UP = 12
-_BYTES: dict[StoredAs, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.125, "int4": 0.625}
-"""Of a weight; quantized ones with their share of a scale."""
-_TRAINING: dict[type[Method], str] = {
-    DraftModel: "a smaller model",
-    Medusa: "heads",
-    MedusaDraft: "a smaller model and its heads",
-    MlpSpeculator: "a speculator",
-}
-"""What somebody has to train first; nothing for the others."""
-
 Progress = Callable[[str, int, int], None]
 
 
@@ -126,11 +105,9 @@ def compare(
     manifest = engine.manifest
     methods: dict[str, Method] = {}
     for name in names:
-        method = manifest.method(name)
-        if method is None:
-            built = ", ".join(map(method_name, manifest.methods)) or "plain decoding alone"
-            raise RequestError(f"method is {name!r}; the bundle was built for {built}")
-        methods[name] = method
+        if name not in engine.methods:
+            raise RequestError(f"method is {name!r}; the bundle has {', '.join(engine.methods)}", param="method")
+        methods[name] = engine.methods[name]
     for task in tasks:
         if len(task.prompt) + max_tokens > manifest.max_seq_len:
             raise RequestError(
@@ -143,32 +120,17 @@ def compare(
         asked = tasks[:1] if warm else tasks
         given = params.replace(max_tokens=min(_WARM_UP, max_tokens)) if warm else params
         for index, task in enumerate(asked):
-            plain = engine.generate(task.prompt, given, speculation=False)
-            for name in methods:
-                expected = task.hypothesis if name == HYPOTHESIS else None
-                if name == HYPOTHESIS and expected is None:
+            plain = engine.generate(task.prompt, given, PLAIN)
+            for name, method in methods.items():
+                expected = tuple(task.hypothesis) if method.takes_hypothesis and task.hypothesis is not None else None
+                if method.takes_hypothesis and expected is None:
                     continue
-                done = engine.generate(task.prompt, given, method=name, hypothesis=expected)
+                done = engine.generate(task.prompt, given, Speculative(method=name, hypothesis=expected))
                 if not warm:
                     results[name].setdefault(task.workload, Result()).add(done, plain)
             progress("warming up" if warm else "decoding", index + 1, len(asked))
+    files = {entry.path: entry.size for entry in manifest.files}
     return [
-        Row(name, _TRAINING.get(type(method)), extra_memory(manifest, method), results[name])
+        Row(name, method.needs_training, method.memory(files, manifest.max_seq_len), results[name])
         for name, method in methods.items()
     ]
-
-
-def extra_memory(manifest: Manifest, method: Method) -> int:
-    """Bytes a method needs beside the target and its cache: weights, and a cache for the longest text."""
-    if isinstance(method, Medusa):
-        return int(method.parameters * _BYTES[method.weights])
-    if isinstance(method, SelfDraft):
-        return _cache_row(method.draft) * manifest.max_seq_len
-    if isinstance(method, Beside):
-        sizes = {entry.path: entry.size for entry in manifest.files}
-        return sizes[method.draft.weights] + _cache_row(method.draft) * manifest.max_seq_len
-    return 0
-
-
-def _cache_row(model: Model) -> int:
-    return sum(4 * layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from specexport.runtime.backend import Array
 from specexport.runtime.engine import Engine
-from specexport.runtime.proposers import Proposal, Proposer, SlotView
-from specexport.runtime.step import Speculation
+from specexport.runtime.graph import Array
+from specexport.runtime.proposal import Proposal, Proposer, SlotView
 
 
 class Recorder(Proposer):
@@ -23,35 +23,28 @@ class Recorder(Proposer):
         self.observes = proposer.observes
         self.made: list[tuple[int, Proposal]] = []
 
-    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`."""
-        found = self._proposer.propose(sequences)
-        lengths = {sequence.slot: len(sequence.tokens) for sequence in sequences}
+    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
+        found = self._proposer.propose(views)
+        lengths = {view.slot: len(view.tokens) for view in views}
         self.made += [(lengths[slot], proposal) for slot, proposal in found.items()]
         return found
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        """See :class:`Proposer`."""
         self._proposer.observe(slot, outputs, row)
 
-    def prefill(self, sequence: SlotView) -> bool:
-        """See :class:`Proposer`."""
-        return self._proposer.prefill(sequence)
+    def prefill(self, view: SlotView) -> bool:
+        return self._proposer.prefill(view)
 
     def move(self, source: int, to: int) -> None:
-        """See :class:`Proposer`."""
         self._proposer.move(source, to)
 
     def share(self, source: int, to: int, tokens: int) -> None:
-        """See :class:`Proposer`."""
         self._proposer.share(source, to, tokens)
 
     def shrink_cache(self, rows: int) -> None:
-        """See :class:`Proposer`."""
         self._proposer.shrink_cache(rows)
 
     def release(self, slot: int) -> None:
-        """See :class:`Proposer`."""
         self._proposer.release(slot)
 
 
@@ -60,7 +53,7 @@ def recorded(engine: Engine, method: str) -> Iterator[Recorder]:
     """Records what a method of an engine proposes while the block runs; nothing else may use the engine meanwhile."""
     real = engine.speculations[method]
     recorder = Recorder(real.proposer)
-    engine.speculations[method] = Speculation(recorder, real.trees)
+    engine.speculations[method] = dataclasses.replace(real, proposer=recorder)
     try:
         yield recorder
     finally:

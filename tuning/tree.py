@@ -15,15 +15,16 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.errors import RequestError
-from specexport.contract.methods import Drawn, Ranked
+from specexport.contract.methods import RankedMethod
 from specexport.contract.model import Model, PointGraph
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import open_graph, step_buffers
+from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.engine import Engine
+from specexport.runtime.opening import open_graph
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposers.base import Ints
+from specexport.runtime.proposal import Ints
 from specexport.runtime.stats import Stats
 from specexport.tuning.record import recorded
 
@@ -96,17 +97,17 @@ def observe(
     Raises:
         RequestError: the draft is drawn at random, or no step had a proposal.
     """
-    method = engine.manifest.method(name)
-    chained = isinstance(method, Drawn)
+    method = engine.methods[name]
+    chained = method.support > 0
     if chained and not params.greedy:
         raise RequestError("a tree of draft tokens that are drawn can only be tuned for greedy decoding: temperature 0")
-    deepest = max(engine.speculations[name].trees, key=lambda tree: tree.depth)
+    deepest = max(method.token_trees(), key=lambda tree: tree.depth)
     paths: Counter[RankPath] = Counter()
     total, steps = Stats(), 0
     with recorded(engine, name) as recorder:
         for index, prompt in enumerate(prompts):
             recorder.made.clear()
-            done = engine.generate(prompt, params, method=name, num_speculative_tokens=len(deepest) - 1)
+            done = engine.generate(prompt, params, {"method": name, "num_speculative_tokens": len(deepest) - 1})
             whole = [*prompt, *done.token_ids]
             for length, proposal in recorder.made:
                 ahead = whole[length : length + len(proposal.candidates)]
@@ -150,7 +151,7 @@ def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, prog
     """
     widths = [width for width in _WIDTHS if width < widest] + [widest]
     model = bundle.manifest.target
-    graph = open_graph(bundle, with_widths(model, widths), 1, step_buffers(bundle.manifest), threads)
+    graph = open_graph(bundle, with_widths(model, widths), 1, buffers(bundle.manifest.target_signature), threads)
     graph.reserve(rows + widest)
     times: dict[int, list[float]] = {width: [] for width in widths}
     for turn in range(_ROUNDS + 1):
@@ -178,7 +179,7 @@ def with_widths(model: Model, widths: Sequence[int]) -> Model:
     return msgspec.structs.replace(model, graph=msgspec.structs.replace(model.graph, points=points))
 
 
-def candidates(method: Ranked, observed: Observed, costs: Sequence[float]) -> list[TreeCandidate]:
+def candidates(method: RankedMethod, observed: Observed, costs: Sequence[float]) -> list[TreeCandidate]:
     """For every number of nodes the tree that commits most tokens a second; the best of all comes first.
 
     Args:
@@ -194,7 +195,7 @@ def candidates(method: Ranked, observed: Observed, costs: Sequence[float]) -> li
     found: dict[int, TreeCandidate] = {}
     for depth in range(1, depths + 1):
         # A draft model makes one pass a depth, a speculator one stage; heads propose for all depths at once.
-        proposing = propose * depth / observed.depth if isinstance(method, Drawn) else propose
+        proposing = propose * depth / observed.depth if method.support else propose
         for nodes in range(2, len(costs) + 1):
             tree = TokenTree.best(observed.weight, nodes, method.candidates, depth)
             if len(tree) < nodes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,10 +68,30 @@ def built_in(encode: Encode, count: int, tokens: int) -> list[Task]:
     return tasks
 
 
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
+class Line(msgspec.Struct):
+    """A line of a ``.jsonl``; other keys are left alone."""
+
     text: str
     workload: str = "data"
     hypothesis: str | None = None
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The objects of JSON lines, without empty lines.
+
+    Raises:
+        RequestError: the file is missing, or has a line without a text; names it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: {error}; expected a file of JSON lines") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield msgspec.json.decode(line.encode(), type=Line)
+            except msgspec.MsgspecError as error:
+                raise RequestError(f"{path}: line {number}: {error}; expected an object with a text") from error
 
 
 def read(encode: Encode, files: Sequence[Path], count: int, tokens: int) -> list[Task]:
@@ -88,17 +108,7 @@ def read(encode: Encode, files: Sequence[Path], count: int, tokens: int) -> list
     """
     tasks: list[Task] = []
     for path in files:
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"{path}: {error}; expected a file of JSON lines") from error
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                found = msgspec.json.decode(line.encode(), type=_Line)
-            except msgspec.MsgspecError as error:
-                raise RequestError(f"{path}: line {number}: {error}; expected an object with a text") from error
+        for found in read_lines(path):
             if sum(task.workload == found.workload for task in tasks) < count:
                 expected = encode(found.hypothesis) if found.hypothesis is not None else None
                 tasks.append(Task(found.workload, encode(found.text)[-tokens:], expected))

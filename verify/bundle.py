@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from specexport.checkpoints.locate import locate
-from specexport.contract.errors import BuildError, RequestError, SpecExportError
-from specexport.contract.methods import (
-    DraftModel,
-    Medusa,
-    MedusaDraft,
-    MlpSpeculator,
-    SelfDraft,
-    UniversalDraft,
-    method_name,
-)
-from specexport.contract.model import Model
+from specexport.contract.errors import RequestError, SpecExportError
+from specexport.contract.methods import Method
 from specexport.contract.reading import check_files, read_manifest
-from specexport.runtime import Engine
+from specexport.exporter.methods import exporter_of
 from specexport.runtime.bundle import Bundle
 from specexport.verify import engines, logits
 from specexport.verify.decoding import compare_decoding
 from specexport.verify.graphs import check_graphs
+from specexport.verify.methods import MethodRun, NotRunError
 from specexport.verify.report import Check, Numbers, VerifyReport
-from specexport.verify.speculator import compare_speculator, speculator_limits
 
 DEFAULT_PROMPTS = (
     "The old man looked out of the window and thought about the long way home.",
@@ -40,9 +31,6 @@ DEFAULT_PROMPTS = (
 _LONGEST_PROMPT = 224
 """Tokens of a prompt that are used. The original model reads each text anew for every step, so length costs time."""
 
-_HEAD_STEPS = 6
-"""Tokens decoded after each prompt to see what heads propose; the model reads the text anew for each."""
-
 Progress = Callable[[str, int, int], None]
 """Called with a check's name, how much of it is done, and how much there is in all."""
 
@@ -50,17 +38,11 @@ Outcome = tuple[bool, str, Numbers]
 """Whether a check passed, one sentence, and what was measured."""
 
 
-class _NotRunError(Exception):
-    """A check cannot be run; says why."""
-
-
 def verify(
     bundle: Path,
     *,
     target: str | None = None,
-    draft: str | None = None,
-    medusa: Path | None = None,
-    mlp_speculator: str | None = None,
+    sources: Mapping[str, str] | None = None,
     prompts: Sequence[str] | None = None,
     max_tokens: int = 64,
     progress: Progress | None = None,
@@ -70,9 +52,8 @@ def verify(
     Args:
         bundle: its folder.
         target: folder or hub id of the model it was built from; None for what the manifest names.
-        draft: the same of the draft.
-        medusa: folder of the Medusa heads it was built from; None for what the manifest names.
-        mlp_speculator: folder or hub id of the MLP speculator it was built from; None for what the manifest names.
+        sources: where the checkpoints of methods are now, by ``METHOD.key``, such as ``medusa.model``; None for what
+            the manifest names.
         prompts: texts to compare on; None for :data:`DEFAULT_PROMPTS`.
         max_tokens: tokens to generate for each prompt.
         progress: see :data:`Progress`.
@@ -83,35 +64,24 @@ def verify(
     report = progress or (lambda *_: None)
     if max_tokens < 1:
         raise RequestError(f"max_tokens is {max_tokens}; expected at least 1")
-    sources = {"target": target, "draft": draft, "speculator": mlp_speculator}
-    given = {role: locate(source) for role, source in sources.items() if source is not None}
     files = _attempt("files", lambda: _files(bundle, report))
     if not files.passed:
         reason = "the bundle's files are not what they should be"
-        rest = (Check(name, None, reason) for name in ("graphs", "logits", "draft", "speculation"))
+        rest = (Check(name, None, reason) for name in ("graphs", "logits", "speculation"))
         return VerifyReport(bundle, (files, *rest))
     opened = Bundle.open(bundle, check_hashes=False)
-    for role in given.keys() - opened.manifest.models.keys():
-        raise RequestError(f"a {role} was given, but {bundle} was built without one")
-    if medusa is not None and not any(isinstance(m, Medusa | MedusaDraft) for m in opened.manifest.methods):
-        raise RequestError(f"Medusa heads were given, but {bundle} was built without some")
+    given = _moved(opened, target, sources or {})
     texts = _texts(opened, prompts or DEFAULT_PROMPTS, max_tokens)
+    run = MethodRun(opened, texts, given)
     steps: dict[str, Callable[[], Outcome]] = {"graphs": lambda: _graphs(opened, report)}
     if opened.manifest.engines:
         steps["engines"] = lambda: _engines(opened, report)
-    steps["logits"] = lambda: _logits(opened, given.get("target"), texts)
+    steps["logits"] = lambda: _logits(run)
     if opened.manifest.target.embedding_size is not None:
-        steps["embeds"] = lambda: _embeds(opened, given.get("target"), texts)
+        steps["embeds"] = lambda: _embeds(run)
     for method in opened.manifest.methods:
-        if isinstance(method, SelfDraft):
-            steps["self_draft"] = partial(_draft, opened, method, given.get("target"), texts)
-        elif isinstance(method, DraftModel):
-            steps["draft"] = partial(_draft, opened, method, given.get("draft"), texts)
-        elif isinstance(method, Medusa | MedusaDraft):
-            role = "target" if isinstance(method, Medusa) else "draft"
-            steps["medusa"] = partial(_heads, opened, method, role, given.get(role), medusa, texts)
-        elif isinstance(method, MlpSpeculator):
-            steps["speculator"] = partial(_stages, opened, method, given, texts)
+        if method.needs_graph:
+            steps[method.name] = partial(_method, method, run)
     steps["speculation"] = lambda: _speculation(opened, texts, max_tokens, report)
     checks = [files]
     for name, step in steps.items():
@@ -125,7 +95,7 @@ def _attempt(name: str, step: Callable[[], Outcome]) -> Check:
     """Runs one check; whatever goes wrong in it is its result."""
     try:
         passed, sentence, numbers = step()
-    except _NotRunError as reason:
+    except NotRunError as reason:
         return Check(name, None, str(reason))
     except SpecExportError as error:
         return Check(name, False, str(error))
@@ -174,7 +144,7 @@ def _engines(bundle: Bundle, progress: Progress) -> Outcome:
     try:
         library, subjects = engines.runnable(bundle.manifest)
     except SpecExportError as error:
-        raise _NotRunError(f"the engines were not compared with their ONNX graphs: {error}") from error
+        raise NotRunError(f"the engines were not compared with their ONNX graphs: {error}") from error
     found = engines.compare_engines(
         bundle,
         subjects,
@@ -193,20 +163,10 @@ def _engines(bundle: Bundle, progress: Progress) -> Outcome:
 # --- against the original models --------------------------------------------------------------------------------------
 
 
-def _reference(role: str, model: Model, given: Path | None) -> Path:
-    """The folder of the checkpoint a model was built from."""
-    if given is not None:
-        return given
-    try:
-        return locate(model.source)
-    except BuildError as error:
-        raise _NotRunError(f"the {role} it was built from is not there ({error}); pass --{role} DIR") from error
-
-
-def _logits(bundle: Bundle, given: Path | None, texts: list[list[int]]) -> Outcome:
-    model = bundle.manifest.target
+def _logits(run: MethodRun) -> Outcome:
+    model = run.bundle.manifest.target
     limits = logits.LIMITS[model.precision.weights]
-    found = logits.compare_logits(bundle, _reference("target", model, given), texts, limits)
+    found = logits.compare_logits(run.bundle, run.source(None), run.texts, limits)
     numbers = {
         "largest_difference": found.largest,
         "largest_difference_relative": found.largest / found.scale,
@@ -219,76 +179,60 @@ def _logits(bundle: Bundle, given: Path | None, texts: list[list[int]]) -> Outco
     )
     sentence = (
         f"the graph's logits differ from the model's by {largest}, root mean square {found.rms:.2g} of their spread "
-        f"(limit {limits.rms:g}); it prefers the same token at {_agreement(found.agreement, limits)}"
+        f"(limit {limits.rms:g}); it prefers the same token at {_agreement(found.agreement)}"
     )
     return passed, sentence if found.finite else "the graph makes logits that are not finite numbers", numbers
 
 
-def _embeds(bundle: Bundle, given: Path | None, texts: list[list[int]]) -> Outcome:
-    model = bundle.manifest.target
+def _embeds(run: MethodRun) -> Outcome:
+    model = run.bundle.manifest.target
     limits = logits.LIMITS[model.precision.weights]
-    found = logits.compare_embeds(bundle, _reference("target", model, given), texts, limits)
+    found = logits.compare_embeds(run.bundle, run.source(None), run.texts, limits)
     sentence = (
         "given the model's own embeddings in the place of every other token, the graph prefers the model's token at "
-        f"{_agreement(found, limits)}"
+        f"{_agreement(found)}"
     )
     return found.share >= limits.agreement, sentence, _counted(found)
 
 
-def _draft(bundle: Bundle, method: DraftModel, given: Path | None, texts: list[list[int]]) -> Outcome:
-    checkpoint = _reference("target" if isinstance(method, SelfDraft) else "draft", method.draft, given)
-    if isinstance(method, UniversalDraft):
-        target, own = bundle.tokenizer(), bundle.tokenizer(method.tokenizer)
-        texts = [own.encode(target.decode(text)).ids for text in texts]
-    limits = logits.LIMITS[method.draft.precision.weights]
-    made = logits.propose(bundle, method, texts)
-    if not made:
-        raise _NotRunError("no prompt is long enough to draft from; pass prompts of two tokens or more")
-    found = logits.compare_draft(checkpoint, bundle.manifest, method, made, limits)
-    sentence = f"the draft graph proposes the draft model's own token at {_agreement(found, limits)}"
-    return found.share >= limits.agreement, sentence, _counted(found)
+def _method(method: Method, run: MethodRun) -> Outcome:
+    compared = exporter_of(method).compare(method, run)
+    if compared is None:
+        raise NotRunError(f"{method.name} has no graph of its own to compare")
+    sentence, found = compared
+    assert isinstance(found, logits.Agreement)
+    return found.share >= found.limits.agreement, f"{sentence} at {_agreement(found)}", _counted(found)
 
 
-def _heads(
-    bundle: Bundle,
-    method: Medusa | MedusaDraft,
-    role: str,
-    given: Path | None,
-    medusa: Path | None,
-    texts: list[list[int]],
-) -> Outcome:
-    described = bundle.manifest.models[role]
-    checkpoint = _reference(role, described, given)
-    heads = medusa or Path(method.source)
-    if not heads.is_dir():
-        raise _NotRunError(f"the Medusa heads it was built from are not there ({heads}); pass --medusa DIR")
-    with Engine.load(bundle.folder, check_hashes=False, backend="onnxruntime", cost_curve=False) as engine:
-        made = logits.head_proposals(engine, method_name(method), texts, _HEAD_STEPS)
-    found = logits.compare_heads(checkpoint, heads, bundle.manifest, method, made)
-    limits = logits.head_limits(bundle.manifest, method)
-    sentence = f"the heads in the {role}'s graph propose the original heads' own token at {_agreement(found, limits)}"
-    return found.share >= limits.agreement, sentence, _counted(found)
+def _moved(bundle: Bundle, target: str | None, sources: Mapping[str, str]) -> dict[str, str]:
+    """Where checkpoints are now, as far as somebody says.
 
-
-def _stages(bundle: Bundle, method: MlpSpeculator, given: dict[str, Path], texts: list[list[int]]) -> Outcome:
-    manifest = bundle.manifest
-    target = _reference("target", manifest.target, given.get("target"))
-    speculator = _reference("mlp-speculator", method.draft, given.get("speculator"))
-    with Engine.load(bundle.folder, check_hashes=False) as engine:
-        made = logits.head_proposals(engine, method_name(method), texts, _HEAD_STEPS)
-    found = compare_speculator(target, speculator, manifest, method, made)
-    limits = speculator_limits(manifest, method)
-    sentence = f"the speculator's graph proposes the original stages' own token at {_agreement(found, limits)}"
-    return found.share >= limits.agreement, sentence, _counted(found)
+    Raises:
+        RequestError: something was given for what the bundle was built without.
+        BuildError: a checkpoint that was given is not there.
+    """
+    known = {f"{method.name}.{key}": kind for method in bundle.manifest.methods for key, kind in method.sources.items()}
+    # Flags stand for several methods' keys: one of them must be the bundle's.
+    for value in set(sources.values()):
+        keys = [key for key, given in sources.items() if given == value]
+        if not known.keys() & set(keys):
+            raise RequestError(f"{keys[0]} was given, but {bundle.folder} was built without it", param=keys[0])
+    found = {key: given for key, given in sources.items() if key in known}
+    if target is not None:
+        found["target"] = target
+    for key, value in found.items():
+        if known.get(key) != "folder":
+            locate(value)  # an argument that is wrong is no result of a check
+    return found
 
 
 def _counted(found: logits.Agreement) -> Numbers:
     return {"positions": found.positions, "same": found.same, "ties": found.ties, "agreement": found.share}
 
 
-def _agreement(found: logits.Agreement, limits: logits.Limits) -> str:
+def _agreement(found: logits.Agreement) -> str:
     ties = f" and one as good at {found.ties}" if found.ties else ""
-    return f"{found.same} of {found.positions} positions{ties} (limit {limits.agreement:.0%})"
+    return f"{found.same} of {found.positions} positions{ties} (limit {found.limits.agreement:.0%})"
 
 
 # --- speculation ------------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import HYPOTHESIS, method_name
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposers.reader import common_prefix
+from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.verify.logits import LIMITS, Limits, logit_gap, paired
 
 _SEEDED_PROMPTS = 2
@@ -76,18 +76,13 @@ def compare_decoding(
         repeated = all(_repeats(engine, text, max_tokens) for text in texts[:_SEEDED_PROMPTS])
     limits = LIMITS[bundle.manifest.target.precision.weights]
     real = [difference for difference in differences if not _tied(bundle, difference, limits)]
-    return SpeculationResult(
-        tokens=tokens,
-        differences=real,
-        ties=len(differences) - len(real),
-        acceptance_length=sum(lengths) / len(lengths) if lengths else None,
-        repeated=repeated,
-    )
+    acceptance = sum(lengths) / len(lengths) if lengths else None
+    return SpeculationResult(tokens, real, len(differences) - len(real), acceptance, repeated)
 
 
 def _decodings(manifest: Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], tuple[str, int]]]:
     """Texts, each with a method and a number of draft tokens: every method's every tree at least once."""
-    ways = [(method_name(m), len(tree) - 1) for m in manifest.methods for tree in m.token_trees()]
+    ways = [(m.name, len(tree) - 1) for m in manifest.methods for tree in m.token_trees()]
     return paired(texts, ways) if ways else []
 
 
@@ -96,17 +91,18 @@ def _compare_text(
 ) -> tuple[int, list[Difference], float]:
     """Decodes a prompt greedily both ways; where they part, goes on from the plain text to see the rest of it too.
 
-    Returns:
-        Tokens compared, where they differed, and the acceptance length of the first run.
+    Returns tokens compared, where they differed, and the acceptance length of the first run.
     """
     text, room, length = list(prompt), max_tokens, 0.0
     found: list[Difference] = []
     while room > 0 and len(text) < engine.manifest.max_seq_len and len(found) < _MAX_DIFFERENCES:
         params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
-        plain = engine.generate(text, params, speculation=False).token_ids
+        plain = engine.generate(text, params, PLAIN).token_ids
         # A hypothesis that is right but for some of its tokens; other methods need none.
-        expected = [token if at % _SLIP else 0 for at, token in enumerate(plain, 1)] if method == HYPOTHESIS else None
-        completion = engine.generate(text, params, method=method, num_speculative_tokens=size, hypothesis=expected)
+        takes = engine.methods[method].takes_hypothesis
+        expected = tuple(token if at % _SLIP else 0 for at, token in enumerate(plain, 1)) if takes else None
+        asked = Speculative(method=method, num_speculative_tokens=size, hypothesis=expected)
+        completion = engine.generate(text, params, asked)
         fast, length = completion.token_ids, length or completion.stats.acceptance_length
         same = common_prefix(plain, fast)
         text, room = [*text, *plain[:same]], room - same
@@ -124,8 +120,7 @@ def _tied(bundle: Bundle, difference: Difference, limits: Limits) -> bool:
     """Whether two tokens' logits are so close that the verify step and the plain step may round them differently."""
     if difference.plain is None or difference.speculative is None:
         return False
-    gap = logit_gap(bundle, difference.text, difference.plain, difference.speculative)
-    return gap <= limits.rounding
+    return logit_gap(bundle, difference.text, difference.plain, difference.speculative) <= limits.rounding
 
 
 def _repeats(engine: Engine, text: list[int], max_tokens: int) -> bool:

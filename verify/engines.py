@@ -1,13 +1,11 @@
 """``specexport verify`` on engines: where their GPU is, each must compute what its ONNX graph computes on the CPU.
 
-Both sides are Polygraphy's runners. The ONNX side is the bundle's own graph in float32 without optimisation, so that it
-rounds nothing; the engine computes in its own type, and may differ by what that rounds.
+The ONNX side is the bundle's own graph in float32 without optimisation, so that it rounds nothing; the engine, run by
+Polygraphy, computes in its own type, and may differ by what that rounds.
 """
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime
 from polygraphy.backend.base import BaseRunner
-from polygraphy.backend.onnxrt import OnnxrtRunner
-from polygraphy.common import FormattedArray, TensorMetadata
-from polygraphy.comparator import Comparator
-from polygraphy.datatype import DataType
+from polygraphy.common import FormattedArray
 from polygraphy.logger import G_LOGGER
 
 from specexport.contract import tensors
@@ -34,20 +29,15 @@ from specexport.exporter.quality import relative_rms
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.trt import check_version, choose, load_engine
-from specexport.verify.feeds import CACHE_TYPES, FIRST_CHOICES, Array, Call, Feed
+from specexport.verify.feeds import CACHE_TYPES, FIRST_CHOICES, Call, Feed
 
 LIMITS: dict[ComputedIn, float] = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 0.2}
 """Largest root-mean-square difference of an output, relative to the output. On the CPU, fp16 graphs of two layers are
 within 0.01; unrelated outputs differ by 1.4."""
 _SHARED = 0.9
 """Least share of the most probable tokens that both sides must name."""
-
-_PROFILE = "profile"
-"""int64 ``[]``, an input of the engine's side only: the optimization profile."""
 _BEFORE = " before"
 """Behind the name of a cache: its rows that a run must leave as they are."""
-_WRITTEN = "rows"
-"""int64 ``[2]``, an input of both sides: the first cache row that is written, and the one behind the last."""
 
 Progress = Callable[[int, int], None]
 
@@ -143,31 +133,28 @@ def tensorrt_runner(library: Library, folder: Path) -> Callable[[CompiledEngine]
 def _compare(bundle: Bundle, subject: Subject, runner: BaseRunner, result: EnginesResult) -> None:
     engine, path = subject.engine, bundle.file(subject.master)
     graph = onnx.load(path, load_external_data=False).graph
-    limit = LIMITS[engine.compute]
-    given = [_feed(bundle.manifest, subject, graph, index) for index in range(len(engine.profiles))]
-    seen: list[tuple[str, float]] = []
-
-    def compare(reference: Feed, found: Feed) -> OrderedDict[str, bool]:
-        index = len(seen)
-        found = _on_the_same_tokens(reference, found, given[index])
-        compared = {name: _difference(name, reference, found, limit) for name in reference}
-        name, worst = max(compared.items(), key=lambda item: item[1])
-        seen.append((name, worst))
-        if worst > 1:
-            result.wrong.append(f"{engine.file} at {engine.profiles[index]}: {name}, {worst:.2g} times what is allowed")
-        return OrderedDict((name, over <= 1) for name, over in compared.items())
-
-    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
-        runs = Comparator.run([GraphRunner(path), EngineRunner(runner, engine.compute, graph)], given)
-        Comparator.compare_accuracy(runs, comparisons=[(0, 1)], compare_func=compare)
+    calls = [_call(bundle.manifest, subject, graph, index) for index in range(len(engine.profiles))]
+    given = [call.feed() for call in calls]
+    # One side after the other: both might not fit into a board's memory.
+    expected = _run_graph(path, given)
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL), runner:
+        for index, (call, feed, reference) in enumerate(zip(calls, given, expected, strict=True)):
+            found = run_engine(runner, engine.compute, graph, index, feed)
+            theirs, ours = (_visible(made, call.past, call.written) for made in (reference, found))
+            ours = _on_the_same_tokens(theirs, ours, feed)
+            compared = {name: _difference(name, theirs, ours, LIMITS[engine.compute]) for name in theirs}
+            name, worst = max(compared.items(), key=lambda item: item[1])
+            result.shapes += 1
+            result.worst = max(result.worst, worst)
+            if worst > 1:
+                at = f"{engine.file} at {engine.profiles[index]}"
+                result.wrong.append(f"{at}: {name}, {worst:.2g} times what is allowed")
     result.engines += 1
-    result.shapes += len(seen)
-    result.worst = max(result.worst, *(worst for _, worst in seen))
 
 
-def _feed(manifest: Manifest, subject: Subject, graph: onnx.GraphProto, index: int) -> Feed:
+def _call(manifest: Manifest, subject: Subject, graph: onnx.GraphProto, index: int) -> Call:
     point = subject.engine.profiles[index]
-    call = Call(
+    return Call(
         graph=graph,
         of=subject.of,
         point=point,
@@ -176,8 +163,6 @@ def _feed(manifest: Manifest, subject: Subject, graph: onnx.GraphProto, index: i
         compute=subject.engine.compute,
         random=np.random.default_rng(index),
     )
-    rows = np.array([call.past, call.past + call.written])
-    return {**call.feed(), _PROFILE: np.array(index), _WRITTEN: rows}
 
 
 def _tree(manifest: Manifest, point: ShapePoint, of_model: bool) -> TokenTree:
@@ -187,7 +172,62 @@ def _tree(manifest: Manifest, point: ShapePoint, of_model: bool) -> TokenTree:
     return next(fitting, TokenTree.chain(point.tokens))
 
 
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def _run_graph(path: Path, given: Sequence[Feed]) -> list[Feed]:
+    """Runs an ONNX graph on the CPU as it is written: quantized weights are undone, activations are not rounded."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options)
+    names = [output.name for output in session.get_outputs()]
+    return [dict(zip(names, session.run(None, feed), strict=True)) for feed in given]
+
+
+def run_engine(runner: BaseRunner, compute: ComputedIn, graph: onnx.GraphProto, profile: int, feed: Feed) -> Feed:
+    """Runs an engine with the inputs of its ONNX graph: caches go in and come out as float32.
+
+    Args:
+        runner: runs the engine; active.
+        compute: what its caches hold.
+        graph: the ONNX graph, without weights.
+        profile: the optimization profile.
+        feed: the graph's inputs.
+    """
+    types = {
+        value.name: np.dtype(CACHE_TYPES[compute])
+        if value.name.startswith(tensors.CACHES)
+        else onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        for value in (*graph.input, *graph.output)
+    }
+    given: dict[str, Any] = {}
+    for name, array in feed.items():
+        if name != tensors.NUM_DRAFT_TOKENS:  # a draft's engine has its one pass unrolled
+            # As bytes of the engine's type: NumPy and Polygraphy have no common bfloat16.
+            made = np.ascontiguousarray(array).astype(types[name])
+            given[name] = FormattedArray(made.view(np.uint8).reshape(-1), shape=array.shape) if made.ndim else made
+    runner.set_profile(profile)
+    found: Feed = {}
+    for name, raw in runner.infer(given, check_inputs=False, return_raw_buffers=True).items():
+        # A copy, as runners use their buffers again.
+        array = np.frombuffer(raw.array.tobytes(), types[name]).reshape(raw.shape)
+        found[name] = array.astype(np.float32) if name.startswith(tensors.CACHES) else array
+    return found
+
+
 # --- differences ------------------------------------------------------------------------------------------------------
+
+
+def _visible(outputs: Feed, past: int, written: int) -> Feed:
+    """What is compared: of caches the rows that were written, and apart from them those that had to stay."""
+    found: Feed = {}
+    for name, array in outputs.items():
+        if name.startswith("present_"):
+            found[name], found[name + _BEFORE] = array[:, :, past : past + written], array[:, :, :past]
+        else:
+            found[name] = array
+    return found
 
 
 def _on_the_same_tokens(reference: Feed, found: Feed, given: Feed) -> Feed:
@@ -228,102 +268,3 @@ def _difference(name: str, reference: Feed, found: Feed, limit: float) -> float:
         return 0.0 if (ours == theirs).all() else np.inf
     error, total = (float(np.square(array, dtype=np.float64).sum()) for array in (ours - theirs, theirs))
     return relative_rms(error, total) / limit if total else error
-
-
-def _visible(outputs: Feed, rows: Array) -> Feed:
-    """What is compared: of caches the rows that were written, and apart from them those that had to stay."""
-    start, end = (int(row) for row in rows)
-    found: Feed = OrderedDict()
-    for name, array in outputs.items():
-        if name.startswith("present_"):
-            found[name], found[name + _BEFORE] = array[:, :, start:end], array[:, :, :start]
-        else:
-            found[name] = array
-    return found
-
-
-# --- runners ----------------------------------------------------------------------------------------------------------
-
-
-class GraphRunner(OnnxrtRunner):  # type: ignore[misc]
-    """An ONNX graph on the CPU as it is written: quantized weights are undone, activations are not rounded.
-
-    Args:
-        path: the graph.
-    """
-
-    def __init__(self, path: Path) -> None:
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.log_severity_level = 3
-        super().__init__(lambda: onnxruntime.InferenceSession(str(path), options), name="graph")
-
-    def get_input_metadata_impl(self) -> Any:
-        metadata = super().get_input_metadata_impl()
-        metadata.add(_WRITTEN, DataType.INT64, (2,))
-        return metadata
-
-    def infer_impl(self, feed_dict: Feed) -> Feed:
-        began = time.perf_counter()
-        names = [output.name for output in self.sess.get_outputs()]
-        given = {name: array for name, array in feed_dict.items() if name != _WRITTEN}
-        outputs = dict(zip(names, self.sess.run(None, given), strict=True))
-        self.inference_time = time.perf_counter() - began
-        return _visible(outputs, feed_dict[_WRITTEN])
-
-
-class EngineRunner(BaseRunner):  # type: ignore[misc]
-    """An engine behind the interface of its ONNX graph: caches go in and come out as float32.
-
-    Args:
-        inner: runs the engine.
-        compute: what its caches hold.
-        graph: the ONNX graph, without weights.
-    """
-
-    def __init__(self, inner: BaseRunner, compute: ComputedIn, graph: onnx.GraphProto) -> None:
-        super().__init__(name="engine")
-        self._inner = inner
-        self._cache_type = np.dtype(CACHE_TYPES[compute])
-        # A draft's engine has its one pass unrolled, and asks for no number of them.
-        self._inputs = [value for value in graph.input if value.name != tensors.NUM_DRAFT_TOKENS]
-        self._types = {
-            value.name: self._cache_type
-            if value.name.startswith(tensors.CACHES)
-            else onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-            for value in (*graph.input, *graph.output)
-        }
-
-    def activate_impl(self) -> None:
-        self._inner.activate()
-
-    def deactivate_impl(self) -> None:
-        self._inner.deactivate()
-
-    def get_input_metadata_impl(self) -> Any:
-        metadata = TensorMetadata()
-        for value in self._inputs:
-            given = DataType.from_dtype(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
-            metadata.add(value.name, given, tuple(dim.dim_value or None for dim in value.type.tensor_type.shape.dim))
-        metadata.add(_PROFILE, DataType.INT64, ())
-        metadata.add(_WRITTEN, DataType.INT64, (2,))
-        return metadata
-
-    def infer_impl(self, feed_dict: Feed) -> Feed:
-        began = time.perf_counter()
-        self._inner.set_profile(int(feed_dict[_PROFILE]))
-        given = {value.name: self._given(value.name, feed_dict[value.name]) for value in self._inputs}
-        raw = self._inner.infer(given, check_inputs=False, return_raw_buffers=True)
-        outputs = {name: self._read(name, array) for name, array in raw.items()}
-        self.inference_time = time.perf_counter() - began
-        return _visible(outputs, feed_dict[_WRITTEN])
-
-    def _given(self, name: str, array: Array) -> Any:
-        """An input as bytes of the engine's type: NumPy and Polygraphy have no common bfloat16."""
-        made = np.ascontiguousarray(array).astype(self._types[name])
-        return FormattedArray(made.view(np.uint8).reshape(-1), shape=array.shape) if made.ndim else made
-
-    def _read(self, name: str, array: Any) -> Array:
-        """An output from its bytes; a copy, as runners use their buffers again."""
-        found: Array = np.frombuffer(array.array.tobytes(), self._types[name]).reshape(array.shape)
-        return found.astype(np.float32) if name.startswith(tensors.CACHES) else found

@@ -20,6 +20,7 @@ from specexport.exporter.engines.profiles import Job
 
 Array = npt.NDArray[Any]
 Feed = dict[str, Array]
+_Values = dict[str, npt.ArrayLike]
 
 CACHE_TYPES: dict[ComputedIn, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 _PAST = 40
@@ -78,23 +79,38 @@ class Call:
         sizes = Job((self.point,), self.vocab).sizes[0] | {"B": 1}
         made: Feed = {}
         for value in self.graph.input:
-            shape = tuple(dim.dim_value or sizes.get(dim.dim_param, 0) for dim in value.type.tensor_type.shape.dim)
+            kind = value.type.tensor_type
+            shape = tuple(dim.dim_value or sizes.get(dim.dim_param, 0) for dim in kind.shape.dim)
             if value.name.startswith(tensors.CACHES):
                 rows = self.random.standard_normal(shape, np.float32)
                 made[value.name] = rows.astype(CACHE_TYPES[self.compute]).astype(np.float32)
             else:
-                dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+                dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
                 made[value.name] = np.broadcast_to(known[value.name], shape).astype(dtype)
         return made
 
 
-def _model(call: Call) -> dict[str, npt.ArrayLike]:
-    """Of a step graph, and of a propose graph: greedy but for the probabilities it reports."""
+def _model(call: Call) -> _Values:
+    """Of a step graph and of a propose graph: greedy but for the probabilities it reports."""
     assert isinstance(call.of, Model)
-    if not call.of.cache:
-        return _speculator(call)
     tokens = call.point.tokens
-    return {
+    known: _Values = {
+        # The least noise draws the most probable token, whatever the rounding of the others.
+        tensors.UNIFORM: 0.0,
+        **_SAMPLING,
+    }
+    if not call.of.cache:  # it goes on from hidden states; the levels of its tree are full
+        levels = (call.point.drafts, tokens)
+        parents = call.random.integers(0, tokens, levels)
+        parents[:2] = 0  # the root is alone
+        hidden = next(value for value in call.graph.input if value.name == tensors.HIDDEN_STATE)
+        return known | {
+            tensors.HIDDEN_STATE: call.random.standard_normal(hidden.type.tensor_type.shape.dim[-1].dim_value),
+            tensors.INPUT_IDS: call.random.integers(0, call.of.vocab_size),
+            tensors.LEVEL_PARENTS: parents,
+            tensors.LEVEL_RANKS: call.random.integers(0, FIRST_CHOICES, levels),
+        }
+    return known | {
         tensors.INPUT_IDS: call.random.integers(0, min(call.vocab, call.of.vocab_size), tokens),
         tensors.POSITION_IDS: call.past + call.tree.depths,
         tensors.TREE_MASK: call.tree.mask,
@@ -102,35 +118,10 @@ def _model(call: Call) -> dict[str, npt.ArrayLike]:
         tensors.LOGITS_ROWS: np.arange(tokens)[tokens - call.point.rows :],
         tensors.LAST_ROW: tokens - 1,
         tensors.NUM_DRAFT_TOKENS: call.point.drafts,
-        # The least noise draws the most probable token, whatever the rounding of the others.
-        tensors.UNIFORM: 0.0,
-        **_SAMPLING,
     }
 
 
-def _speculator(call: Call) -> dict[str, npt.ArrayLike]:
-    """Of the propose graph of an MLP speculator, over levels that are full; tokens are chosen as a draft's are."""
-    assert isinstance(call.of, Model)
-    levels = (call.point.drafts, call.point.tokens)
-    parents = call.random.integers(0, levels[1], levels)
-    parents[:2] = 0  # the root is alone
-    return {
-        tensors.HIDDEN_STATE: call.random.standard_normal(_width(call, tensors.HIDDEN_STATE)),
-        tensors.INPUT_IDS: call.random.integers(0, call.of.vocab_size),
-        tensors.LEVEL_PARENTS: parents,
-        tensors.LEVEL_RANKS: call.random.integers(0, FIRST_CHOICES, levels),
-        tensors.UNIFORM: 0.0,
-        **_SAMPLING,
-    }
-
-
-def _width(call: Call, name: str) -> int:
-    """The last dimension of an input."""
-    found = next(value for value in call.graph.input if value.name == name)
-    return int(found.type.tensor_type.shape.dim[-1].dim_value)
-
-
-def _accept(call: Call) -> dict[str, npt.ArrayLike]:
+def _accept(call: Call) -> _Values:
     assert isinstance(call.of, Accept)
     parents = np.array(call.tree.parents)
     logits = _SPREAD * call.random.standard_normal((len(parents), call.vocab)).astype(np.float32)
@@ -155,7 +146,7 @@ def _accept(call: Call) -> dict[str, npt.ArrayLike]:
     }
 
 
-def _fill(call: Call) -> dict[str, npt.ArrayLike]:
+def _fill(call: Call) -> _Values:
     assert isinstance(call.of, Fill)
     depth, candidates = call.point.drafts, call.of.candidates
     ids = np.stack([call.random.permutation(call.vocab)[:candidates] for _ in range(depth)])
@@ -168,21 +159,16 @@ def _fill(call: Call) -> dict[str, npt.ArrayLike]:
     }
 
 
-def _commit(call: Call) -> dict[str, npt.ArrayLike]:
+def _commit(call: Call) -> _Values:
     nodes = np.arange(len(call.tree))
     path = nodes[call.tree.mask[-1]]
     return {tensors.PAST_LENGTH: call.past, tensors.PATH: np.pad(path, (0, len(nodes) - len(path)))}
 
 
-_SAMPLING: dict[str, npt.ArrayLike] = {
+_SAMPLING: _Values = {
     tensors.TEMPERATURE: 0.8,
     tensors.TOP_K: 0,
     tensors.TOP_P: 0.95,
     tensors.MIN_P: 0.0,
 }
-_MADE: dict[type, Callable[[Call], dict[str, npt.ArrayLike]]] = {
-    Model: _model,
-    Accept: _accept,
-    Fill: _fill,
-    Commit: _commit,
-}
+_MADE: dict[type, Callable[[Call], _Values]] = {Model: _model, Accept: _accept, Fill: _fill, Commit: _commit}

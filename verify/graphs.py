@@ -10,21 +10,14 @@ from onnx import TensorProto
 
 from specexport.contract import tensors
 from specexport.contract.errors import BundleError
-from specexport.contract.methods import DraftModel, Medusa, MedusaDraft, MlpSpeculator
-from specexport.contract.model import OPSETS, LoweredAs, Model
+from specexport.contract.model import OPSETS
 from specexport.contract.shapes import ShapePoint
-from specexport.contract.tensors import cache_names, returned_names
+from specexport.contract.signature import Dim, Signature, caches, returned
 from specexport.runtime.bundle import Bundle
 
-Dims = tuple[int | str, ...]
-Signature = dict[str, tuple[int, Dims]]
+_TYPES: dict[int, str] = {TensorProto.INT64: "int64", TensorProto.FLOAT: "float32", TensorProto.BOOL: "bool"}
+Shapes = dict[str, tuple[str, tuple[Dim, ...]]]
 """Type and shape of each input or output."""
-
-_INT64, _FLOAT, _BOOL = TensorProto.INT64, TensorProto.FLOAT, TensorProto.BOOL
-_SAMPLING: Signature = {
-    tensors.TOP_K: (_INT64, ("B",)),
-    **dict.fromkeys((tensors.TEMPERATURE, tensors.TOP_P, tensors.MIN_P), (_FLOAT, ("B",))),
-}
 
 
 def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
@@ -43,34 +36,24 @@ def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
             or weights elsewhere.
     """
     manifest = bundle.manifest
-    medusa = manifest.method("medusa")
-    extra: Signature = {tensors.CANDIDATES: _candidates(medusa.heads, medusa)} if isinstance(medusa, Medusa) else {}
-    speculator = manifest.method("mlp_speculator")
-    if isinstance(speculator, MlpSpeculator):
-        extra[tensors.HIDDEN] = (_FLOAT, ("B", "R", speculator.hidden))
-    logits: Signature = {tensors.LOGITS: (_FLOAT, ("B", "R", manifest.target.vocab_size))}
     lowering = manifest.lowering
-    models = [(manifest.target, *_step_signature(manifest.target, logits | extra, lowering))]
-    for method in manifest.methods:
-        if isinstance(method, DraftModel):
-            models.append((method.draft, *_propose_signature(method, lowering)))
-        elif isinstance(method, MlpSpeculator):
-            models.append((method.draft, *_speculator_signature(method)))
-        elif isinstance(method, MedusaDraft):
-            made: Signature = {tensors.CANDIDATES: _candidates(method.heads + 1, method)}
-            models.append((method.draft, *_step_signature(method.draft, made, lowering)))
-    work = [
-        (bundle.file(file), bundle.file(model.weights), _pinned(inputs, point), _pinned(outputs, point))
-        for model, inputs, outputs in models
-        for file, point in [(model.graph.master, None), *((at.file, at.point) for at in model.graph.points)]
+    described = [(manifest.target, manifest.target_signature)]
+    described += [
+        (model, method.signatures[role]) for method in manifest.methods for role, model in method.models.items()
     ]
+    work = []
+    for model, signature in described:
+        given = signature.inputs | caches(model)
+        made = signature.outputs | returned(model, lowering, signature.fed)
+        for file, point in [(model.graph.master, None), *((at.file, at.point) for at in model.graph.points)]:
+            work.append((bundle.file(file), bundle.file(model.weights), _at(given, point), _at(made, point)))
     for done, (path, weights, inputs, outputs) in enumerate(work, start=1):
         _check_graph(path, OPSETS[lowering], weights, inputs, outputs)
         progress(done, len(work))
     return len(work)
 
 
-def _check_graph(path: Path, opset: int, weights: Path, inputs: Signature, outputs: Signature) -> None:
+def _check_graph(path: Path, opset: int, weights: Path, inputs: Shapes, outputs: Shapes) -> None:
     try:
         # By path, so that the weights file is looked for where the graph says.
         onnx.checker.check_model(str(path), full_check=True)
@@ -114,98 +97,22 @@ def _initializers(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
     return [tensor for one in _subgraphs(graph) for tensor in one.initializer]
 
 
-def _signature(value: onnx.ValueInfoProto) -> tuple[int, Dims]:
+def _signature(value: onnx.ValueInfoProto) -> tuple[str, tuple[Dim, ...]]:
     kind = value.type.tensor_type
-    return kind.elem_type, tuple(dim.dim_param or dim.dim_value for dim in kind.shape.dim)
+    name = _TYPES.get(kind.elem_type) or TensorProto.DataType.Name(kind.elem_type).lower()
+    return name, tuple(dim.dim_param or dim.dim_value for dim in kind.shape.dim)
 
 
-def _words(signature: tuple[int, Dims] | None) -> str:
-    if signature is None:
-        return "absent"
-    return f"{TensorProto.DataType.Name(signature[0]).lower()}[{', '.join(map(str, signature[1]))}]"
+def _words(signature: tuple[str, tuple[Dim, ...]] | None) -> str:
+    return "absent" if signature is None else f"{signature[0]}[{', '.join(map(str, signature[1]))}]"
 
 
-def _candidates(depths: int, method: Medusa | MedusaDraft) -> tuple[int, Dims]:
-    return _INT64, ("B", depths, "R", method.candidates)
-
-
-def _step_signature(model: Model, outputs: Signature, lowering: LoweredAs) -> tuple[Signature, Signature]:
-    inputs: Signature = {
-        tensors.INPUT_IDS: (_INT64, ("B", "T")),
-        tensors.POSITION_IDS: (_INT64, ("B", "T")),
-        tensors.TREE_MASK: (_BOOL, ("B", "T", "T")),
-        tensors.PAST_LENGTH: (_INT64, ("B",)),
-        tensors.LOGITS_ROWS: (_INT64, ("B", "R")),
-    }
-    if model.embedding_size is not None:
-        inputs[tensors.INPUTS_EMBEDS] = (_FLOAT, ("B", "T", model.embedding_size))
-        inputs[tensors.EMBEDS_MASK] = (_BOOL, ("B", "T"))
-    return {**inputs, **_caches(model)}, {**outputs, **_returned(model, lowering, "T")}
-
-
-def _propose_signature(method: DraftModel, lowering: LoweredAs) -> tuple[Signature, Signature]:
-    inputs: Signature = {
-        tensors.INPUT_IDS: (_INT64, ("B", "T")),
-        tensors.PAST_LENGTH: (_INT64, ("B",)),
-        tensors.LAST_ROW: (_INT64, ("B",)),
-        tensors.NUM_DRAFT_TOKENS: (_INT64, ()),
-        tensors.UNIFORM: (_FLOAT, ("B", "K")),
-        **_SAMPLING,
-    }
-    outputs: Signature = {
-        tensors.DRAFT_TOKENS: (_INT64, ("K", "B")),
-        tensors.DRAFT_IDS: (_INT64, ("K", "B", method.candidates)),
-        tensors.DRAFT_PROBS: (_FLOAT, ("K", "B", method.candidates)),
-    }
-    return {**inputs, **_caches(method.draft)}, {**outputs, **_returned(method.draft, lowering, "F")}
-
-
-def _speculator_signature(method: MlpSpeculator) -> tuple[Signature, Signature]:
-    levels = ("B", method.stages, "T")
-    inputs: Signature = {
-        tensors.HIDDEN_STATE: (_FLOAT, ("B", method.hidden)),
-        tensors.INPUT_IDS: (_INT64, ("B", 1)),
-        tensors.LEVEL_PARENTS: (_INT64, levels),
-        tensors.LEVEL_RANKS: (_INT64, levels),
-        tensors.UNIFORM: (_FLOAT, levels),
-        **_SAMPLING,
-    }
-    outputs: Signature = {}
-    for stage in range(method.stages):
-        rows = "T" if stage else 1
-        outputs[tensors.of_stage(tensors.DRAFT_TOKENS, stage)] = (_INT64, ("B", rows))
-        outputs[tensors.of_stage(tensors.DRAFT_IDS, stage)] = (_INT64, ("B", rows, method.candidates))
-        outputs[tensors.of_stage(tensors.DRAFT_PROBS, stage)] = (_FLOAT, ("B", rows, method.candidates))
-    return inputs, outputs
-
-
-def _caches(model: Model) -> Signature:
-    return _of_layers(model, cache_names(len(model.cache)), "S")
-
-
-def _returned(model: Model, lowering: LoweredAs, fed: str) -> Signature:
-    """What a graph returns of its cache; ``fed`` is the symbol of the tokens fed in a call."""
-    return _of_layers(model, returned_names(len(model.cache), lowering), "S" if lowering == "native" else fed)
-
-
-def _of_layers(model: Model, names: list[str], rows: str) -> Signature:
-    sizes = [(shape.heads, size) for shape in model.cache for size in (shape.key_size, shape.value_size)]
-    return {name: (_FLOAT, ("B", heads, rows, size)) for name, (heads, size) in zip(names, sizes, strict=True)}
-
-
-def _pinned(signature: Signature, point: ShapePoint | None) -> Signature:
+def _at(signature: Signature, point: ShapePoint | None) -> Shapes:
     """A signature at a shape point; a draft's number of passes is then part of the graph, and no input."""
     if point is None:
-        return signature
-    sizes = point.sizes
+        return {name: (spec.dtype, spec.dims) for name, spec in signature.items()}
     return {
-        name: (kind, tuple(sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in dims))
-        for name, (kind, dims) in signature.items()
-        if name != tensors.NUM_DRAFT_TOKENS and not _beyond(name, point.drafts)
+        name: (spec.dtype, spec.shape(point))
+        for name, spec in signature.items()
+        if name != tensors.NUM_DRAFT_TOKENS and (not spec.stage or spec.stage < point.drafts)
     }
-
-
-def _beyond(name: str, stages: int) -> bool:
-    """Whether an output is of a stage of an MLP speculator behind those that a point runs."""
-    _, _, stage = name.partition(".")
-    return name.startswith(tensors.DRAFTED) and stage != "" and int(stage) >= stages

@@ -12,18 +12,11 @@ import numpy as np
 from polygraphy.comparator import Comparator, SimpleCompareFunc
 from polygraphy.logger import G_LOGGER
 
+from specexport.checkpoints.reference import load_reference, reference_embeds, reference_logits
 from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import DraftModel, Medusa, MedusaDraft, SelfDraft, UniversalDraft
-from specexport.contract.tree import TokenTree
 from specexport.exporter.quality import energy, relative_rms
-from specexport.runtime.backend import open_graph, propose_buffers
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.engine import Engine
-from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposers import SlotView
-from specexport.runtime.proposers.draft_model import DraftModelProposer
-from specexport.tuning.record import recorded
 from specexport.verify.runners import (
     COMMITTED,
     Array,
@@ -31,11 +24,7 @@ from specexport.verify.runners import (
     StepRunner,
     feeds,
     half_embedded,
-    load_reference,
     prefill_feeds,
-    reference_embeds,
-    reference_heads,
-    reference_logits,
 )
 
 _Other = TypeVar("_Other")
@@ -85,8 +74,10 @@ class Agreement:
         positions: how many.
         same: where they prefer the same token.
         ties: where they do not, but the model hardly prefers its own.
+        limits: what a tie is, and what share is enough.
     """
 
+    limits: Limits
     positions: int = 0
     same: int = 0
     ties: int = 0
@@ -96,13 +87,13 @@ class Agreement:
         """Of positions, same or tied."""
         return (self.same + self.ties) / self.positions if self.positions else 0.0
 
-    def count(self, reference: Array, chosen: Array, limits: Limits) -> None:
+    def count(self, reference: Array, chosen: Array) -> None:
         """Adds positions: the model's logits ``[N,V]`` and the graph's tokens ``[N]``."""
         gap = reference.max(axis=-1) - np.take_along_axis(reference, chosen[:, None], axis=-1)[:, 0]
         self.positions += len(gap)
         self.same += int((gap == 0).sum())
         spread = np.sqrt(energy(reference) / reference.size)
-        self.ties += int(((gap > 0) & (gap <= limits.rms * spread)).sum())
+        self.ties += int(((gap > 0) & (gap <= self.limits.rms * spread)).sum())
 
 
 @dataclass(frozen=True)
@@ -159,10 +150,10 @@ def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]],
         accuracy = Comparator.compare_accuracy(results, comparisons=[(1, 0)], compare_func=compare)
         finite = bool(Comparator.validate(results, check_inf=True, check_nan=True))
     (compared,) = accuracy[0].values()
-    agreement, error, total = Agreement(), 0.0, 0.0
+    agreement, error, total = Agreement(limits), 0.0, 0.0
     for our, their in zip(ours, theirs, strict=True):
         graph, reference = our[tensors.LOGITS][0], their[tensors.LOGITS][0]
-        agreement.count(reference, graph.argmax(axis=-1), limits)
+        agreement.count(reference, graph.argmax(axis=-1))
         error += energy(graph - reference)
         total += energy(reference)
     return LogitsResult(
@@ -185,13 +176,13 @@ def compare_embeds(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]],
     known = [(reference_embeds(model, np.array(text)), reference_logits(model, np.array(text))) for text in texts]
     del model
     given = [list(prefill_feeds(bundle.manifest, text)) for text in texts]
-    agreement = Agreement()
+    agreement = Agreement(limits)
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL), StepRunner(bundle, list(itertools.chain(*given))) as runner:
         for (embeds, expected), chunks in zip(known, given, strict=True):
             for feed in chunks:
                 wanted = {name: array for name, array in half_embedded(feed, embeds).items() if name != COMMITTED}
                 logits = runner.infer(wanted)[tensors.LOGITS][0]
-            agreement.count(expected[-len(logits) :], logits.argmax(axis=-1), limits)
+            agreement.count(expected[-len(logits) :], logits.argmax(axis=-1))
     return agreement
 
 
@@ -203,105 +194,3 @@ def logit_gap(bundle: Bundle, text: Sequence[int], first: int, second: int) -> f
             wanted = {name: array for name, array in feed.items() if name != COMMITTED}
             logits = runner.infer(wanted)[tensors.LOGITS][0, -1]
     return abs(float(logits[first] - logits[second])) / _scale(logits)
-
-
-def propose(bundle: Bundle, method: DraftModel, texts: Sequence[list[int]]) -> list[tuple[list[int], list[int]]]:
-    """Texts and the greedy draft tokens the propose graph continues them with, through the runtime's own proposer.
-
-    Each text is continued three times, as if all, one and none of its draft tokens had been accepted: the draft's cache
-    then lacks a row, holds stale ones, or both.
-    """
-    graph = open_graph(bundle, method.draft, 1, propose_buffers(method), None)
-    proposer = DraftModelProposer(graph, bundle.manifest)
-    params, random = SamplingParams(temperature=0.0), np.random.default_rng(0)
-    made = []
-    for start, tree in paired(texts, [TokenTree.chain(tree.depth + 1) for tree in method.token_trees()]):
-        text, K = list(start), tree.depth
-        for kept in (K, 1, 0):
-            if len(text) + K > bundle.manifest.max_seq_len:
-                break
-            view = SlotView(0, text, params, random, tree)
-            while proposer.prefill(view):
-                pass
-            proposal = proposer.propose([view]).get(0)
-            drafted = proposal.tokens.tolist() if proposal is not None else []
-            if drafted:
-                made.append((text, drafted))
-            text = [*text, *drafted[:kept], start[0]]
-        proposer.release(0)
-    return made
-
-
-def compare_draft(
-    checkpoint: Path,
-    manifest: Manifest,
-    method: DraftModel,
-    made: Sequence[tuple[list[int], list[int]]],
-    limits: Limits,
-) -> Agreement:
-    """Compares draft tokens with the draft model's own: each must be its most probable one after those before it.
-
-    Raises:
-        BundleError: the checkpoint is another model.
-    """
-    draft = method.draft
-    model = load_reference(checkpoint, draft, method.layers if isinstance(method, SelfDraft) else None)
-    own = isinstance(method, UniversalDraft)  # it may propose tokens that the target does not have
-    vocab = draft.vocab_size if own else min(manifest.target.vocab_size, draft.vocab_size)
-    rows = model.get_input_embeddings().weight.shape[0]
-    agreement = Agreement()
-    for text, drafted in made:
-        # A token that only the target has is read as the last one, as the graph does.
-        tokens = np.minimum(np.array([*text, *drafted[:-1]]), rows - 1)
-        logits = reference_logits(model, tokens)[len(text) - 1 :, :vocab]
-        agreement.count(logits, np.array(drafted), limits)
-    return agreement
-
-
-def head_proposals(engine: Engine, name: str, texts: Sequence[list[int]], steps: int) -> list[tuple[list[int], Array]]:
-    """Texts and what heads propose after them, ``[depths]`` tokens, the best at each depth, while they are decoded."""
-    params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
-    made = []
-    with recorded(engine, name) as recorder:
-        for text in texts:
-            recorder.made.clear()
-            whole = [*text, *engine.generate(text, params, method=name).token_ids]
-            made += [(whole[:length], proposal.candidates[:, 0]) for length, proposal in recorder.made]
-    return made
-
-
-def head_limits(manifest: Manifest, method: Medusa | MedusaDraft) -> Limits:
-    """How far heads may be from the original ones: what rounds more decides, the model or the heads on it."""
-    stored = (
-        (manifest.target.precision.weights, method.weights)
-        if isinstance(method, Medusa)
-        else (method.draft.precision.weights,)
-    )
-    return max((LIMITS[kind] for kind in stored), key=lambda limits: limits.rms)
-
-
-def compare_heads(
-    checkpoint: Path,
-    heads: Path,
-    manifest: Manifest,
-    method: Medusa | MedusaDraft,
-    made: Sequence[tuple[list[int], Array]],
-) -> Agreement:
-    """Compares the tokens heads propose with those of the original heads on the original model.
-
-    Raises:
-        BuildError: the heads are for another model.
-        BundleError: the checkpoint is another model.
-    """
-    of_target = isinstance(method, Medusa)
-    described = manifest.target if isinstance(method, Medusa) else method.draft
-    limits = head_limits(manifest, method)
-    model = load_reference(checkpoint, described)
-    vocab, rows = min(manifest.target.vocab_size, described.vocab_size), model.get_input_embeddings().weight.shape[0]
-    agreement = Agreement()
-    for text, tokens in made:
-        # Heads of the target saw its cache, which holds all tokens but the last.
-        seen = np.minimum(np.array(text[:-1] if of_target else text), rows - 1)
-        logits = reference_heads(model, heads, seen)[:, :vocab]
-        agreement.count(logits[1:] if of_target else logits, tokens, limits)
-    return agreement

@@ -21,8 +21,7 @@ class Check:
     """One thing that was looked at.
 
     Attributes:
-        name: ``files``, ``graphs``, ``engines``, ``logits``, ``embeds``, ``draft``, ``medusa``, ``speculator`` or
-            ``speculation``.
+        name: ``files``, ``graphs``, ``engines``, ``logits``, ``embeds``, the name of a method, or ``speculation``.
         passed: None if it could not be run.
         sentence: what was found, or why it was not run.
         numbers: what was measured.

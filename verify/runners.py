@@ -14,22 +14,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from polygraphy.backend.base import BaseRunner
 from polygraphy.backend.onnxrt import OnnxrtRunner
 from polygraphy.common import TensorMetadata
 from polygraphy.datatype import DataType
-from transformers import AutoModelForCausalLM
 
-from specexport.checkpoints.medusa import load_medusa
-from specexport.checkpoints.quiet import quiet
+from specexport.checkpoints.reference import load_reference, reference_logits
 from specexport.contract import tensors
-from specexport.contract.errors import BundleError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
 from specexport.contract.tree import TokenTree
 from specexport.exporter.caches import after_call, new_caches, no_embeddings
-from specexport.graphs.layers import keep_first_layers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.ort import available_cores, open_session
 
@@ -93,12 +88,7 @@ def _feed(manifest: Manifest, committed: Sequence[int], tokens: Sequence[int], t
 
 
 def half_embedded(feed: Feed, embeds: Array) -> Feed:
-    """A feed of the step graph that says the same with embeddings in the place of every other token of the text.
-
-    Args:
-        feed: one of :func:`prefill_feeds`.
-        embeds: float32 ``[P,H]``, the model's own embeddings of the whole text.
-    """
+    """A prefill feed that says the same with embeddings ``[P,H]`` of the text in the place of every other token."""
     past, tokens = int(feed[tensors.PAST_LENGTH][0]), feed[tensors.INPUT_IDS].copy()
     given, mask = feed[tensors.INPUTS_EMBEDS].copy(), feed[tensors.EMBEDS_MASK].copy()
     at = np.arange(0, min(tokens.shape[1], len(embeds) - past), 2)
@@ -112,18 +102,13 @@ def half_embedded(feed: Feed, embeds: Array) -> Feed:
 class StepRunner(OnnxrtRunner):  # type: ignore[misc]
     """The step graph under onnxruntime, with the runtime's own session; it keeps its caches from feed to feed.
 
-    Args:
-        bundle: the bundle.
-        feeds: what it will be given; decides the size of the cache.
+    What it will be given decides the size of the cache.
     """
 
     def __init__(self, bundle: Bundle, feeds: Sequence[Feed]) -> None:
-        model = bundle.manifest.target
-        lowering = bundle.manifest.lowering
-        master = bundle.file(model.graph.master)
-        super().__init__(
-            lambda: open_session(master, available_cores(), lowering, model.precision.weights), name="graph"
-        )
+        model, lowering = bundle.manifest.target, bundle.manifest.lowering
+        master, stored = bundle.file(model.graph.master), model.precision.weights
+        super().__init__(lambda: open_session(master, available_cores(), lowering, stored), name="graph")
         needed = max(feed[COMMITTED].shape[1] + feed[tensors.INPUT_IDS].shape[1] for feed in feeds)
         self._layers = model.cache
         self._rows = min(at.point.cache for at in model.graph.points if at.point.cache >= needed)
@@ -154,12 +139,7 @@ class StepRunner(OnnxrtRunner):  # type: ignore[misc]
 
 
 class ReferenceRunner(BaseRunner):  # type: ignore[misc]
-    """The original model in plain transformers, eager attention, no cache: each path of a tree is a text of its own.
-
-    Args:
-        path: the checkpoint's folder.
-        model: what the bundle says of it.
-    """
+    """The original model in plain transformers, eager attention, no cache: each path of a tree is a text of its own."""
 
     def __init__(self, path: Path, model: Model) -> None:
         super().__init__(name="transformers")
@@ -169,11 +149,9 @@ class ReferenceRunner(BaseRunner):  # type: ignore[misc]
         self._model = load_reference(self._path, self._described)
 
     def get_input_metadata_impl(self) -> Any:
-        metadata = TensorMetadata()
-        metadata.add(COMMITTED, DataType.INT64, (1, None))
-        metadata.add(tensors.INPUT_IDS, DataType.INT64, (1, None))
-        metadata.add(tensors.TREE_MASK, DataType.BOOL, (1, None, None))
-        metadata.add(tensors.LOGITS_ROWS, DataType.INT64, (1, None))
+        metadata = TensorMetadata().add(tensors.TREE_MASK, DataType.BOOL, (1, None, None))
+        for name in (COMMITTED, tensors.INPUT_IDS, tensors.LOGITS_ROWS):
+            metadata.add(name, DataType.INT64, (1, None))
         return metadata
 
     def infer_impl(self, feed_dict: Feed) -> Feed:
@@ -192,65 +170,3 @@ class ReferenceRunner(BaseRunner):  # type: ignore[misc]
 
     def deactivate_impl(self) -> None:
         del self._model
-
-
-def load_reference(path: Path, described: Model, layers: int | None = None) -> Any:
-    """Loads a checkpoint in fp32 as plain transformers runs it.
-
-    Args:
-        path: the checkpoint.
-        described: what it must be.
-        layers: keep only so many of its first layers; None for all.
-
-    Raises:
-        BundleError: it is not the model that was described.
-    """
-    with quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager", use_safetensors=True
-        ).eval()
-    if layers is not None:
-        keep_first_layers(model, layers)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    width = int(model.get_output_embeddings().weight.shape[0])
-    if (parameters, width) != (described.parameters, described.vocab_size):
-        raise BundleError(
-            f"{path} is another model: {parameters:,} parameters and {width:,} logits, where the bundle was built from "
-            f"{described.parameters:,} and {described.vocab_size:,}; pass the checkpoint the bundle was built from"
-        )
-    return model
-
-
-def reference_logits(model: Any, text: Array) -> Array:
-    """What a model says after each token of a text, float32 ``[N,V]``."""
-    with torch.no_grad():
-        logits: Array = model(torch.from_numpy(text)[None], use_cache=False).logits[0].float().numpy()
-    return logits
-
-
-def reference_states(model: Any, text: Array) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a model says after each token of a text, ``[N,V]``, and what its head made that of, ``[N,H]``."""
-    taken: list[torch.Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _module, args: taken.append(args[0]))
-    try:
-        logits = torch.from_numpy(reference_logits(model, text))
-    finally:
-        hook.remove()
-    return logits, taken[0][0].float()
-
-
-def reference_heads(model: Any, heads: Path, text: Array) -> Array:
-    """What a model and Medusa heads on it say after the last token of a text, float32 ``[1+N,V]``."""
-    head = model.get_output_embeddings()
-    own, hidden = reference_states(model, text)
-    loaded = load_medusa(heads, hidden=int(head.weight.shape[1]), vocab=int(head.weight.shape[0]))
-    with torch.no_grad():
-        logits: Array = torch.cat([own[-1:], loaded.logits(hidden[-1], head)]).numpy()
-    return logits
-
-
-def reference_embeds(model: Any, text: Array) -> Array:
-    """The embeddings of a text's tokens, float32 ``[N,H]``, as the model takes them in their place."""
-    with torch.no_grad():
-        embeds: Array = model.get_input_embeddings()(torch.from_numpy(text)).float().numpy()
-    return embeds

@@ -1,1 +1,1 @@
-"""What ``scripts/gpu_acceptance.py`` checks and measures on a machine with a GPU."""
+"""What ``python -m benchmarks.gpu`` checks and measures on a machine with a GPU."""

@@ -15,8 +15,11 @@ from specexport.contract import tensors
 from specexport.contract.engines import ComputedIn
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backend import Graph, open_graph, step_buffers
+from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.graph import Graph
+from specexport.runtime.opening import open_graph
+from specexport.runtime.speculative import PLAIN
 
 GAP_US = 50.0
 LEAST_P = 1e-4
@@ -68,7 +71,9 @@ def parity(folder: Path, backend: str, compute: ComputedIn, texts: Sequence[str]
     """Logits of one text on the GPU and on the CPU, at every width, and greedy texts."""
     allowed = TOLERANCES[compute]
     with Engine.load(folder, backend="onnxruntime") as cpu, Engine.load(folder, backend=backend) as gpu:
-        reference = open_graph(Bundle.open(folder), cpu.manifest.target, 1, step_buffers(cpu.manifest), None)
+        reference = open_graph(
+            Bundle.open(folder), cpu.manifest.target, 1, buffers(cpu.manifest.target_signature), None
+        )
         tokens = cpu.encode(texts[0])[:100]
         largest, scale, same, rows = 0.0, 1.0, 0, 0
         for width in widths(cpu):
@@ -151,14 +156,13 @@ def lossless(folder: Path, backend: str, texts: Sequence[str], samples: int) -> 
     with Engine.load(folder, backend=backend) as engine:
         name = next(iter(engine.speculations))
         equal = sum(
-            engine.generate(text, greedy(64)).token_ids
-            == engine.generate(text, greedy(64), speculation=False).token_ids
+            engine.generate(text, greedy(64)).token_ids == engine.generate(text, greedy(64), PLAIN).token_ids
             for text in texts
         )
         prompt = engine.encode(texts[0])[:40]
         counts = [
             Counter(
-                engine.generate(prompt, _sampled(seed + 10**6 * speculation), speculation=speculation).token_ids
+                engine.generate(prompt, _sampled(seed + 10**6 * speculation), None if speculation else PLAIN).token_ids
                 for seed in range(samples)
             )
             for speculation in (True, False)
@@ -175,8 +179,11 @@ def together(folder: Path, backend: str, slots: int, compute: ComputedIn, texts:
     """Several requests at once against each alone, by the same engine: greedy, two of three with speculation."""
     with Engine.load(folder, backend=backend, max_batch_size=slots) as engine:
         asks = [(text, greedy(24 + 8 * at), at % 3 != 2) for at, text in enumerate([*texts, *texts][: 2 * slots])]
-        alone = [engine.generate(text, params, speculation=speculation).token_ids for text, params, speculation in asks]
-        streams = [engine.stream(text, params, speculation=speculation) for text, params, speculation in asks]
+        alone = [
+            engine.generate(text, params, None if speculation else PLAIN).token_ids
+            for text, params, speculation in asks
+        ]
+        streams = [engine.stream(text, params, None if speculation else PLAIN) for text, params, speculation in asks]
         for stream in streams:
             stream.start()
         said = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common import same_texts, speed
 from benchmarks.gpu.checks import Check, greedy
-from benchmarks.gpu.timing import on_device, speed, step_milliseconds, transformers_speed
+from benchmarks.gpu.timing import on_device, step_milliseconds, transformers_speed
 from specexport.contract.engines import ComputedIn
 from specexport.contract.model import Model
 from specexport.runtime import Engine
+from specexport.runtime.speculative import PLAIN
 
 FLOOR, SPEED_UP, ACCEPTANCE, OVER_TRANSFORMERS = 0.7, 2.0, 0.75, 2.0
 _BYTES: dict[ComputedIn, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -52,12 +54,12 @@ def benchmark(pair: Pair, backend: str, texts: Sequence[str], bandwidth: float) 
         read = weights_read(pair.folder, engine.manifest.target, pair.compute) + graph.cache_bytes
         floor = 1e3 * read / bandwidth
         runs = {
-            speculation: [engine.generate(prompt, greedy(96), speculation=speculation) for prompt in prompts]
+            speculation: [engine.generate(prompt, greedy(96), None if speculation else PLAIN) for prompt in prompts]
             for speculation in (True, False)
         }
         plain, ours = speed(runs[False]), speed(runs[True])
         rate = sum(run.stats.accepted for run in runs[True]) / sum(run.stats.drafted for run in runs[True])
-        equal = sum(a.token_ids == b.token_ids for a, b in zip(runs[True], runs[False], strict=True))
+        equal = same_texts(runs[True], runs[False])
         gpu = engine.backend.execution
     gain = ours / plain
     checks = [

@@ -13,13 +13,13 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.engines import ComputedIn
-from specexport.runtime import Completion, Engine
-from specexport.runtime.backend import Graph
+from specexport.runtime import Engine
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.backend import CudaBackend
 from specexport.runtime.cuda.executor import Enqueue
 from specexport.runtime.cuda.memory import MemoryBudget, MemoryPlan
 from specexport.runtime.cuda.stream import CudaStream
+from specexport.runtime.graph import Graph
 
 COPIED = 1 << 30
 
@@ -163,8 +163,3 @@ def transformers_speed(
                 seconds += time.perf_counter() - start
                 tokens += made.shape[1] - len(prompt)
     return tokens / seconds
-
-
-def speed(runs: list[Completion]) -> float:
-    """Tokens a second of decoding, prompts aside."""
-    return sum(run.stats.output_tokens for run in runs) / sum(run.stats.decode_seconds for run in runs)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common import new_table, open_console, write_report
 from benchmarks.peers.convert import OPTIONS, ROLES, convert, last_lines
 from benchmarks.peers.job import UNCOUNTED, Job, thread_environment
 from benchmarks.peers.setup import SEPARATE, python_of
@@ -25,7 +25,6 @@ NAMES = {
     "ort": "ONNX Runtime GenAI",
     "openvino": "OpenVINO GenAI",
 }
-UNATTENDED_WIDTH = 120
 # Plain decoding with either attention implementation; the better one counts. Drafts allow only the first.
 PLAIN_OPTIONS: dict[str, list[dict[str, str]]] = {"openvino": [{"attention": "PA"}, {"attention": "SDPA"}]}
 
@@ -137,11 +136,8 @@ def best(variants: list[Variant]) -> list[Variant]:
 def table(variants: list[Variant], everything: list[Variant]) -> Table:
     """Show variants side by side with how far their tokens agree with the reference and with their own plain form."""
     reference = find_reference(everything)
-    shown = Table(title="Tokens per second")
-    for heading in ("engine", "weights", "drafts of"):
-        shown.add_column(heading, no_wrap=True)
-    for heading in ("decode", "end to end", "tokens per step", "as fp32 greedy", "as its own greedy"):
-        shown.add_column(heading, justify="right")
+    numbers = ("decode", "end to end", "tokens per step", "as fp32 greedy", "as its own greedy")
+    shown = new_table("Tokens per second", ("engine", "weights", "drafts of"), numbers)
     for variant in variants:
         name = [NAMES[variant.engine], variant.precision, str(variant.k or "-")]
         if not variant.prompts:
@@ -213,9 +209,7 @@ def report(variants: list[Variant], args: argparse.Namespace, prompts: list[dict
 
 def compare(args: argparse.Namespace) -> int:
     """Measure, print the table, write the JSON; 0 if everything ran."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=UNATTENDED_WIDTH)
+    console = open_console()
     try:
         check(args)
         prompts = read_prompts(args)
@@ -228,9 +222,7 @@ def compare(args: argparse.Namespace) -> int:
             with console.status(f"{NAMES[engine]}, {precision}"):
                 variants += run_engine(engine, precision, args, [prompt["tokens"] for prompt in prompts])
     console.print(table(best(variants), variants))
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report(variants, args, prompts), indent=1) + "\n", encoding="utf-8")
+    write_report(args.json, report(variants, args, prompts))
     failed = [variant for variant in variants if not variant.prompts]
     for variant in failed:
         print(f"error: {variant.engine} {variant.precision} k={variant.k}: {variant.error}", file=sys.stderr)

@@ -16,7 +16,7 @@ def main() -> None:
     with Engine.load(job.target, threads=job.threads, check_hashes=False) as engine:
 
         def generate(prompt: list[int], k: int, deliveries: Deliveries) -> None:
-            for chunk in engine.stream(prompt, params, speculation=k > 0, num_speculative_tokens=k or None):
+            for chunk in engine.stream(prompt, params, {"num_speculative_tokens": k}):
                 deliveries.add(list(chunk.token_ids))
 
         measure(job, generate, __version__, {"onnxruntime": onnxruntime.__version__})

@@ -127,7 +127,7 @@ def transcribe(encoder: Encoder, engine: Engine, sound: Floats, params: Sampling
     said: list[int] = []
     text = ""
     passes = steps = 0
-    with engine.stream(prompt, params, hypothesis=draft, hypothesis_entropy=entropy) as stream:
+    with engine.stream(prompt, params, {"hypothesis": draft, "hypothesis_entropy": entropy}) as stream:
         for chunk in stream:
             following = agreed(said, draft) == len(said)
             passes, steps = passes + following, steps + (not following)
@@ -246,10 +246,8 @@ def prepare(folder: Path, ctc: Path | None = None, decoder: Path | None = None, 
         BuildOptions(
             target=str(decoder),
             output=folder / "bundle",
-            hypothesis=True,
+            methods=({"method": "hypothesis", "num_speculative_tokens": DRAFT_TOKENS},),
             inputs_embeds=True,
-            num_speculative_tokens=DRAFT_TOKENS[0],
-            speculative_choices=DRAFT_TOKENS[1:],
             max_batch_size=1,
             overwrite=True,
         )

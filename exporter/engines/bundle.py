@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -11,7 +11,6 @@ import msgspec
 from specexport.contract.engines import Commit, CompiledEngine, ComputedIn, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import Beside, Medusa, Method, draft_role
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.reading import check_files, exchange_manifest, file_entry, read_manifest
 from specexport.exporter.engines.compiler import EngineReport, compile_graph
@@ -20,6 +19,7 @@ from specexport.exporter.engines.options import (
     FP8_CAPABILITY,
     Capability,
     EngineOptions,
+    capability,
     check_batches,
     check_stored,
     dotted,
@@ -74,7 +74,8 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
     check_batches(options.batch_sizes, manifest.batch_sizes)
     library = load_library(options.runtime)
     listed = {entry.path for entry in manifest.files}
-    compiler = _Compiler(folder, listed, options, library, _capabilities(library, options, _stored(manifest)), report)
+    capabilities = tuple(map(dotted, _capabilities(library, options, _stored(manifest))))
+    compiler = _Compiler(folder, listed, options, library, capabilities, report)
     models = {role: compiler.model(model, manifest) for role, model in manifest.models.items()}
     graphs = manifest.program or _traced_program(folder, manifest)
     program = tuple(compiler.program(graph, manifest) for graph in graphs)
@@ -82,42 +83,33 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
         manifest,
         backend=options.runtime,
         target=models["target"],
-        methods=tuple(_with_draft(method, models) for method in manifest.methods),
+        methods=tuple(method.with_models(models) for method in manifest.methods),
         program=program,
     )
     new = _listed(folder, manifest, new)
     exchange_manifest(folder, new)
     for stale in listed - {entry.path for entry in new.files}:
         (folder / stale).unlink(missing_ok=True)
-    capabilities = tuple(dotted(one) for one in compiler.capabilities)
     return CompileReport(tuple(compiler.reports), library.runtime, library.version, capabilities)
 
 
+@dataclass
 class _Compiler:
-    """Compiles the graphs of one bundle."""
+    """Compiles the graphs of one bundle; ``listed`` are the files that its manifest names."""
 
-    def __init__(
-        self,
-        folder: Path,
-        listed: set[str],
-        options: EngineOptions,
-        library: Library,
-        capabilities: tuple[Capability, ...],
-        progress: Progress,
-    ) -> None:
-        self.reports: list[EngineReport] = []
-        self.capabilities = capabilities
-        self._folder = folder
-        self._listed = listed
-        self._options = options
-        self._library = library
-        self._progress = progress
+    folder: Path
+    listed: set[str]
+    options: EngineOptions
+    library: Library
+    capabilities: tuple[str, ...]
+    progress: Progress
+    reports: list[EngineReport] = field(default_factory=list)
 
     def model(self, model: Model, manifest: Manifest) -> Model:
         """The model with its engines."""
-        compute = self._options.compute or default_compute(model.precision.weights)
+        compute = self.options.compute or default_compute(model.precision.weights)
         made = []
-        for job in model_jobs(model, manifest, self._options.batch_sizes, plain=self._options.plain):
+        for job in model_jobs(model, manifest, self.options.batch_sizes, plain=self.options.plain):
             source = self._source(model.graph.master, compute, job, model.engines)
             made.append(self._engine(source, job, compute))
         return msgspec.structs.replace(model, engines=(*self._kept(model.engines), *made))
@@ -125,10 +117,10 @@ class _Compiler:
     def program(self, graph: ProgramGraph, manifest: Manifest) -> ProgramGraph:
         """A graph of the step program with its engines; one that moves caches is of their type."""
         of_cache = isinstance(graph, Commit)
-        compute = self._options.compute or default_compute(manifest.target.precision.weights) if of_cache else "fp32"
+        compute = self.options.compute or default_compute(manifest.target.precision.weights) if of_cache else "fp32"
         made = []
-        for job in program_jobs(graph, manifest, self._options.batch_sizes):
-            source = self._source(graph.file, compute, job, graph.engines) if of_cache else self._folder / graph.file
+        for job in program_jobs(graph, manifest, self.options.batch_sizes):
+            source = self._source(graph.file, compute, job, graph.engines) if of_cache else self.folder / graph.file
             made.append(self._engine(source, job, compute))
         return msgspec.structs.replace(graph, engines=(*self._kept(graph.engines), *made))
 
@@ -136,54 +128,49 @@ class _Compiler:
         """The graph to compile: as another engine's, or written."""
         drafts = f".k{job.drafts}" if job.drafts else ""
         slots = ".slots" if job.several else ""  # B is symbolic there
-        path = (self._folder / master).with_name(f"{Path(master).stem}{drafts}{slots}.{compute}.onnx")
-        if any(self._folder / engine.source == path for engine in engines):
+        path = (self.folder / master).with_name(f"{Path(master).stem}{drafts}{slots}.{compute}.onnx")
+        if any(self.folder / engine.source == path for engine in engines):
             return path
-        self._progress(f"writing {path.parent.name}/{path.name}", 0, 1)
-        write_source(self._folder / master, path, compute, job.drafts, job.fixed)
-        self._progress(f"writing {path.parent.name}/{path.name}", 1, 1)
+        self.progress(f"writing {path.parent.name}/{path.name}", 0, 1)
+        write_source(self.folder / master, path, compute, job.drafts, job.fixed)
+        self.progress(f"writing {path.parent.name}/{path.name}", 1, 1)
         return path
 
     def _kept(self, engines: tuple[CompiledEngine, ...]) -> tuple[CompiledEngine, ...]:
         """Engines of other libraries and devices."""
-        mine = tuple(dotted(one) for one in self.capabilities)
-        return tuple(
-            engine
-            for engine in engines
-            if (engine.runtime, engine.compute_capabilities) != (self._options.runtime, mine)
-        )
+        mine = (self.options.runtime, self.capabilities)
+        return tuple(engine for engine in engines if (engine.runtime, engine.compute_capabilities) != mine)
 
     def _engine(self, source: Path, job: Job, compute: ComputedIn) -> CompiledEngine:
-        devices = "-".join(f"sm{major}{minor}" for major, minor in self.capabilities)
-        output = self._free(source.with_name(f"{source.stem}.{self._options.runtime}.{devices}.engine"))
+        devices = "-".join(f"sm{one.replace('.', '')}" for one in self.capabilities)
+        output = self._free(source.with_name(f"{source.stem}.{self.options.runtime}.{devices}.engine"))
         name = f"compiling {source.parent.name}/{source.stem}"
-        self._progress(name, 0, 100)
+        self.progress(name, 0, 100)
 
         def advance(_phase: str, done: int, total: int) -> None:
-            self._progress(name, min(99, 100 * done // max(1, total)), 100)
+            self.progress(name, min(99, 100 * done // max(1, total)), 100)
 
-        self.reports.append(
-            compile_graph(source, output, job.sizes, self._library, self._options, self.capabilities, advance)
-        )
-        self._progress(name, 100, 100)
+        capabilities = tuple(map(capability, self.capabilities))
+        made = compile_graph(source, output, job.sizes, self.library, self.options, capabilities, advance)
+        self.reports.append(made)
+        self.progress(name, 100, 100)
         return CompiledEngine(
-            file=output.relative_to(self._folder).as_posix(),
-            source=source.relative_to(self._folder).as_posix(),
-            runtime=self._options.runtime,
-            version=self._library.version,
-            compute_capabilities=tuple(dotted(one) for one in self.capabilities),
-            hardware_compatible=self._options.hardware_compatible,
-            version_compatible=self._options.version_compatible,
-            stripped=self._options.strip_weights,
+            file=output.relative_to(self.folder).as_posix(),
+            source=source.relative_to(self.folder).as_posix(),
+            runtime=self.options.runtime,
+            version=self.library.version,
+            compute_capabilities=self.capabilities,
+            hardware_compatible=self.options.hardware_compatible,
+            version_compatible=self.options.version_compatible,
+            stripped=self.options.strip_weights,
             compute=compute,
             profiles=job.profiles,
         )
 
     def _free(self, path: Path) -> Path:
         """The path, or one like it: what the manifest lists is whole until the manifest is exchanged."""
-        number = 1
-        found = path
-        while found.relative_to(self._folder).as_posix() in self._listed:
+        found, number = path, 1
+        while found.relative_to(self.folder).as_posix() in self.listed:
             number += 1
             found = path.with_name(f"{path.stem}-{number}{path.suffix}")
         return found
@@ -196,7 +183,7 @@ def default_compute(weights: StoredAs) -> ComputedIn:
 
 def _stored(manifest: Manifest) -> set[StoredAs]:
     """How the matrices of a bundle's graphs are stored."""
-    heads = {method.weights for method in manifest.methods if isinstance(method, Medusa)}
+    heads = {kind for method in manifest.methods if (kind := method.stored_in_target) is not None}
     return heads | {model.precision.weights for model in manifest.models.values()}
 
 
@@ -226,11 +213,7 @@ def _capabilities(library: Library, options: EngineOptions, stored: set[StoredAs
 
 
 def _this_device() -> Capability:
-    """The compute capability of the first GPU.
-
-    Raises:
-        BuildError: there is none, or no driver.
-    """
+    """The compute capability of the first GPU."""
     try:
         from cuda.bindings import runtime as cudart
     except ImportError as error:
@@ -247,11 +230,7 @@ def _this_device() -> Capability:
 
 
 def _traced_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...]:
-    """The step program of a bundle that was built without one.
-
-    Raises:
-        BuildError: torch is not installed.
-    """
+    """The step program of a bundle that was built without one."""
     if not manifest.methods:
         return ()
     try:
@@ -262,12 +241,6 @@ def _traced_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...
             f"({error}); build it with --backend tensorrt --no-compile, or compile where the [export] extra is"
         ) from error
     return write_program(folder, manifest.methods, manifest.target.cache, manifest.lowering)
-
-
-def _with_draft(method: Method, models: dict[str, Model]) -> Method:
-    if isinstance(method, Beside):
-        return msgspec.structs.replace(method, draft=models[draft_role(method)])
-    return method
 
 
 def _listed(folder: Path, old: Manifest, new: Manifest) -> Manifest:

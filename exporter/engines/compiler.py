@@ -51,42 +51,34 @@ def compile_graph(
     capabilities: tuple[Capability, ...],
     advance: Advance,
 ) -> EngineReport:
-    """Compiles a graph; only the shapes of its profiles will run.
-
-    Args:
-        source: the ONNX graph.
-        output: where to write the engine.
-        profiles: the sizes of every symbolic dimension, a profile each.
-        library: what compiles.
-        options: how.
-        capabilities: devices to compile for.
-        advance: see :data:`Advance`.
+    """Compiles an ONNX graph; only the shapes of its profiles, the sizes of every symbolic dimension, will run.
 
     Raises:
         BuildError: the library refuses the graph, or would compile something else than the ONNX graph says.
     """
     start = time.monotonic()
-    decomposed = "fp32 has no fused kernel" if _attention_in_fp32(source) else None
-    try:
-        built = _attempt(source, profiles, library, options, capabilities, advance, decompose=decomposed is not None)
-    except _RefusedError as first:
-        if decomposed is not None or "decomposable" not in str(first):
-            raise BuildError(f"{source}: {library.runtime} {library.version} does not compile it: {first}") from first
-        # Which shapes have a fused kernel depends on the version and the device: it says so when it compiles.
-        decomposed = "no fused kernel for its shapes"
+    graph = onnx.load(source, load_external_data=False).graph
+    decomposed = "fp32 has no fused kernel" if _attention_in_fp32(graph) else None
+    while True:
         try:
-            built = _attempt(source, profiles, library, options, capabilities, advance, decompose=True)
+            config = _config(library, options, capabilities, _profiles(graph, profiles, library), advance)
+            serialized, layers, attentions = _attempt(
+                source, graph, library, config, options.timing_cache, decompose=decomposed is not None
+            )
+            break
         except _RefusedError as error:
-            raise BuildError(f"{source}: {library.runtime} {library.version} does not compile it: {error}") from error
-    serialized, layers, attentions = built
-    size = output.write_bytes(memoryview(serialized))
+            if decomposed is not None or "decomposable" not in str(error):
+                said = f"{source}: {library.runtime} {library.version} does not compile it: {error}"
+                raise BuildError(said) from error
+            # Which shapes have a fused kernel depends on the version and the device: it says so when it compiles.
+            decomposed = "no fused kernel for its shapes"
     return EngineReport(
         file=output.name,
         profiles=len(profiles),
         layers=layers,
         attentions=attentions,
         decomposed=decomposed if attentions else None,
-        size=size,
+        size=output.write_bytes(memoryview(serialized)),
         seconds=time.monotonic() - start,
     )
 
@@ -96,14 +88,7 @@ class _RefusedError(Exception):
 
 
 def _attempt(
-    source: Path,
-    profiles: Sequence[dict[str, int]],
-    library: Library,
-    options: EngineOptions,
-    capabilities: tuple[Capability, ...],
-    advance: Advance,
-    *,
-    decompose: bool,
+    source: Path, graph: onnx.GraphProto, library: Library, config: Any, timing_cache: Path | None, *, decompose: bool
 ) -> tuple[Any, int, int]:
     """The serialized engine, and how many layers and Attention operators its network has."""
     from polygraphy.exception import PolygraphyException
@@ -111,11 +96,10 @@ def _attempt(
     with messages() as said:
         try:
             builder, network, parser = library.polygraphy.network_from_onnx_path(str(source), strongly_typed=True)
-            _require_same(source, network, library)
+            _require_same(source, graph, network, library)
             attentions = _mark(network, library.trt, decompose)
-            config = _config(library, options, capabilities, _profiles(source, profiles, library), advance)
             serialized = library.polygraphy.engine_bytes_from_network(
-                (builder, network, parser), config, save_timing_cache=_path(options.timing_cache)
+                (builder, network, parser), config, save_timing_cache=_path(timing_cache)
             )
         except PolygraphyException as error:
             raise _RefusedError(reason(said)) from error
@@ -130,10 +114,9 @@ def _config(
     advance: Advance,
 ) -> Any:
     trt = library.trt
-    limits = None if options.workspace is None else {trt.MemoryPoolType.WORKSPACE: options.workspace}
     common: dict[str, Any] = {
         "profiles": profiles,
-        "memory_pool_limits": limits,
+        "memory_pool_limits": options.workspace and {trt.MemoryPoolType.WORKSPACE: options.workspace},
         "strip_plan": options.strip_weights,
         "version_compatible": options.version_compatible or None,
         "progress_monitor": progress_monitor(trt, advance),
@@ -151,15 +134,13 @@ def _path(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _profiles(source: Path, profiles: Sequence[dict[str, int]], library: Library) -> list[Any]:
+def _profiles(graph: onnx.GraphProto, profiles: Sequence[dict[str, int]], library: Library) -> list[Any]:
     made = []
-    graph = onnx.load(source, load_external_data=False).graph
     for sizes in profiles:
         profile = library.polygraphy.Profile()
         for value in graph.input:
-            shape = [
-                sizes[dim.dim_param] if dim.dim_param else dim.dim_value for dim in value.type.tensor_type.shape.dim
-            ]
+            dims = value.type.tensor_type.shape.dim
+            shape = [sizes[dim.dim_param] if dim.dim_param else dim.dim_value for dim in dims]
             profile.add(value.name, min=shape, opt=shape, max=shape)
         made.append(profile)
     return made
@@ -190,33 +171,33 @@ def progress_monitor(trt: Any, advance: Advance) -> Any:
     return Monitor()
 
 
+def _layers(network: Any, kind: str) -> list[Any]:
+    layers = (network.get_layer(index) for index in range(network.num_layers))
+    return [layer for layer in layers if str(layer.type).endswith(kind)]
+
+
 def _mark(network: Any, trt: Any, decompose: bool) -> int:
     """Counts the Attention operators, and lets the compiler spell them out if asked to."""
-    found = 0
-    for index in range(network.num_layers):
-        layer = network.get_layer(index)
-        if str(layer.type).endswith("ATTENTION_INPUT"):
-            layer.__class__ = trt.IAttentionInputLayer  # the bindings give every layer the class they all have
-            layer.attention.decomposable = decompose
-            found += 1
-    return found
+    found = _layers(network, "ATTENTION_INPUT")
+    for layer in found:
+        layer.__class__ = trt.IAttentionInputLayer  # the bindings give every layer the class they all have
+        layer.attention.decomposable = decompose
+    return len(found)
 
 
-def _attention_in_fp32(source: Path) -> bool:
-    graph = onnx.load(source, load_external_data=False).graph
+def _attention_in_fp32(graph: onnx.GraphProto) -> bool:
     caches = [value for value in graph.input if value.name.startswith(tensors.CACHES)]
     return any(value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT for value in caches)
 
 
-def _require_same(source: Path, network: Any, library: Library) -> None:
+def _require_same(source: Path, graph: onnx.GraphProto, network: Any, library: Library) -> None:
     """The network takes and gives what the ONNX graph does, and writes caches in place."""
-    graph = onnx.load(source, load_external_data=False).graph
     sides = (
         ("input", graph.input, [network.get_input(index) for index in range(network.num_inputs)]),
         ("output", graph.output, [network.get_output(index) for index in range(network.num_outputs)]),
     )
     for side, expected, tensors_found in sides:
-        found = {tensor.name: _type_name(tensor.dtype) for tensor in tensors_found}
+        found = {tensor.name: str(tensor.dtype).rpartition(".")[2] for tensor in tensors_found}
         wanted = {value.name: _TYPES[value.type.tensor_type.elem_type] for value in expected}
         for name in sorted(found.keys() | wanted.keys()):
             if found.get(name) != wanted.get(name):
@@ -224,11 +205,8 @@ def _require_same(source: Path, network: Any, library: Library) -> None:
                     f"{source}: {side} {name} is {found.get(name, 'absent')} in the {library.runtime} network, "
                     f"expected {wanted.get(name, 'absent')}; this is a defect of specexport, please report it"
                 )
-    written = {}
-    for index in range(network.num_layers):
-        layer = network.get_layer(index)
-        if str(layer.type).endswith("KV_CACHE_UPDATE"):
-            written[layer.get_output(0).name] = layer.get_input(0).name
+    updates = _layers(network, "KV_CACHE_UPDATE")
+    written = {layer.get_output(0).name: layer.get_input(0).name for layer in updates}
     for node in graph.node:
         if node.op_type == "TensorScatter" and written.get(node.output[0]) != node.input[0]:
             raise BuildError(
@@ -244,7 +222,3 @@ _TYPES = {
     onnx.TensorProto.INT64: "INT64",
     onnx.TensorProto.BOOL: "BOOL",
 }
-
-
-def _type_name(dtype: Any) -> str:
-    return str(dtype).rpartition(".")[2]

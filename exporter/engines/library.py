@@ -52,15 +52,12 @@ def load_library(runtime: EngineRuntime) -> Library:
         config.USE_TENSORRT_RTX = runtime == "tensorrt-rtx"
     elif (runtime == "tensorrt-rtx") != config.USE_TENSORRT_RTX:
         raise BuildError(
-            f"this process compiles for {_other(runtime)} already, and cannot for {runtime} too; use another process"
+            f"this process compiles for {next(one for one in _MODULES if one != runtime)} already, and cannot for "
+            f"{runtime} too; use another process"
         )
     with messages():
         polygraphy = importlib.import_module("polygraphy.backend.trt")
     return Library(runtime, trt, polygraphy)
-
-
-def _other(runtime: EngineRuntime) -> EngineRuntime:
-    return "tensorrt" if runtime == "tensorrt-rtx" else "tensorrt-rtx"
 
 
 @contextlib.contextmanager

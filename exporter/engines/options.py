@@ -58,32 +58,26 @@ class EngineOptions:
             raise BuildError(f"engine_batch_sizes are {list(self.batch_sizes)}; expected at least one, each 1 or more")
         if self.workspace is not None and self.workspace < 1 << 20:
             raise BuildError(f"workspace is {self.workspace} bytes; expected at least 1048576")
-        if self.runtime == "tensorrt-rtx" and self.hardware_compatible:
-            raise BuildError(
-                "hardware_compatible is for TensorRT; TensorRT-RTX compiles for a list of devices, which is given with "
-                "compute_capability and by default is all it knows"
-            )
-        if self.runtime == "tensorrt-rtx" and self.version_compatible:
-            raise BuildError(
-                "version_compatible is for TensorRT; TensorRT-RTX comes without the lean runtime that such engines need"
-            )
-        if self.runtime == "tensorrt-rtx" and self.strip_weights and len(self.capabilities) != 1:
-            raise BuildError(
-                "strip_weights needs one compute_capability; TensorRT-RTX strips engines of one device only"
-            )
-        if self.runtime == "tensorrt-rtx" and self.timing_cache is not None:
-            raise BuildError(
-                "timing_cache is for TensorRT; TensorRT-RTX times no kernels when it compiles, it chooses them on the "
-                "device"
-            )
+        if self.runtime == "tensorrt-rtx":
+            for name, why in _TENSORRT_ONLY.items():
+                if getattr(self, name):
+                    raise BuildError(f"{name} is for TensorRT; TensorRT-RTX {why}")
+            if self.strip_weights and len(self.capabilities) != 1:
+                raise BuildError(
+                    "strip_weights needs one compute_capability; TensorRT-RTX strips engines of one device only"
+                )
+
+
+_TENSORRT_ONLY = {
+    "hardware_compatible": "compiles for a list of devices, which is given with compute_capability and by default is "
+    "all it knows",
+    "version_compatible": "comes without the lean runtime that such engines need",
+    "timing_cache": "times no kernels when it compiles, it chooses them on the device",
+}
 
 
 def check_stored(stored: Collection[str], capabilities: Collection[Capability]) -> None:
-    """Checks that devices compute in the types that weights are stored in.
-
-    Args:
-        stored: how a bundle's matrices are stored.
-        capabilities: of the devices.
+    """Checks that devices compute in the types that a bundle's matrices are stored in.
 
     Raises:
         BuildError: one does not; names it.

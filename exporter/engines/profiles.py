@@ -9,7 +9,7 @@ from specexport.contract.engines import ProgramGraph
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.program import program_points, program_sizes
-from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint, speculator_points
+from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint, uncached_points
 
 _CACHE_STEP = 4
 _SMALL_CACHE = 1024
@@ -52,16 +52,12 @@ class Job:
 def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plain: bool) -> list[Job]:
     """The engines of a model: one. Whatever the batch sizes of its steps, it reads prompts a slot at a time.
 
-    Args:
-        model: of the bundle.
-        manifest: the bundle's.
-        batches: the batch sizes of steps.
-        plain: also run one token at a time, where more can be run too.
+    With ``plain`` it also runs one token at a time, where more can be run too.
     """
     chunk = manifest.prefill_chunk
     points = [graph.point for graph in model.graph.points]
     if not model.cache:
-        return [Job(tuple(point for point in speculator_points(points) if point.batch in batches))]
+        return [Job(tuple(point for point in uncached_points(points) if point.batch in batches))]
     points = [p for p in points if p.batch in batches or (p.batch, p.tokens, p.rows) == (1, chunk, 1)]
     caches = engine_caches(sorted({point.cache for point in points}), manifest.lowering)
     points = sorted(point for point in points if point.cache in caches)

@@ -10,7 +10,7 @@ from typing import Literal
 import onnx_ir as ir
 
 from specexport.contract.engines import Accept, Commit, Fill, ProgramGraph
-from specexport.contract.methods import DraftModel, Drawn, Method
+from specexport.contract.methods import Method
 from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.exporter import trace
 
@@ -49,7 +49,7 @@ def write_program(
         return file
 
     children = max(max(tree.parents.count(node) for node in range(len(tree))) for tree in trees)
-    drawn = [method.candidates for method in methods if isinstance(method, Drawn)]
+    drawn = [method.support for method in methods if method.support]
     supports = {*drawn, *([1] if len(drawn) < len(methods) else [])}
     made: list[ProgramGraph] = []
     for support in sorted(supports):
@@ -59,10 +59,10 @@ def write_program(
     file = f"{FOLDER}/accept.typical.onnx"
     (folder / file).write_bytes(_accept("typical", 1, 1))
     made.append(Accept(file=file, rule="typical", candidates=1, max_children=children))
-    for method in methods:  # an MLP speculator's tree is filled by its own graph
-        if isinstance(method, DraftModel) and not all(tree.is_chain for tree in method.token_trees()):
-            file = save("fill", trace.trace_fill(method.candidates))
-            made.append(Fill(file=file, candidates=method.candidates))
+    for method in methods:
+        if method.drafts_chain and not all(tree.is_chain for tree in method.token_trees()):
+            file = save("fill", trace.trace_fill(method.support))
+            made.append(Fill(file=file, candidates=method.support))
     if lowering == "native" and not all(tree.is_chain for tree in trees):
         made.append(Commit(file=save("commit", trace.trace_commit(cache)), model="target"))
     return tuple(made)

@@ -20,21 +20,18 @@ from specexport.exporter.weights import INLINE_BYTES, WeightsFile
 _NARROW: dict[ComputedIn, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
 
-def write_source(master: Path, output: Path, compute: ComputedIn, drafts: int, sizes: dict[str, int]) -> list[Path]:
+def write_source(master: Path, output: Path, compute: ComputedIn, drafts: int, sizes: dict[str, int]) -> None:
     """Writes the graph that is compiled, and beside it the weights that had to be converted.
 
     Weights that stay as they are stay in the master's weights file.
 
     Args:
         master: a step or propose graph.
-        output: in the same folder.
+        output: in its folder.
         compute: what activations and the KV cache are to be.
         drafts: draft tokens of a propose graph, whose loop is unrolled, or its stages; 0 for a step graph.
         sizes: the symbolic dimensions that are the same in every profile. Without B, several slots may run, and
             products see the tokens of all of them as rows.
-
-    Returns:
-        The files written.
 
     Raises:
         BuildError: a weight does not fit ``compute``.
@@ -62,5 +59,3 @@ def write_source(master: Path, output: Path, compute: ComputedIn, drafts: int, s
     ir.save(model, output)
     if not converted.stat().st_size:
         converted.unlink()
-        return [output]
-    return [output, converted]

@@ -16,6 +16,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specexport.contract.errors import BuildError
+from specexport.exporter.passes.editing import ancestors, op
 
 _FLOAT = ir.DataType.FLOAT
 _NARROW = {"MatMul", "Attention", "TensorScatter", "RotaryEmbedding", "Gather", "ConstantOfShape"}
@@ -42,23 +43,23 @@ def compute_in(model: ir.Model, narrow: ir.DataType, caches: set[str], store: St
         BuildError: a weight does not fit ``narrow``.
     """
     passes.ShapeInferencePass()(model)
-    _Rewriter(model.graph, narrow, store).run(caches)
+    _Narrowing(model.graph, narrow, store).run(caches)
     passes.RemoveUnusedNodesPass()(model)
-    interface = {*model.graph.inputs, *model.graph.outputs}
     for node in model.graph:
         for value in node.outputs:
-            if value not in interface:
+            if not value.is_graph_output():
                 value.type = value.shape = None
     passes.ShapeInferencePass()(model)
 
 
-class _Rewriter:
+class _Narrowing:
     def __init__(self, graph: ir.Graph, narrow: ir.DataType, store: Store) -> None:
         self._graph = graph
         self._narrow = narrow
         self._store = store
         self._constant = _constants(graph)
-        self._angles = _angles(graph)
+        # Positions times frequencies need every bit of a float32.
+        self._angles = ancestors(node.outputs[0] for node in graph if node.op_type in ("Cos", "Sin"))
         self._is_narrow: dict[ir.Value, bool] = {}
         """Of every float value that depends on an input, and of constants made narrow."""
         self._converted: dict[tuple[ir.Value, bool], ir.Value] = {}
@@ -71,33 +72,30 @@ class _Rewriter:
                     value.dtype = self._narrow
         for node in list(self._graph):
             if not any(value in self._constant for value in node.outputs):
-                self._rewrite(node)
+                self._convert(node)
         for index, value in enumerate(list(self._graph.outputs)):
             if value in self._is_narrow:
                 self._finish(index, value, value.name in caches)
 
-    def _rewrite(self, node: ir.Node) -> None:
-        floats = [index for index, value in enumerate(node.inputs) if value is not None and value.dtype == _FLOAT]
+    def _convert(self, node: ir.Node) -> None:
         # Whether narrow was written into the value's type already tells nothing: ask what was decided.
-        floats += [i for i, value in enumerate(node.inputs) if value in self._is_narrow and i not in floats]
+        floats = [
+            (index, value)
+            for index, value in enumerate(node.inputs)
+            if value is not None and (value.dtype == _FLOAT or value in self._is_narrow)
+        ]
         makes_floats = [value for value in node.outputs if value.dtype == _FLOAT]
         if not floats and not makes_floats:
             return
-        narrow = self._decide(node, floats)
-        for index in floats:
-            value = node.inputs[index]
-            assert value is not None
-            wanted = self._as(value, narrow, node)
-            if wanted is not value:
-                node.replace_input_with(index, wanted)
-        for value in makes_floats:
-            self._is_narrow[value] = narrow
+        narrow = self._decide(node, [value for _, value in floats])
+        for index, value in floats:
+            node.replace_input_with(index, self._as(value, narrow))
+        self._is_narrow |= dict.fromkeys(makes_floats, narrow)
         if narrow and node.op_type == "ConstantOfShape":
-            node.attributes["value"] = ir.AttrTensor(
-                "value", ir.tensor(np.zeros(1, _TYPES[self._narrow]), self._narrow)
-            )
+            zero = ir.tensor(np.zeros(1, _TYPES[self._narrow]), self._narrow)
+            node.attributes["value"] = ir.AttrTensor("value", zero)
 
-    def _decide(self, node: ir.Node, floats: list[int]) -> bool:
+    def _decide(self, node: ir.Node, floats: list[ir.Value]) -> bool:
         """Whether a node computes in the narrow type."""
         if node.op_type in _WIDE or any(value in self._angles for value in node.outputs):
             return False
@@ -105,31 +103,29 @@ class _Rewriter:
             return True
         if node.op_type == "Cast":
             return False  # of an integer or a truth value
-        for index in floats:
-            value = node.inputs[index]
-            assert value is not None
-            if value in self._constant:
-                tensor = ir.convenience.get_const_tensor(value)
-                if tensor is not None and tensor.size == 1 and not self._fits(tensor.numpy()):
-                    return False
-            elif not self._is_narrow[value]:
-                return False
-        return True
+        return all(self._allows(value) for value in floats)
+
+    def _allows(self, value: ir.Value) -> bool:
+        """Whether a node that reads a value may compute in the narrow type: it is narrow, or a number that fits."""
+        if value not in self._constant:
+            return self._is_narrow[value]
+        tensor = ir.convenience.get_const_tensor(value)
+        return tensor is None or tensor.size != 1 or self._fits(tensor.numpy())
 
     def _fits(self, array: npt.NDArray[np.generic]) -> bool:
         largest = float(ml_dtypes.finfo(_TYPES[self._narrow]).max)
         finite = array[np.isfinite(array)] if array.dtype == np.float32 else array
         return bool(np.abs(finite.astype(np.float32)).max(initial=0.0) <= largest)
 
-    def _as(self, value: ir.Value, narrow: bool, before: ir.Node) -> ir.Value:
+    def _as(self, value: ir.Value, narrow: bool) -> ir.Value:
         """A float value in the type a node wants."""
         if value in self._constant:
-            return self._narrow_constant(value, before) if narrow else value
+            return self._narrow_constant(value) if narrow else value
         if self._is_narrow[value] == narrow:
             return value
         if (value, narrow) not in self._converted:
             dtype = self._narrow if narrow else _FLOAT
-            cast = self._node("Cast", [value], f"{value.name}.{dtype.name.lower()}", {"to": dtype.value})
+            cast = op("Cast", [value], f"{value.name}.{dtype.name.lower()}", to=dtype.value)
             producer = value.producer()
             if producer is not None:
                 self._graph.insert_after(producer, cast)
@@ -139,41 +135,38 @@ class _Rewriter:
             self._is_narrow[cast.outputs[0]] = narrow
         return self._converted[value, narrow]
 
-    def _narrow_constant(self, value: ir.Value, before: ir.Node) -> ir.Value:
+    def _narrow_constant(self, value: ir.Value) -> ir.Value:
         """The narrow twin of a constant: of an initializer, or of what nodes make of some."""
         if value.dtype != _FLOAT:
             return value
-        if (value, True) in self._converted:
-            return self._converted[value, True]
-        node = value.producer()
-        if node is None:
-            twin = self._narrow_initializer(value)
-        elif node.op_type == "Cast" and node.inputs[0] is not None and node.inputs[0].dtype == self._narrow:
-            twin = node.inputs[0]  # stored narrow, and widened only for backends that compute wide
+        if (value, True) not in self._converted:
+            node = value.producer()
+            twin = self._narrow_initializer(value) if node is None else self._narrow_result(value, node)
+            self._constant.add(twin)
+            self._converted[value, True] = twin
+        return self._converted[value, True]
+
+    def _narrow_result(self, value: ir.Value, node: ir.Node) -> ir.Value:
+        attributes, inputs = dict(node.attributes), list(node.inputs)
+        if node.op_type == "Cast":
+            stored = node.inputs[0]
+            if stored is not None and stored.dtype == self._narrow:
+                return stored  # stored narrow, and widened only for backends that compute wide
+            self._require_fit(stored)
+            attributes["to"] = ir.AttrInt64("to", self._narrow.value)
         else:
-            attributes = dict(node.attributes)
-            if node.op_type == "Cast":
-                self._require_fit(node.inputs[0])
-                attributes["to"] = ir.AttrInt64("to", self._narrow.value)
-                inputs = list(node.inputs)
-            else:
-                inputs = [one if one is None else self._narrow_constant(one, node) for one in node.inputs]
-            copy = ir.node(node.op_type, inputs, attributes=attributes, name=f"{node.name}.narrow")
-            copy.outputs[0].name = f"{value.name}.narrow"
-            copy.outputs[0].dtype = self._narrow
-            self._graph.insert_after(node, copy)
-            twin = copy.outputs[0]
-        self._constant.add(twin)
-        self._converted[value, True] = twin
-        return twin
+            inputs = [one if one is None else self._narrow_constant(one) for one in node.inputs]
+        copy = op(node.op_type, inputs, f"{value.name}.narrow", **attributes)
+        copy.outputs[0].dtype = self._narrow
+        self._graph.insert_after(node, copy)
+        return copy.outputs[0]
 
     def _narrow_initializer(self, value: ir.Value) -> ir.Value:
-        assert value.const_value is not None and value.name is not None
-        array = value.const_value.numpy()
+        assert value.const_value is not None
         self._require_fit(value)
         name = f"{value.name}.{self._narrow.name.lower()}"
-        tensor = self._store(name, self._narrow, array.astype(_TYPES[self._narrow]))
-        twin = ir.Value(name=name, type=ir.TensorType(self._narrow), shape=value.shape, const_value=tensor)
+        tensor = self._store(name, self._narrow, value.const_value.numpy().astype(_TYPES[self._narrow]))
+        twin = ir.val(name, const_value=tensor)
         self._graph.register_initializer(twin)
         return twin
 
@@ -194,17 +187,10 @@ class _Rewriter:
         name, dtype = value.name, self._narrow if narrow else _FLOAT
         value.name = f"{name}.computed"
         value.dtype = _FLOAT if narrow else self._narrow
-        cast = self._node("Cast", [value], f"{name}.cast", {"to": dtype.value})
-        last = cast.outputs[0]
-        last.name, last.type, last.shape = name, ir.TensorType(dtype), value.shape
+        cast = op("Cast", [value], str(name), to=dtype.value)
+        cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(dtype), value.shape
         self._graph.append(cast)
-        self._graph.outputs[index] = last
-
-    def _node(self, op_type: str, inputs: list[ir.Value | None], name: str, attributes: dict[str, int]) -> ir.Node:
-        # TensorRT wants nodes to have other names than weights.
-        node = ir.node(op_type, inputs, attributes=attributes, name=f"{name}.node")
-        node.outputs[0].name = name
-        return node
+        self._graph.outputs[index] = cast.outputs[0]
 
 
 def _constants(graph: ir.Graph) -> set[ir.Value]:
@@ -213,19 +199,4 @@ def _constants(graph: ir.Graph) -> set[ir.Value]:
     for node in graph:
         if node.inputs and all(value is None or value in found for value in node.inputs):
             found.update(node.outputs)
-    return found
-
-
-def _angles(graph: ir.Graph) -> set[ir.Value]:
-    """Sines, cosines and all they are made of: positions times frequencies need every bit of a float32."""
-    found: set[ir.Value] = set()
-    waiting: list[ir.Value | None] = [node.outputs[0] for node in graph if node.op_type in ("Cos", "Sin")]
-    while waiting:
-        value = waiting.pop()
-        if value is None or value in found:
-            continue
-        found.add(value)
-        producer = value.producer()
-        if producer is not None:
-            waiting += producer.inputs
     return found

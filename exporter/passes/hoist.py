@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from specexport.exporter.passes.matching import constant
+from specexport.exporter.passes.editing import constant
 
 _LARGEST_CONSTANT = 1024
 """Elements; what is larger is a parameter, and stays where it is multiplied."""
@@ -27,10 +27,10 @@ def hoist_invariants(graph: ir.Graph, loop: ir.Node) -> None:
     varying = set(body.inputs)
     for node in list(body):
         read = {value for value in node.inputs if value is not None}
-        sizes = [constants[value].size for value in read & constants.keys()]
-        invariant = not read & varying and not read <= constants.keys() and max(sizes, default=0) <= _LARGEST_CONSTANT
+        small = all(constants[value].size <= _LARGEST_CONSTANT for value in read & constants.keys())
+        invariant = small and not read & varying and not read <= constants.keys()
         holds_graph = any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values())
-        returned = any(value in body.outputs for value in node.outputs)
+        returned = any(value.is_graph_output() for value in node.outputs)
         if not invariant or holds_graph or returned or node.op_type in _FUSED:
             varying.update(node.outputs)
             continue

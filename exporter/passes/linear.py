@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from specexport.exporter.passes.editing import op
+
 
 def canonical_weights(model: ir.Model) -> None:
     """Turns Gemm into MatMul and Add, and ``Transpose(weight)`` into the weight, transposed, under its own name.
@@ -17,8 +19,11 @@ def canonical_weights(model: ir.Model) -> None:
             _split_gemm(model.graph, node)
     for node in list(model.graph):
         weight = node.inputs[0] if transposes_weight(node) else None
-        if weight is not None and len(weight.uses()) == 1:
-            _transpose(model.graph, node, weight)
+        if weight is not None and weight.const_value is not None and len(weight.uses()) == 1:
+            tensor = ir.Tensor(weight.const_value.numpy().T, name=weight.name)
+            weight.const_value, weight.shape = tensor, tensor.shape
+            node.outputs[0].replace_all_uses_with(weight)
+            model.graph.remove(node, safe=True)
 
 
 def transposes_weight(node: ir.Node) -> bool:
@@ -27,35 +32,17 @@ def transposes_weight(node: ir.Node) -> bool:
     return weight is not None and weight.const_value is not None and len(weight.const_value.shape) == 2
 
 
-def _transpose(graph: ir.Graph, node: ir.Node, weight: ir.Value) -> None:
-    assert weight.const_value is not None
-    tensor = ir.Tensor(weight.const_value.numpy().T, name=weight.name)
-    weight.const_value, weight.shape = tensor, tensor.shape
-    for reader, index in list(node.outputs[0].uses()):
-        reader.replace_input_with(index, weight)
-    graph.remove(node, safe=True)
-
-
 def _split_gemm(graph: ir.Graph, node: ir.Node) -> None:
     """Gemm with ``alpha = beta = 1`` and an untransposed first input becomes MatMul (and Transpose) and Add."""
-    attributes = node.attributes
-    alpha = attributes["alpha"].as_float() if "alpha" in attributes else 1.0
-    beta = attributes["beta"].as_float() if "beta" in attributes else 1.0
-    transposed_input = "transA" in attributes and attributes["transA"].as_int()
-    if alpha != 1.0 or beta != 1.0 or transposed_input:
+    given = {name: attribute.value for name, attribute in node.attributes.items()}
+    if given.get("alpha", 1.0) != 1.0 or given.get("beta", 1.0) != 1.0 or given.get("transA", 0):
         return
-    name = node.outputs[0].name
+    name, (x, weight, *bias) = node.outputs[0].name, node.inputs
     nodes = []
-    weight = node.inputs[1]
-    if "transB" in attributes and attributes["transB"].as_int():
-        nodes.append(ir.node("Transpose", [weight], attributes={"perm": [1, 0]}))
+    if given.get("transB", 0):
+        nodes.append(op("Transpose", [weight], f"{name}.weight", perm=[1, 0]))
         weight = nodes[-1].outputs[0]
-        weight.name = f"{name}.weight"
-    nodes.append(ir.node("MatMul", [node.inputs[0], weight]))
-    nodes[-1].outputs[0].name = f"{name}.product"
-    if len(node.inputs) > 2 and node.inputs[2] is not None:
-        nodes.append(ir.node("Add", [nodes[-1].outputs[0], node.inputs[2]]))
-        nodes[-1].outputs[0].name = f"{name}.sum"
-    last = nodes[-1].outputs[0]
-    last.type, last.shape = node.outputs[0].type, node.outputs[0].shape
-    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, node.outputs, [last])
+    nodes.append(op("MatMul", [x, weight], f"{name}.product"))
+    if bias and bias[0] is not None:
+        nodes.append(op("Add", [nodes[-1].outputs[0], bias[0]], f"{name}.sum"))
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, node.outputs, nodes[-1].outputs)

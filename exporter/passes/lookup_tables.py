@@ -7,20 +7,16 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from specexport.exporter.passes.compute_type import Store
-from specexport.exporter.passes.matching import producer
+from specexport.exporter.passes.editing import op, producer
 
 
-def restore_tables(graph: ir.Graph, store: Store) -> int:
+def restore_tables(graph: ir.Graph, store: Store) -> None:
     """``DequantizeLinear(Gather(integers, ids), Gather(scales, ids))`` becomes ``Cast(Gather(fp16 table, ids))``.
 
     Args:
         graph: changed in place.
         store: called with each restored table.
-
-    Returns:
-        How many tables there were.
     """
-    found = 0
     for node in list(graph):
         if node.op_type != "DequantizeLinear":
             continue
@@ -28,22 +24,14 @@ def restore_tables(graph: ir.Graph, store: Store) -> int:
         if rows is None or scales is None:
             continue
         stored, ids = rows.inputs
-        assert stored is not None and ids is not None
+        assert stored is not None
         name = f"{stored.name}.restored"
         if name not in graph.initializers:
             tensor = store(name, ir.DataType.FLOAT16, _restored(stored, scales.inputs[0]))
-            value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=stored.shape, const_value=tensor)
-            graph.register_initializer(value)
-            found += 1
-        wide = ir.node(
-            "Cast", [graph.initializers[name]], attributes={"to": ir.DataType.FLOAT.value}, name=f"{node.name}.cast"
-        )
-        wide.outputs[0].name = f"{node.name}.table"
-        looked_up = ir.node("Gather", [wide.outputs[0], ids], attributes={"axis": 0}, name=f"{node.name}.rows")
-        looked_up.outputs[0].name = f"{node.name}.restored"
-        looked_up.outputs[0].type, looked_up.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
-        ir.convenience.replace_nodes_and_values(graph, node, [node], [wide, looked_up], node.outputs, looked_up.outputs)
-    return found
+            graph.register_initializer(ir.val(name, const_value=tensor))
+        wide = op("Cast", [graph.initializers[name]], f"{node.name}.table", to=ir.DataType.FLOAT.value)
+        found = op("Gather", [wide.outputs[0], ids], f"{node.name}.restored", axis=0)
+        ir.convenience.replace_nodes_and_values(graph, node, [node], [wide, found], node.outputs, found.outputs)
 
 
 def _restored(stored: ir.Value, scales: ir.Value | None) -> npt.NDArray[np.float16]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
@@ -30,12 +31,15 @@ def name_weights(model: ir.Model, aliases: Mapping[str, str]) -> None:
 def joined_name(names: list[str]) -> str:
     """The name of several matrices in one: ``layers.0.mlp.{gate_proj,up_proj}.weight``."""
     parts = [name.split(".") for name in names]
-    shortest = min(len(part) for part in parts)
-    head = next((at for at in range(shortest) if len({part[at] for part in parts}) > 1), shortest)
-    tail = next((at for at in range(shortest - head) if len({part[-1 - at] for part in parts}) > 1), shortest - head)
-    middle = ",".join(".".join(part[head : len(part) - tail]) for part in parts)
-    first = parts[0]
-    return ".".join([*first[:head], f"{{{middle}}}", *first[len(first) - tail :]])
+    head = _alike(zip(*parts, strict=False))
+    tail = _alike(zip(*(part[len(head) :][::-1] for part in parts), strict=False))[::-1]
+    differing = ",".join(".".join(part[len(head) : len(part) - len(tail)]) for part in parts)
+    return ".".join([*head, f"{{{differing}}}", *tail])
+
+
+def _alike(columns: Iterable[tuple[str, ...]]) -> list[str]:
+    """What all names have in common, up to where they begin to differ."""
+    return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
 
 
 def _in_checkpoint(name: str | None) -> str | None:

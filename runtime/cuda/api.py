@@ -18,14 +18,7 @@ class OutOfDeviceMemoryError(BackendError):
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """A GPU.
-
-    Attributes:
-        index: as CUDA numbers it.
-        name: as the driver names it.
-        capability: compute capability, such as ``(8, 9)``.
-        total: bytes of device memory.
-    """
+    """A GPU: its number and name, compute capability, such as ``(8, 9)``, and bytes of memory."""
 
     index: int
     name: str
@@ -40,10 +33,6 @@ class Cuda:
     """The CUDA runtime on one device, which becomes the calling thread's current one.
 
     Addresses and handles are plain integers. Every call raises on any status but success.
-
-    Args:
-        bindings: the module ``cuda.bindings.runtime``.
-        index: of the device.
 
     Raises:
         BackendError: there is no driver or no such device; says what to do.
@@ -79,8 +68,6 @@ class Cuda:
             ) from error
         return cls(bindings, index)
 
-    # --- memory -------------------------------------------------------------------------------------------------------
-
     def memory(self) -> tuple[int, int]:
         """Bytes of device memory: free, total."""
         free, total = self._call("cudaMemGetInfo")
@@ -95,7 +82,6 @@ class Cuda:
         return int(self._call("cudaMalloc", nbytes, wanted=nbytes))
 
     def free(self, address: int) -> None:
-        """Gives device memory back."""
         self._call("cudaFree", address)
 
     def allocate_pinned(self, nbytes: int) -> int:
@@ -103,17 +89,13 @@ class Cuda:
         return int(self._call("cudaHostAlloc", nbytes, self._rt.cudaHostAllocDefault))
 
     def free_pinned(self, address: int) -> None:
-        """Gives page-locked memory back."""
         self._call("cudaFreeHost", address)
-
-    # --- streams and events -------------------------------------------------------------------------------------------
 
     def create_stream(self) -> int:
         """A stream that does not wait for the legacy default stream."""
         return int(self._call("cudaStreamCreateWithFlags", self._rt.cudaStreamNonBlocking))
 
     def destroy_stream(self, stream: int) -> None:
-        """Ends a stream after its work."""
         self._call("cudaStreamDestroy", stream)
 
     def synchronize(self, stream: int) -> None:
@@ -125,7 +107,6 @@ class Cuda:
         return int(self._call("cudaEventCreateWithFlags", self._rt.cudaEventDefault))
 
     def record(self, event: int, stream: int) -> None:
-        """Marks a place in a stream's work."""
         self._call("cudaEventRecord", event, stream)
 
     def wait(self, event: int) -> None:
@@ -137,10 +118,7 @@ class Cuda:
         return float(self._call("cudaEventElapsedTime", start, end))
 
     def destroy_event(self, event: int) -> None:
-        """Gives an event back."""
         self._call("cudaEventDestroy", event)
-
-    # --- work on a stream ---------------------------------------------------------------------------------------------
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copies bytes; the direction follows from the addresses."""
@@ -154,10 +132,7 @@ class Cuda:
         self._call("cudaMemcpy2DAsync", to, to_pitch, source, source_pitch, width, rows, kind, stream)
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
-        """Sets every byte of device memory."""
         self._call("cudaMemsetAsync", address, value, nbytes, stream)
-
-    # --- capture ------------------------------------------------------------------------------------------------------
 
     def begin_capture(self, stream: int) -> None:
         """From here on work given to a stream is recorded, not done. Other threads are not affected."""
@@ -165,7 +140,6 @@ class Cuda:
         self._call("cudaStreamBeginCapture", stream, mode)
 
     def end_capture(self, stream: int) -> int:
-        """The graph of what was recorded."""
         return int(self._call("cudaStreamEndCapture", stream))
 
     def abandon_capture(self, stream: int) -> None:
@@ -182,14 +156,10 @@ class Cuda:
         return executable
 
     def launch(self, executable: int, stream: int) -> None:
-        """Gives a whole captured graph to a stream."""
         self._call("cudaGraphLaunch", executable, stream)
 
     def destroy_executable(self, executable: int) -> None:
-        """Gives a captured graph back."""
         self._call("cudaGraphExecDestroy", executable)
-
-    # ------------------------------------------------------------------------------------------------------------------
 
     def _call(self, name: str, *arguments: Any, wanted: int = 0) -> Any:
         """The result of a call: nothing, a value, or a tuple of values."""

@@ -8,18 +8,19 @@ from typing import Literal
 
 from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
-from specexport.runtime.backend import Buffers, Graph
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.executor import Enqueue, Execution, worst
 from specexport.runtime.cuda.graph import DeviceGraph
-from specexport.runtime.cuda.kinds import StepVariants
 from specexport.runtime.cuda.libraries import EngineLibrary, GraphLibrary, OnnxRuntimeLibrary
 from specexport.runtime.cuda.memory import MemoryBudget
 from specexport.runtime.cuda.program import DeviceProgram
-from specexport.runtime.cuda.steps import ProgramGraphs, Steps
+from specexport.runtime.cuda.step_variants import StepVariants
+from specexport.runtime.cuda.steps import Steps
 from specexport.runtime.cuda.stream import CudaStream
-from specexport.runtime.step import HostProgram, Speculation, StepProgram
+from specexport.runtime.graph import Buffers, Graph
+from specexport.runtime.program import Speculation, StepProgram
+from specexport.runtime.step import HostProgram
 
 Runtime = Literal["onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 
@@ -31,12 +32,6 @@ class CudaBackend:
         cuda: the device.
         stream: does its work.
         graphs: those opened, the target's first.
-
-    Args:
-        bundle: what it runs.
-        cuda: the device.
-        utilization: the part of its memory that may be used.
-        library: makes what runs the graphs.
     """
 
     def __init__(
@@ -58,11 +53,6 @@ class CudaBackend:
     def load(cls, bundle: Bundle, runtime: Runtime, utilization: float) -> CudaBackend:
         """Opens the first GPU that CUDA shows.
 
-        Args:
-            bundle: what is to run.
-            runtime: the library that runs it.
-            utilization: the part of the device's memory that may be used.
-
         Raises:
             BackendError: a package, a driver or a device is missing.
         """
@@ -79,20 +69,14 @@ class CudaBackend:
     @property
     def execution(self) -> Execution:
         """How steps that stay on the device reach it, else the least of what its graphs manage."""
-        return self._steps.execution if self._steps is not None else self._of_graphs
-
-    @property
-    def _of_graphs(self) -> Execution:
-        return worst(graph.execution for graph in self.graphs)
+        return self._steps.execution if self._steps is not None else worst(graph.execution for graph in self.graphs)
 
     @property
     def device(self) -> str:
-        """See :class:`~specexport.runtime.backend.Backend`."""
         return f"{self._library.name}, {self.cuda.device}"
 
     @property
     def fallback(self) -> str:
-        """See :class:`~specexport.runtime.backend.Backend`."""
         reasons = [graph.fallback for graph in self.graphs]
         reasons.append(self._library.without_program if self._steps is None else self._steps.fallback)
         return next((reason for reason in reasons if reason), "")
@@ -125,17 +109,18 @@ class CudaBackend:
     def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
         """See :class:`~specexport.runtime.backend.Backend`; on the device where the library runs its graphs."""
         manifest = self._bundle.manifest
-        executors = self._library.program(target.sizes[-1])
-        if not executors or not isinstance(target, DeviceGraph):
-            return HostProgram(manifest, target, speculations, self._of_graphs)
-        graphs = ProgramGraphs(executors)
+        graphs = self._library.program(target.sizes[-1])
+        host = HostProgram(manifest, target, speculations, self.execution)
+        if not graphs or not isinstance(target, DeviceGraph):
+            return host
         try:
-            kinds = StepVariants(manifest, target, speculations, graphs)
-            self._steps = Steps(self.cuda, self.stream, self._budget, target, graphs, kinds.all)
+            variants = StepVariants(manifest, target, speculations, graphs)
+            self._steps = Steps(self.cuda, self.stream, self._budget, target, graphs, variants.all)
         except BaseException:
-            graphs.close()
+            for _, executor in graphs:
+                executor.close()
             raise
-        return DeviceProgram(manifest, target, speculations, self._of_graphs, self.stream, kinds, self._steps)
+        return DeviceProgram(host, target, self.stream, variants, self._steps)
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
         """Gives everything that is launched to the stream through a function that is called with it; to measure it."""
@@ -145,7 +130,6 @@ class CudaBackend:
             self._steps.watch(around)
 
     def close(self) -> None:
-        """See :class:`~specexport.runtime.backend.Backend`."""
         if self._steps is not None:
             self._steps.close()
             self._steps = None

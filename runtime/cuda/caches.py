@@ -9,20 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from specexport.contract import tensors
 from specexport.contract.model import CacheLayer
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.memory import Memory, MemoryPlan, Tensor, aligned
+from specexport.runtime.graph import caches_by_shape
 
 
 @dataclass(frozen=True)
 class Made:
-    """A run whose new rows lie apart from the cache.
-
-    Attributes:
-        fed: rows it made a slot.
-        slots: of which slots.
-    """
+    """A run whose new rows lie apart from the cache: so many a slot, of these slots."""
 
     fed: int
     slots: range
@@ -33,56 +28,38 @@ class DeviceCache:
 
     Blocks are as large as the largest cache from the start; a smaller one uses the front of them, so that growing takes
     no memory.
-
-    Args:
-        cuda: the device.
-        layers: of the model.
-        batch: slots.
-        dtype: of an element.
-        sizes: rows a slot may have, ascending.
-        fed: most rows one run makes, where a graph returns them instead of writing them into the cache; 0 otherwise.
-        name: what its regions are called in a plan.
+    ``sizes`` are the rows a slot may have, ascending. ``fed`` is how many rows one run makes at most, where a graph
+    returns them instead of writing them into the cache; 0 otherwise.
     """
 
     def __init__(
-        self,
-        cuda: Cuda,
-        layers: Sequence[CacheLayer],
-        batch: int,
-        dtype: np.dtype[Any],
-        sizes: Sequence[int],
-        fed: int,
-        name: str = "cache",
+        self, cuda: Cuda, layers: Sequence[CacheLayer], batch: int, dtype: np.dtype[Any], sizes: Sequence[int], fed: int
     ) -> None:
         self._cuda = cuda
         self._batch = batch
         self._dtype = dtype
         self._sizes = tuple(sizes)
         self._fed = fed
-        self._name = name
-        self._members: dict[tuple[int, int], list[str]] = {}
-        for index, layer in enumerate(layers):
-            self._members.setdefault((layer.heads, layer.key_size), []).append(tensors.past_key(index))
-            self._members.setdefault((layer.heads, layer.value_size), []).append(tensors.past_value(index))
+        self._members = caches_by_shape(layers)
         self.rows = self._sizes[0]
         self._memory: Memory | None = None
 
     def plan(self, plan: MemoryPlan) -> None:
-        """Says what it needs."""
+        """Adds the regions it needs."""
         widest = 0
         for (heads, width), members in self._members.items():
-            plan.add(f"{self._name}.{heads}x{width}", len(members) * self._stride(heads, width, self._sizes[-1]))
+            plan.add(f"cache.{heads}x{width}", len(members) * self._stride(heads, width, self._sizes[-1]))
             if self._fed:
-                plan.add(f"{self._name}.new.{heads}x{width}", len(members) * self._stride(heads, width, self._fed))
+                plan.add(f"cache.new.{heads}x{width}", len(members) * self._stride(heads, width, self._fed))
             widest = max(widest, width * self._dtype.itemsize)
         if len(self._sizes) > 1:
-            plan.add(f"{self._name}.plane", self._sizes[-2] * widest)
+            plan.add("cache.plane", self._sizes[-2] * widest)
 
     def place(self, memory: Memory, stream: int) -> None:
         """Takes its regions; rows that were never written are zero."""
         self._memory = memory
         for heads, width in self._members:
-            region = memory[f"{self._name}.{heads}x{width}"]
+            region = memory[f"cache.{heads}x{width}"]
             self._cuda.fill(region.address, 0, region.nbytes, stream)
 
     @property
@@ -116,7 +93,7 @@ class DeviceCache:
 
     def _base(self, name: str) -> int:
         assert self._memory is not None
-        return self._memory[f"{self._name}.{name}"].address
+        return self._memory[f"cache.{name}"].address
 
     def resize(self, rows: int, stream: int) -> None:
         """Spreads the rows out to a larger size or draws them together to a smaller one, in place.
@@ -146,14 +123,9 @@ class DeviceCache:
                 self._cuda.copy_rows(to_slot, pitch, from_slot, pitch, nbytes, heads, stream)
 
     def move(self, slot: int, past: int, nodes: Sequence[int], made: Made | None, stream: int) -> None:
-        """Puts kept rows behind a slot's first ``past`` ones, in order.
+        """Puts the rows of those of a run's tokens that are kept, ``nodes``, behind a slot's first ``past`` ones.
 
-        Args:
-            slot: index into the batch.
-            past: rows it has.
-            nodes: which of a run's tokens are kept, ascending.
-            made: that run, if its rows lie apart; None where they lie in the cache, from ``past`` on.
-            stream: does it.
+        ``made`` is that run if its rows lie apart; None where they lie in the cache, from ``past`` on.
         """
         for (heads, width), members in self._members.items():
             row = width * self._dtype.itemsize
@@ -181,13 +153,7 @@ class DeviceCache:
 
 
 def _runs(nodes: Sequence[int], *, skip: bool) -> list[tuple[int, int, int]]:
-    """Rows that can be copied at once: where they go, the first node, and how many.
-
-    Args:
-        nodes: ascending; the i-th goes to row i.
-        skip: leave out those that lie where they belong. Then each is copied by itself, as what a longer copy reads
-            could lie in what it writes.
-    """
+    """Rows that can be copied at once: where they go, the first node, and how many."""
     found: list[tuple[int, int, int]] = []
     for to, node in enumerate(nodes):
         if skip and to == node:

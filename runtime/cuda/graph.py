@@ -12,29 +12,26 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
-from specexport.runtime.backend import FIRST, Array, Buffers
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.caches import DeviceCache, Made
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
 from specexport.runtime.cuda.memory import BufferLayout, MemoryBudget, MemoryPlan, Staged, Tensor
 from specexport.runtime.cuda.repeat import PASTS, Repeated, call_arrays, call_of, note_pasts, repeated_points
 from specexport.runtime.cuda.stream import Captured, CudaStream
+from specexport.runtime.graph import FIRST, Array, Buffers, SlotGraph
 
 _Key = tuple[int, int, int]
 """T, R and K: a shape point but for its batch and its cache."""
+_Piece = tuple[Enqueue, Callable[[Enqueue], None]]
+"""Work that can be captured, and what puts the captured graph's launch in its place."""
 _Place = tuple[int, int]
 """Rows of the cache, and the first slot of the window: where a width runs."""
 
 
 @dataclass
 class Width:
-    """What runs at one width share.
-
-    Attributes:
-        inputs: on the host and on the device.
-        outputs: likewise.
-        enqueues: gives the graph to the stream, without the copies before and after it.
-        launches: does a whole run, with them.
+    """What runs at one width share: inputs and outputs, on the host and on the device; what gives the graph to the
+    stream; and what does a whole run, with the copies before and after it.
     """
 
     inputs: Staged
@@ -43,21 +40,8 @@ class Width:
     launches: dict[_Place, Enqueue] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Work that can be captured.
-
-    Attributes:
-        enqueue: gives it to the stream.
-        replace: puts what launches the captured graph in its place.
-    """
-
-    enqueue: Enqueue
-    replace: Callable[[Enqueue], None]
-
-
-class DeviceGraph:
-    """A graph over device memory that is planned and taken when it is opened; see ``runtime.backend.Graph``.
+class DeviceGraph(SlotGraph):
+    """A graph over device memory that is planned and taken when it is opened; see ``runtime.graph.Graph``.
 
     A run is: inputs to the device, the graph, outputs back, wait. Where the executor lets it, the first three are one
     captured CUDA graph a shape point, captured when the model is opened. Nothing is allocated afterwards. A draft whose
@@ -72,17 +56,6 @@ class DeviceGraph:
         fallback: why not by a captured graph, where they do not; empty otherwise.
         cache: the model's.
         in_place: whether the graph itself writes its rows into the cache.
-
-    Args:
-        cuda: the device.
-        stream: does the work.
-        budget: what may be used of the device.
-        model: its description.
-        lowering: the bundle's.
-        buffers: makes the input and output arrays of a shape point.
-        executor: runs it.
-        slots: of its cache.
-        role: ``target``, ``draft`` or another of the bundle's models, for messages.
 
     Raises:
         BackendError: it does not fit, or the library refuses it.
@@ -100,23 +73,21 @@ class DeviceGraph:
         slots: int,
         role: str,
     ) -> None:
-        self._cuda = cuda
-        self._stream = stream
-        self._executor = executor
-        self.in_place = lowering == "native"
-        self._slots = slots
         built = {point for point in executor.points if point.batch == slots}
         if not built:
             raise BackendError(f"the {role} was not compiled for {slots} slots; compile it with that batch size")
         together = {_key(point) for point in built}
         built |= {point for point in executor.points if point.batch == 1 and _key(point) not in together}
         self._repeated = repeated_points([graph.point for graph in model.graph.points], built)
-        self._points = built | self._repeated
-        self.cache_sizes = tuple(sorted({point.cache for point in built}))
+        super().__init__(built | self._repeated, slots)
+        self.sizes = (slots,)
+        self.in_place = lowering == "native"
+        self._cuda = cuda
+        self._stream = stream
+        self._executor = executor
         fed = 0 if self.in_place else max(point.fed for point in built)
         self.cache = DeviceCache(cuda, model.cache, slots, executor.cache_dtype, self.cache_sizes, fed)
         self._made: Made | None = None
-        self._filled = [0] * slots
         self._captured: list[Captured] = []
         points = {_batched(point): point for point in self._points}
         # A compiled propose graph drafts the same number of tokens behind a prefill chunk: nobody reads them.
@@ -145,19 +116,6 @@ class DeviceGraph:
             self._capture(pieces)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """See :class:`~specexport.runtime.backend.Graph`."""
-        return (self._slots,)
-
-    def widths(self, slots: int) -> tuple[int, ...]:
-        """See :class:`~specexport.runtime.backend.Graph`."""
-        return tuple(sorted({T for batch, T, R, _ in self._widths if batch == slots and T == R}))
-
-    def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
-        """See :class:`~specexport.runtime.backend.Graph`."""
-        return tuple(sorted({(K, T) for batch, T, _, K in self._widths if batch == slots and K}))
-
-    @property
     def self_contained(self) -> bool:
         """Whether a run needs nothing of the host once it is given to the stream.
 
@@ -171,56 +129,44 @@ class DeviceGraph:
         return self.cache.nbytes
 
     def reserve(self, rows: int) -> None:
-        """See :class:`~specexport.runtime.backend.Graph`; takes no memory, as all of it was taken at first.
+        """See :class:`~specexport.runtime.graph.Graph`; takes no memory, as all of it was taken at first.
 
         Raises:
             BackendError: no declared size is large enough.
         """
         rows = min(rows + self._beyond, max(rows, self.cache_sizes[-1]))
-        if rows <= self.cache.rows:
-            return
-        size = next((size for size in self.cache_sizes if size >= rows), None)
-        if size is None:
-            raise BackendError(f"{rows} cache rows wanted, but the bundle's largest cache has {self.cache_sizes[-1]}")
-        self.cache.resize(size, self._stream.handle)
+        if rows > self.cache.rows:
+            self.cache.resize(self._cache_size(rows), self._stream.handle)
 
     def shrink_cache(self, rows: int) -> None:
-        """See :class:`~specexport.runtime.backend.Graph`."""
-        size = next((size for size in self.cache_sizes if size >= rows + self._beyond), self.cache_sizes[-1])
+        size = self._cache_size(min(rows + self._beyond, self.cache_sizes[-1]))
         if size < self.cache.rows:
             self._filled = [min(count, size) for count in self._filled]
             self.cache.resize(size, self._stream.handle)
 
-    def filled(self, slot: int) -> int:
-        """See :class:`~specexport.runtime.backend.Graph`."""
-        return self._filled[slot]
-
     def copy(self, source: int, to: int, rows: int) -> None:
-        """See :class:`~specexport.runtime.backend.Graph`; done in the stream's order."""
+        """See :class:`~specexport.runtime.graph.Graph`; done in the stream's order."""
         if source != to:
             self.cache.copy(source, to, rows, self._stream.handle)
         self._filled[to] = rows
 
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
-        """See :class:`~specexport.runtime.backend.Graph`; done in the stream's order."""
+        """See :class:`~specexport.runtime.graph.Graph`; done in the stream's order."""
         self._filled[slot] = past + len(nodes)
         self.cache.move(slot, past, nodes, self._made, self._stream.handle)
 
     def committed(self, slot: int, rows: int) -> None:
-        """Says that a slot holds so many rows now, all of them where they belong: the device put them there."""
+        """Records that a slot holds so many rows, which the device itself put in place."""
         self._filled[slot] = rows
 
     def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        """See :class:`~specexport.runtime.backend.Graph`."""
-        width, point = self.width(tokens, rows, drafts, len(slots)), self._point(tokens, rows, drafts, len(slots))
-        pasts = width.inputs.host.get(tensors.PAST_LENGTH)  # none without a cache
-        if pasts is not None:
-            for at, slot in enumerate(slots):
-                pasts[at] = self._filled[slot] = min(self._filled[slot], self.cache.rows - point.fed)
-        return width.inputs.host
+        return self.width(tokens, rows, drafts, len(slots)).inputs.host
+
+    def protect_rows(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> None:
+        fed = self._point(tokens, rows, drafts, len(slots)).fed
+        self._protect(self.inputs(tokens, rows, drafts, slots), slots, self.cache.rows - fed)
 
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        """See :class:`~specexport.runtime.backend.Graph`."""
         width = self.begin(tokens, rows, drafts, slots)
         width.launches[self.cache.rows, slots.start]()
         self._stream.synchronize()
@@ -232,21 +178,20 @@ class DeviceGraph:
         Raises:
             BackendError: the cache has no room for the rows it would make.
         """
-        width, point = self.width(tokens, rows, drafts, len(slots)), self._point(tokens, rows, drafts, len(slots))
+        point = self._require(self._point(tokens, rows, drafts, len(slots)))
+        width = self._widths[_batched(point)]
         if tensors.PAST_LENGTH in width.inputs.host:
-            self._require_room(int(width.inputs.host[tensors.PAST_LENGTH].max()), point.fed)
+            past = int(width.inputs.host[tensors.PAST_LENGTH].max())
+            if past + point.fed > self.cache.rows:
+                raise BackendError(
+                    f"a run would write rows {past} to {past + point.fed - 1} of a cache of {self.cache.rows}; the "
+                    "text is too close to the end of the context; shorten it or build with a larger --max-seq-len"
+                )
         repeated = point in self._repeated
         if repeated:
             note_pasts(width.inputs.host)
         self._made = None if self.in_place or repeated else Made(point.fed, slots)
         return width
-
-    def _require_room(self, past: int, fed: int) -> None:
-        if past + fed > self.cache.rows:
-            raise BackendError(
-                f"a run would write rows {past} to {past + fed - 1} of a cache of {self.cache.rows}; the text is too "
-                "close to the end of the context, shorten the prompt or build with a larger --max-seq-len"
-            )
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
         """Gives every run to the stream through a function that is called with it, for measurements."""
@@ -274,19 +219,12 @@ class DeviceGraph:
         Raises:
             BackendError: there is none.
         """
-        point = self._point(tokens, rows, drafts, batch)
-        if point not in self._points:
-            raise BackendError(f"shape point {point} was not built; this is a defect of specexport, please report it")
-        return self._widths[_batched(point)]
+        return self._widths[_batched(self._require(self._point(tokens, rows, drafts, batch)))]
 
     def _point(self, tokens: int, rows: int, drafts: int, batch: int) -> ShapePoint:
         """The shape that runs at a width, at the present cache size."""
         tokens, rows, drafts = self._instead.get((tokens, rows, drafts), (tokens, rows, drafts))
         return ShapePoint(batch, tokens, self.cache.rows, rows, drafts)
-
-    def _windows(self, point: ShapePoint) -> list[range]:
-        """The slots a point may run for."""
-        return [range(first, first + point.batch) for first in range(0, self._slots, point.batch)]
 
     def _layouts(self, point: ShapePoint, buffers: Buffers) -> tuple[BufferLayout, BufferLayout]:
         inputs, outputs = buffers(point)
@@ -296,8 +234,8 @@ class DeviceGraph:
     def _ready(self, point: ShapePoint) -> list[_Piece]:
         """Prepares a point and runs it once, so that libraries have set themselves up before anything is captured."""
         width = self._widths[_batched(point)]
-        pieces = []
-        for slots in self._windows(point):
+        pieces: list[_Piece] = []
+        for slots in (range(first, first + point.batch) for first in range(0, self._slots, point.batch)):
             calls: list[Enqueue] = []
             if point in self._repeated:
                 enqueue, calls = self._repeat(point, slots, width)
@@ -309,9 +247,9 @@ class DeviceGraph:
             place = (point.cache, slots.start)
             width.enqueues[place], width.launches[place] = enqueue, run
             if calls and not self.in_place:
-                pieces += [_Piece(call, functools.partial(calls.__setitem__, at)) for at, call in enumerate(calls)]
+                pieces += [(call, functools.partial(calls.__setitem__, at)) for at, call in enumerate(calls)]
             else:
-                pieces.append(_Piece(run, functools.partial(width.launches.__setitem__, place)))
+                pieces.append((run, functools.partial(width.launches.__setitem__, place)))
         return pieces
 
     def _whole(self, width: Width, enqueue: Enqueue) -> None:
@@ -322,8 +260,8 @@ class DeviceGraph:
     def _repeat(self, point: ShapePoint, slots: range, width: Width) -> tuple[Enqueue, list[Enqueue]]:
         """What does a run of several calls, and the calls."""
         call = self._call.tensors(self._memory["call"].address)
-        repeated = Repeated(self._cuda, self._stream, width.inputs.device, width.outputs.device, call)
-        repeated.prepare(self._prepare(call_of(point), slots, repeated.arrays))
+        prepare = functools.partial(self._prepare, call_of(point), slots)
+        repeated = Repeated(self._cuda, self._stream, width.inputs.device, width.outputs.device, call, prepare)
 
         def enqueue() -> None:
             for index, call in enumerate(repeated.calls):
@@ -336,17 +274,13 @@ class DeviceGraph:
 
     def _capture(self, pieces: Sequence[_Piece]) -> None:
         """Captures every piece, or none where one cannot be."""
-        try:
-            for piece in pieces:
-                self._captured.append(self._stream.capture(piece.enqueue))
-        except BackendError as error:
-            self.fallback = str(error)
-            for captured in self._captured:
-                captured.close()
-            self._captured.clear()
+        captured = self._stream.capture_all([enqueue for enqueue, _ in pieces])
+        if isinstance(captured, BackendError):
+            self.fallback = str(captured)
             return
-        for piece, captured in zip(pieces, self._captured, strict=True):
-            piece.replace(captured.launch)
+        self._captured = captured
+        for (_, replace), graph in zip(pieces, captured, strict=True):
+            replace(graph.launch)
         self.execution = "graph per engine"
 
     def _prepare(self, point: ShapePoint, slots: range, arrays: dict[str, Tensor]) -> Enqueue:

@@ -11,7 +11,7 @@ from specexport.contract.engines import CompiledEngine, EngineRuntime, ProgramGr
 from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
 from specexport.contract.program import program_points, program_sizes
-from specexport.contract.shapes import speculator_points
+from specexport.contract.shapes import uncached_points
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.executor import Executor
@@ -22,11 +22,10 @@ from specexport.runtime.cuda.trt import EngineExecutor, choose, import_tensorrt
 
 
 class GraphLibrary(Protocol):
-    """A library on a device, with a bundle to run."""
+    """A library on a device, with a bundle to run; ``name`` is the backend's."""
 
     @property
-    def name(self) -> str:
-        """Its name as a backend."""
+    def name(self) -> str: ...
 
     @property
     def batch_sizes(self) -> Sequence[int]:
@@ -44,7 +43,7 @@ class GraphLibrary(Protocol):
 
     @property
     def without_program(self) -> str:
-        """Why steps are driven from the host where there is no step program."""
+        """Why there is none, where the host drives steps."""
 
 
 class OnnxRuntimeLibrary:
@@ -52,12 +51,6 @@ class OnnxRuntimeLibrary:
 
     The latter are opened once for each size of tree, their dimensions fixed as they are. Runs cannot be recorded into a
     graph of ours, as onnxruntime captures by itself: a step is several of its graphs, given to the stream together.
-
-    Args:
-        bundle: the bundle.
-        cuda: the device.
-        stream: does the work.
-        budget: what may be used of the device.
     """
 
     name = "onnxruntime-cuda"
@@ -69,10 +62,9 @@ class OnnxRuntimeLibrary:
         self.without_program = ""
 
     def model(self, model: Model) -> SessionExecutor:
-        """See :class:`GraphLibrary`."""
         graphs = {graph.point: StaticGraph(self._bundle.file(graph.file)) for graph in model.graph.points}
         if not model.cache:
-            graphs = {point: graphs[point] for point in speculator_points(graphs)}
+            graphs = {point: graphs[point] for point in uncached_points(graphs)}
         return SessionExecutor(self._sessions, graphs, np.dtype(np.float32))
 
     def program(self, slots: int) -> list[tuple[ProgramGraph, Executor]]:
@@ -103,15 +95,7 @@ class OnnxRuntimeLibrary:
 
 
 class EngineLibrary:
-    """The engines of a bundle in TensorRT or TensorRT-RTX.
-
-    Args:
-        bundle: the bundle.
-        cuda: the device.
-        stream: does the work.
-        budget: what may be used of the device.
-        runtime: the library.
-    """
+    """The engines of a bundle in TensorRT or TensorRT-RTX."""
 
     def __init__(
         self, bundle: Bundle, cuda: Cuda, stream: CudaStream, budget: MemoryBudget, runtime: EngineRuntime
@@ -131,7 +115,6 @@ class EngineLibrary:
         return sorted({p.batch for engine in engines for p in engine.profiles if p.rows == p.tokens})
 
     def model(self, model: Model) -> EngineExecutor:
-        """See :class:`GraphLibrary`."""
         return self._executor(choose(model.engines, self._runtime, self._device))
 
     def program(self, slots: int) -> list[tuple[ProgramGraph, Executor]]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from specexport.runtime.backend import Array
 from specexport.runtime.cuda.api import Cuda, OutOfDeviceMemoryError
+from specexport.runtime.graph import Array
 
 ALIGNMENT = 256
 """Of every region and every array in one: what TensorRT asks of addresses."""
@@ -24,12 +24,7 @@ def aligned(nbytes: int) -> int:
 
 
 class MemoryBudget:
-    """What may be used of a device: a fraction of all its memory, shared by everything a bundle loads.
-
-    Args:
-        cuda: the device.
-        utilization: the fraction, above 0 and at most 1; ``--gpu-memory-utilization``.
-    """
+    """What may be used of a device: a fraction of all its memory, shared by everything a bundle loads."""
 
     def __init__(self, cuda: Cuda, utilization: float) -> None:
         self._utilization = utilization
@@ -61,12 +56,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class Region:
-    """A piece of an allocation.
-
-    Attributes:
-        address: of its first byte, on the device.
-        nbytes: its length.
-    """
+    """A piece of an allocation on the device."""
 
     address: int
     nbytes: int
@@ -78,11 +68,6 @@ class MemoryPlan:
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Of all regions together."""
-        return sum(map(aligned, self._sizes.values()))
-
     def add(self, name: str, nbytes: int) -> None:
         """Plans a region. One that is planned twice is as large as the larger: it is shared."""
         self._sizes[name] = max(nbytes, self._sizes.get(name, 0))
@@ -90,20 +75,16 @@ class MemoryPlan:
     def allocate(self, cuda: Cuda, budget: MemoryBudget, purpose: str) -> Memory:
         """Takes everything at once.
 
-        Args:
-            cuda: the device.
-            budget: what may be used of it.
-            purpose: names it in messages.
-
         Raises:
             OutOfDeviceMemoryError: it does not fit.
         """
-        budget.require(self.nbytes, purpose)
-        base = cuda.allocate(max(self.nbytes, ALIGNMENT))
-        regions, offset = {}, 0
+        total = sum(map(aligned, self._sizes.values()))
+        budget.require(total, purpose)
+        base = address = cuda.allocate(max(total, ALIGNMENT))
+        regions = {}
         for name, nbytes in self._sizes.items():
-            regions[name] = Region(base + offset, nbytes)
-            offset += aligned(nbytes)
+            regions[name] = Region(address, nbytes)
+            address += aligned(nbytes)
         return Memory(cuda, base, regions)
 
 
@@ -118,40 +99,14 @@ class Memory:
     def __getitem__(self, name: str) -> Region:
         return self._regions[name]
 
-    @property
-    def nbytes(self) -> int:
-        """Of all regions together."""
-        return sum(aligned(region.nbytes) for region in self._regions.values())
-
     def close(self) -> None:
         """Gives it back; then does nothing."""
         self._close()
 
 
-class Pinned:
-    """Page-locked host memory, as bytes."""
-
-    def __init__(self, cuda: Cuda, nbytes: int) -> None:
-        self.address = cuda.allocate_pinned(max(nbytes, ALIGNMENT))
-        self._close = weakref.finalize(self, cuda.free_pinned, self.address)
-        self._close.atexit = False
-        self.bytes: Array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
-        self.bytes[:] = 0
-
-    def close(self) -> None:
-        """Gives it back; arrays over it must not be used any more."""
-        self._close()
-
-
 @dataclass(frozen=True)
 class Tensor:
-    """An array on the device.
-
-    Attributes:
-        address: of its first element.
-        dtype: of its elements.
-        shape: its dimensions.
-    """
+    """An array on the device."""
 
     address: int
     dtype: np.dtype[Any]
@@ -191,11 +146,6 @@ class Staged:
     Attributes:
         host: the host's, by name.
         device: the device's, by name.
-
-    Args:
-        cuda: the device.
-        layout: what there is.
-        region: where it is on the device.
     """
 
     def __init__(self, cuda: Cuda, layout: BufferLayout, region: Region) -> None:
@@ -203,19 +153,22 @@ class Staged:
         self._cuda = cuda
         self._region = region
         self._nbytes = layout.nbytes
-        self._pinned = Pinned(cuda, layout.nbytes)
+        self._pinned = cuda.allocate_pinned(max(layout.nbytes, ALIGNMENT))
+        self._close = weakref.finalize(self, cuda.free_pinned, self._pinned)
+        self._close.atexit = False
+        everything: Array = np.ctypeslib.as_array((ctypes.c_uint8 * layout.nbytes).from_address(self._pinned))
+        everything[:] = 0
         self.host: dict[str, Array] = {}
         self.device = layout.tensors(region.address)
         for name, array in layout.arrays.items():
             offset = layout.offsets[name]
-            view = self._pinned.bytes[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
-            view[...] = array
-            self.host[name] = view
+            self.host[name] = everything[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
+            self.host[name][...] = array
 
     def upload(self, stream: int) -> None:
         """Gives the stream the copy from host to device."""
         if self._nbytes:
-            self._cuda.copy(self._region.address, self._pinned.address, self._nbytes, stream)
+            self._cuda.copy(self._region.address, self._pinned, self._nbytes, stream)
 
     def download(self, stream: int, name: str = "") -> None:
         """Gives the stream the copy from device to host, of all or of one array; wait for it before reading."""
@@ -223,9 +176,9 @@ class Staged:
         if name:
             source, nbytes = self.device[name].address, self.device[name].nbytes
         if nbytes:
-            self._cuda.copy(self._pinned.address + source - self._region.address, source, nbytes, stream)
+            self._cuda.copy(self._pinned + source - self._region.address, source, nbytes, stream)
 
     def close(self) -> None:
-        """Gives the host's memory back."""
+        """Gives the host's memory back; arrays over it must not be used any more."""
         self.host.clear()
-        self._pinned.close()
+        self._close()

@@ -55,12 +55,7 @@ def import_onnxruntime() -> Any:
 
 @dataclass(frozen=True)
 class StaticGraph:
-    """A graph at one shape.
-
-    Attributes:
-        path: its ONNX file.
-        sizes: of the dimensions that are symbolic in it.
-    """
+    """An ONNX file at one shape, with the sizes of the dimensions that are symbolic in it."""
 
     path: Path
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -68,11 +63,6 @@ class StaticGraph:
 
 class Sessions:
     """Opens sessions on a device and enqueues their runs.
-
-    Args:
-        cuda: the device.
-        stream: does the work.
-        budget: what may be used of the device; a session takes its weights and scratch memory from it.
 
     Raises:
         BackendError: onnxruntime-gpu is missing or too old.
@@ -119,13 +109,7 @@ class Sessions:
         return self._ort.InferenceSession(str(graph.path), options, providers=[(PROVIDER, provider)])
 
     def bind(self, session: Any, tensors: Mapping[str, Tensor], graph: int) -> Enqueue:
-        """A run of a session over fixed addresses.
-
-        Args:
-            session: an open one.
-            tensors: every input and output.
-            graph: tells what is captured of this run from what is captured of the session's others.
-        """
+        """A run of a session over fixed addresses."""
         options = self._ort.RunOptions()
         # The loop waits once a step, for what it reads back.
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -146,11 +130,6 @@ class Sessions:
 
 def on_device(path: Path, session: Any, refusal: str) -> None:
     """Checks that a session runs nothing on the CPU.
-
-    Args:
-        path: the graph.
-        session: opened with its assignment recorded.
-        refusal: what onnxruntime said against capturing it, if it did.
 
     Raises:
         BackendError: names the nodes that are elsewhere, or says that nothing can be on the GPU.
@@ -182,11 +161,6 @@ class SessionExecutor:
 
     Only the largest cache is run at: every session has its own copy of the weights, and on a GPU attention over unused
     rows is cheap beside reading them.
-
-    Args:
-        sessions: opens them.
-        graphs: the graph of each shape point.
-        cache_dtype: of an element of the KV cache.
     """
 
     workspace = 0
@@ -195,9 +169,7 @@ class SessionExecutor:
     def __init__(
         self, sessions: Sessions, graphs: Mapping[ShapePoint, StaticGraph], cache_dtype: np.dtype[Any]
     ) -> None:
-        largest = {point.batch: 0 for point in graphs}
-        for point in graphs:
-            largest[point.batch] = max(largest[point.batch], point.cache)
+        largest = {batch: max(p.cache for p in graphs if p.batch == batch) for batch in {p.batch for p in graphs}}
         self._sessions = sessions
         self._graphs = {point: graph for point, graph in graphs.items() if point.cache == largest[point.batch]}
         self._opened: dict[ShapePoint, Any] = {}
@@ -221,12 +193,10 @@ class SessionExecutor:
             self._session(point)
 
     def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
-        """See :class:`~specexport.runtime.cuda.executor.Executor`."""
         self._bound += 1
         return self._sessions.bind(self._session(point), tensors, self._bound)
 
     def close(self) -> None:
-        """See :class:`~specexport.runtime.cuda.executor.Executor`."""
         self._opened.clear()
 
     def _session(self, point: ShapePoint) -> Any:

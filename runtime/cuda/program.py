@@ -11,18 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport.contract import tensors
-from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import CATCH_UP_TOKENS
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Array, write_sampling
+from specexport.runtime.buffers import write_sampling
 from specexport.runtime.cuda.graph import DeviceGraph
-from specexport.runtime.cuda.kinds import StepVariants
-from specexport.runtime.cuda.step_kind import StepVariant
+from specexport.runtime.cuda.step_variant import StepVariant
+from specexport.runtime.cuda.step_variants import StepVariants
 from specexport.runtime.cuda.steps import READ_BACK, Steps
 from specexport.runtime.cuda.stream import CudaStream
-from specexport.runtime.proposers import Proposal, SlotView
-from specexport.runtime.proposers.draft_model import DraftModelProposer
-from specexport.runtime.step import PLAIN_TREE, HostProgram, Outcome, Speculation, Step, padded_mask
+from specexport.runtime.graph import Array
+from specexport.runtime.program import PLAIN_TREE, Outcome, StepResult
+from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, SlotView
+from specexport.runtime.step import HostProgram, padded_mask
 
 _NEVER = np.float32(1e30)
 """Noise with which no draft token stays: its product with q exceeds every p."""
@@ -37,17 +37,17 @@ class _Part:
         view: the slot.
         tree: what is verified.
         proposal: how the host filled it; None where it did not, or there is nothing but the root.
-        drafter: the draft that fills it on the device; None where none does.
+        draft: what fills it on the device; None where nothing does.
     """
 
     view: SlotView
     tree: TokenTree
-    proposal: Proposal | None
-    drafter: DraftModelProposer | None
+    proposal: Proposal | None = None
+    draft: DeviceDraft | None = None
 
 
-class DeviceProgram(HostProgram):
-    """Steps that stay on the device, each of all slots; see ``runtime.step.StepProgram``.
+class DeviceProgram:
+    """Steps that stay on the device, each of all slots; see :class:`~specexport.runtime.program.StepProgram`.
 
     A step is waited for once: a draft proposes, the target verifies, acceptance is decided and the rows of the
     accepted path are put together before the host reads what was accepted. Where the host proposes (by looking in text,
@@ -56,133 +56,116 @@ class DeviceProgram(HostProgram):
 
     Steps that the host has to look into are driven from there, over the same graphs and caches: those of requests
     with a schema, log-probabilities or relaxed acceptance, and of lookahead decoding, which reads all logits.
-
-    Args:
-        manifest: the bundle's.
-        target: its target's graph.
-        speculations: the ways to propose, by the name of their method.
-        execution: how steps driven from the host reach the device.
-        stream: does the work.
-        kinds: the steps the device can take.
-        steps: those, ready.
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        target: DeviceGraph,
-        speculations: Mapping[str, Speculation],
-        execution: str,
-        stream: CudaStream,
-        kinds: StepVariants,
-        steps: Steps,
+        self, host: HostProgram, target: DeviceGraph, stream: CudaStream, variants: StepVariants, steps: Steps
     ) -> None:
-        super().__init__(manifest, target, speculations, execution)
-        self._device = target
+        self._host = host
+        self._target = target
         self._stream = stream
-        self._kinds = kinds
+        self._variants = variants
         self._steps = steps
+        # All but steps is the host's.
+        self.sizes, self.filled, self.prefill, self.release = host.sizes, host.filled, host.prefill, host.release
+        self.move, self.share, self.shrink_cache = host.move, host.share, host.shrink_cache
 
-    def step(self, sequences: Sequence[SlotView]) -> Step:
-        """See :class:`~specexport.runtime.step.StepProgram`."""
-        accept = self._kinds.deciding(sequences)
+    def step(self, views: Sequence[SlotView]) -> StepResult:
+        accept = self._variants.deciding(views)
         if accept is None:
-            return super().step(sequences)
+            return self._host.step(views)
         start = time.perf_counter()
-        drafter, kind = self._drafter(sequences, accept)
-        proposals = {} if kind is not None else self._propose(sequences)
-        if kind is None:
-            kind = self._kinds.verified(accept, [proposal.tree for proposal in proposals.values()] or [PLAIN_TREE])
-        parts = [self._part(one, proposals.get(one.slot), drafter) for one in sequences]
-        self._ask(kind, parts, drafter)
-        asked = time.perf_counter()
-        self._steps[kind].launch(self._device.cache.rows)
+        variant, parts = self._plan(accept, views)
+        self._write(variant, parts)
+        written = time.perf_counter()
+        self._steps[variant].launch(self._target.cache.rows)
         self._stream.synchronize()
-        outcomes = [self._take(kind, part) for part in parts]
-        return Step(outcomes, asked - start, time.perf_counter() - asked, 0.0, self._steps.execution)
+        outcomes = [self._read(variant, part) for part in parts]
+        return StepResult(outcomes, written - start, time.perf_counter() - written, 0.0, self._steps.execution)
 
-    def _drafter(
-        self, sequences: Sequence[SlotView], accept: int
-    ) -> tuple[DraftModelProposer, StepVariant] | tuple[None, None]:
-        """The draft that proposes on the device for all who speculate, and the step; none if the host has to propose.
+    def _plan(self, accept: int, views: Sequence[SlotView]) -> tuple[StepVariant, list[_Part]]:
+        """The step to take, with what the host proposes for it where no draft does on the device.
 
-        It has to where they speculate in several ways, or where a draft is behind in a text.
+        A draft does where all who speculate do so by its method, and none of their texts is unread.
         """
-        asking = [one for one in sequences if one.method is not None and len(one.tree) > 1]
-        methods = {one.method for one in asking if one.method is not None}
+        asking = [view for view in views if view.method is not None and len(view.tree) > 1]
+        methods = {view.method for view in asking if view.method is not None}
         if len(methods) == 1:
             (method,) = methods
-            drafter = self._proposer(method)
-            if isinstance(drafter, DraftModelProposer) and all(map(drafter.is_ready, asking)):
-                kind = self._kinds.drafted(accept, method, [one.tree for one in asking])
-                if kind is not None:
-                    return drafter, kind
-        return None, None
+            draft = self._host.proposer(method).device_draft
+            if draft is not None and all(map(draft.is_ready, asking)):
+                variant = self._variants.drafted(accept, method, [view.tree for view in asking])
+                if variant is not None:
+                    drafting = {view.slot for view in asking}
+                    return variant, [
+                        _Part(view, view.tree, draft=draft) if view.slot in drafting else _Part(view, PLAIN_TREE)
+                        for view in views
+                    ]
+        proposals = self._host.propose(views)
+        made = [(view, proposals.get(view.slot)) for view in views]
+        parts = [_Part(view, proposal.tree if proposal else PLAIN_TREE, proposal) for view, proposal in made]
+        return self._variants.verified(accept, [part.tree for part in parts]), parts
 
-    def _part(self, one: SlotView, proposal: Proposal | None, drafter: DraftModelProposer | None) -> _Part:
-        if drafter is None or one.method is None or len(one.tree) == 1:
-            return _Part(one, PLAIN_TREE if proposal is None else proposal.tree, proposal, None)
-        return _Part(one, one.tree, None, drafter)
-
-    def _ask(self, kind: StepVariant, parts: Sequence[_Part], drafter: DraftModelProposer | None) -> None:
+    def _write(self, variant: StepVariant, parts: Sequence[_Part]) -> None:
         """Writes everything a step is to be given; what slots without a part write goes behind their rows."""
-        slots = range(self.sizes[-1])
-        self._device.reserve(max(len(part.view.tokens) for part in parts) - 1 + kind.tokens)
-        given = self._device.inputs(kind.tokens, kind.tokens, slots=slots)
+        T, slots = variant.tokens, range(self.sizes[-1])
+        self._target.reserve(max(len(part.view.tokens) for part in parts) - 1 + T)
+        given = self._target.inputs(T, T, slots=slots)
+        self._target.protect_rows(T, T, slots=slots)
         for part in parts:
             tokens = part.proposal.tokens if part.proposal is not None else None
-            self._write(given, part.view.slot, part.view, part.tree, tokens)
-        if drafter is not None and kind.drafting is not None:
-            K = kind.drafting.tree.depth
-            drafter.ask([part.view for part in parts if part.drafter is not None], K)
-            kind.drafting.graph.begin(CATCH_UP_TOKENS, drafts=K, slots=slots)
-        self._device.begin(kind.tokens, kind.tokens, slots=slots)
+            self._host.write(given, part.view.slot, part.view, part.tree, tokens)
+        drafted = [part for part in parts if part.draft is not None]
+        if drafted and drafted[0].draft is not None and variant.drafting is not None:
+            K = variant.drafting.tree.depth
+            drafted[0].draft.ask([part.view for part in drafted], K)
+            variant.drafting.graph.begin(CATCH_UP_TOKENS, drafts=K, slots=slots)
+        self._target.begin(T, T, slots=slots)
         for part in parts:
-            self._decide(kind, part)
+            self._write_acceptance(variant, part)
 
-    def _decide(self, kind: StepVariant, part: _Part) -> None:
+    def _write_acceptance(self, variant: StepVariant, part: _Part) -> None:
         """Writes what the accept and fill graphs are to be given of a slot."""
-        given = {name: array[part.view.slot] for name, array in self._steps[kind].inputs.host.items()}
-        params, random, tree = part.view.params, part.view.random, part.tree
-        given[tensors.PARENTS][:] = _parents(tree, kind.nodes)
-        given[tensors.TREE_MASK][:] = padded_mask(tree, kind.nodes)
-        write_sampling(self._steps[kind].inputs.host, part.view.slot, params)
-        if kind.accept.rule == "typical":
-            given[tensors.UNIFORM][:] = random.random()
-            self._steps[kind].inputs.host[tensors.THRESHOLD][part.view.slot] = params.posterior_threshold
-            self._steps[kind].inputs.host[tensors.ALPHA][part.view.slot] = params.posterior_alpha
+        inputs, slot, params, tree = self._steps[variant].inputs.host, part.view.slot, part.view.params, part.tree
+        inputs[tensors.PARENTS][slot] = _parents(tree, variant.nodes)
+        inputs[tensors.TREE_MASK][slot] = padded_mask(tree, variant.nodes)
+        write_sampling(inputs, slot, params)
+        if variant.accept.rule == "typical":
+            inputs[tensors.UNIFORM][slot] = part.view.random.random()
+            inputs[tensors.THRESHOLD][slot] = params.posterior_threshold
+            inputs[tensors.ALPHA][slot] = params.posterior_alpha
         else:
-            noise = np.zeros(len(tree)) if params.greedy else random.random(len(tree))
-            _write_noise(given[tensors.UNIFORM], noise)
-        if kind.drafting is None:
-            _write_drafted(given, part.proposal)
-        elif kind.drafting.fill is not None:
-            for name, of_node in ((tensors.TREE_DEPTHS, tree.depths), (tensors.TREE_RANKS, tree.ranks)):
-                given[name][: len(tree) - 1] = of_node[1:]
+            noise = np.zeros(len(tree)) if params.greedy else part.view.random.random(len(tree))
+            _write_noise(inputs[tensors.UNIFORM][slot], noise)
+        if variant.drafting is None:
+            _write_drafted({name: array[slot] for name, array in inputs.items()}, part.proposal)
+        elif variant.drafting.fill is not None:
+            inputs[tensors.TREE_DEPTHS][slot, : len(tree) - 1] = tree.depths[1:]
+            inputs[tensors.TREE_RANKS][slot, : len(tree) - 1] = tree.ranks[1:]
 
-    def _take(self, kind: StepVariant, part: _Part) -> Outcome:
+    def _read(self, variant: StepVariant, part: _Part) -> Outcome:
         """Reads what a step accepted of a slot, and tells those who go on from it."""
-        one, tree, step = part.view, part.tree, self._steps[kind]
-        accepted = int(step.outputs.host[tensors.NUM_ACCEPTED][one.slot])
-        path = step.outputs.host[tensors.PATH][one.slot, 1 : accepted + 1].tolist()
-        new = step.outputs.host[tensors.TOKENS][one.slot, : accepted + 1].tolist()
-        past = len(one.tokens) - 1
+        view, tree, step = part.view, part.tree, self._steps[variant]
+        accepted = int(step.outputs.host[tensors.NUM_ACCEPTED][view.slot])
+        path = step.outputs.host[tensors.PATH][view.slot, 1 : accepted + 1].tolist()
+        new = step.outputs.host[tensors.TOKENS][view.slot, : accepted + 1].tolist()
+        past = len(view.tokens) - 1
         if step.commits:
-            self._device.committed(one.slot, past + 1 + accepted)
+            self._target.committed(view.slot, past + 1 + accepted)
         else:
-            self._device.commit(one.slot, past, [0, *path])
-        if part.drafter is not None:
+            self._target.commit(view.slot, past, [0, *path])
+        if part.draft is not None:
             fed = [token for node, token in zip(path, new, strict=False) if tree.ranks[node] == 0]
-            part.drafter.keep(one, fed[: tree.depth - 1])
-        if one.method is not None:
-            outputs = self._device.width(kind.tokens, kind.tokens, batch=self.sizes[-1]).outputs.host
-            seen = {name: outputs[name][one.slot] for name in READ_BACK & outputs.keys()}
-            self._proposer(one.method).observe(one.slot, seen, path[-1] if path else 0)
+            part.draft.keep(view, fed[: tree.depth - 1])
+        if view.method is not None:
+            outputs = self._target.width(variant.tokens, variant.tokens, batch=self.sizes[-1]).outputs.host
+            seen = {name: outputs[name][view.slot] for name in READ_BACK & outputs.keys()}
+            self._host.proposer(view.method).observe(view.slot, seen, path[-1] if path else 0)
         return Outcome(new, len(tree) - 1, tree.depth)
 
 
 @lru_cache(maxsize=256)
-def _parents(tree: TokenTree, nodes: int) -> npt.NDArray[np.int64]:
+def _parents(tree: TokenTree, nodes: int) -> Ints:
     """Parents int64 ``[N]``; a node after the tree's last is its own, so that none of the tree's leads to it."""
     parents = np.arange(nodes)
     parents[: len(tree)] = tree.parents

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
-from specexport.runtime.backend import Array, Buffers
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.executor import Enqueue
 from specexport.runtime.cuda.memory import Tensor
 from specexport.runtime.cuda.stream import CudaStream
+from specexport.runtime.graph import Array, Buffers
 
 PASTS = "pasts"
 """int64 ``[K,B]`` beside a propose graph's inputs: the cache rows before each call."""
@@ -22,12 +22,7 @@ _ID, _UNIFORM = np.dtype(np.int64).itemsize, np.dtype(np.float32).itemsize
 
 
 def repeated_points(built_for: Collection[ShapePoint], engine: Collection[ShapePoint]) -> set[ShapePoint]:
-    """Points at which a draft is wanted, and its engine is there for one token a call only.
-
-    Args:
-        built_for: the points of the bundle's graph.
-        engine: those of its engine.
-    """
+    """Points at which a draft is wanted, and its engine is there for one token a call only."""
     wanted = {point.drafts for point in built_for if point.drafts and point.tokens == CATCH_UP_TOKENS}
     one = [point for point in engine if point.drafts == 1 and point.tokens == CATCH_UP_TOKENS]
     return {msgspec.structs.replace(point, drafts=drafts) for point in one for drafts in wanted} - set(engine)
@@ -55,15 +50,14 @@ class Repeated:
     A call sees the last two tokens of each text and what was drafted so far, so between two calls the tokens move up by
     one. Tokens, noise and q are copied on the device; nothing is waited for.
 
+    ``inputs`` and ``outputs`` are the run's on the device, the inputs with :data:`PASTS` and the outputs with a row for
+    each call; ``call`` are a call's noise and outputs, as :func:`call_arrays` gives them. The rest of its inputs is the
+    run's memory.
+
+    ``prepare`` makes what runs the engine once over a call's inputs and outputs.
+
     Attributes:
         calls: each call with its copies, to be given to the stream in this order.
-
-    Args:
-        cuda: the device.
-        stream: does the work.
-        inputs: the run's on the device, with :data:`PASTS`; but for noise, a call's are the same memory.
-        outputs: the run's on the device, a row for each call.
-        call: a call's noise and outputs on the device, as :func:`call_arrays` gives them.
     """
 
     def __init__(
@@ -73,6 +67,7 @@ class Repeated:
         inputs: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor],
         call: Mapping[str, Tensor],
+        prepare: Callable[[dict[str, Tensor]], Enqueue],
     ) -> None:
         self._cuda = cuda
         self._stream = stream
@@ -80,18 +75,9 @@ class Repeated:
         self._outputs = outputs
         self._noise = call[tensors.UNIFORM]
         self._made = {name: tensor for name, tensor in call.items() if name != tensors.UNIFORM}
-        self._enqueue: Enqueue = lambda: None
+        self._enqueue = prepare({**inputs, **call})
         drafts = inputs[PASTS].shape[0]
         self.calls: list[Enqueue] = [functools.partial(self._call, index) for index in range(drafts)]
-
-    @property
-    def arrays(self) -> dict[str, Tensor]:
-        """The inputs and outputs of a call."""
-        return {**self._inputs, tensors.UNIFORM: self._noise, **self._made}
-
-    def prepare(self, enqueue: Enqueue) -> None:
-        """Takes what runs the engine once over :attr:`arrays`."""
-        self._enqueue = enqueue
 
     def _call(self, index: int) -> None:
         slots, drafts = self._inputs[tensors.UNIFORM].shape

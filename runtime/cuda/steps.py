@@ -17,58 +17,21 @@ from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor, worst
 from specexport.runtime.cuda.graph import DeviceGraph, Width
 from specexport.runtime.cuda.memory import BufferLayout, MemoryBudget, MemoryPlan, Staged, Tensor
-from specexport.runtime.cuda.step_kind import Drafting, StepVariant
+from specexport.runtime.cuda.step_variant import Drafting, StepVariant
 from specexport.runtime.cuda.stream import Captured, CudaStream
 
 G = TypeVar("G", Accept, Fill, Commit)
+ProgramGraphs = Sequence[tuple[ProgramGraph, Executor]]
+"""The step program's own graphs, with what runs them on this device."""
 READ_BACK = frozenset({tensors.CANDIDATES, tensors.HIDDEN})
 """What of the target's outputs comes back with a step: what the host proposes from."""
 _ID = np.dtype(np.int64).itemsize
 _CAPTURES_BY_ITSELF = "onnxruntime captures its own runs, and what it captured cannot be part of a larger graph"
 
 
-class ProgramGraphs:
-    """The step program's own graphs, with what runs them.
-
-    Args:
-        executors: those that this device runs.
-    """
-
-    def __init__(self, executors: Sequence[tuple[ProgramGraph, Executor]]) -> None:
-        self._executors = tuple(executors)
-
-    @property
-    def capturable(self) -> bool:
-        """Whether their runs may be recorded into a graph of ours."""
-        return all(executor.capturable for _, executor in self._executors)
-
-    @property
-    def execution(self) -> Execution:
-        """How their runs reach the device when nobody records them."""
-        return worst(executor.execution for _, executor in self._executors)
-
-    @property
-    def fallback(self) -> str:
-        """Why not in a better way, where they do not."""
-        return next((executor.fallback for _, executor in self._executors if executor.fallback), "")
-
-    def of(self, kind: type[G]) -> list[tuple[G, Executor]]:
-        """Those of one kind."""
-        return [(graph, executor) for graph, executor in self._executors if isinstance(graph, kind)]
-
-    def executor(self, graph: ProgramGraph) -> Executor:
-        """What runs one of them."""
-        return next(executor for known, executor in self._executors if known is graph)
-
-    @property
-    def workspace(self) -> int:
-        """Scratch memory that does for each."""
-        return max((executor.workspace for _, executor in self._executors), default=0)
-
-    def close(self) -> None:
-        """Frees what the library holds."""
-        for _, executor in self._executors:
-            executor.close()
+def graphs_of(graphs: ProgramGraphs, cls: type[G]) -> list[tuple[G, Executor]]:
+    """Those of one class."""
+    return [(graph, executor) for graph, executor in graphs if isinstance(graph, cls)]
 
 
 @dataclass
@@ -107,14 +70,6 @@ class Steps:
         execution: how they reach the device.
         fallback: why not better, where they do not; empty otherwise.
 
-    Args:
-        cuda: the device.
-        stream: does the work.
-        budget: what may be used of the device.
-        target: the target's graph.
-        graphs: the step program's.
-        kinds: the steps wanted.
-
     Raises:
         BackendError: a graph is refused, or the buffers do not fit.
     """
@@ -126,7 +81,7 @@ class Steps:
         budget: MemoryBudget,
         target: DeviceGraph,
         graphs: ProgramGraphs,
-        kinds: Sequence[StepVariant],
+        variants: Sequence[StepVariant],
     ) -> None:
         self._cuda = cuda
         self._stream = stream
@@ -134,25 +89,32 @@ class Steps:
         self._slots = target.sizes[-1]
         self._graphs = graphs
         self._captured: list[Captured] = []
-        layouts = {kind: self._layouts(kind) for kind in kinds}
+        layouts = {
+            variant: [
+                BufferLayout({name: np.repeat(array, self._slots, 0) for name, array in of_one.items()})
+                for of_one in (variant.inputs(), variant.outputs(), variant.between())
+            ]
+            for variant in variants
+        }
+        executors = [executor for _, executor in graphs]
         plan = MemoryPlan()
-        plan.add("workspace", graphs.workspace)
+        plan.add("workspace", max((executor.workspace for executor in executors), default=0))
         for inputs, outputs, filled in layouts.values():  # one step runs at a time
             plan.add("inputs", inputs.nbytes)
             plan.add("outputs", outputs.nbytes)
             plan.add("filled", filled.nbytes)
         self._memory = plan.allocate(cuda, budget, "the step program's buffers")
-        self._steps = {kind: self._bound(kind, *layout) for kind, layout in layouts.items()}
-        drafts = [kind.drafting.graph for kind in kinds if kind.drafting is not None]
-        self.execution = worst([graphs.execution, *(graph.execution for graph in (target, *drafts))])
-        self.fallback = graphs.fallback
-        if not graphs.capturable:
+        self._steps = {variant: self._bound(variant, *layout) for variant, layout in layouts.items()}
+        drafts = [variant.drafting.graph for variant in variants if variant.drafting is not None]
+        self.execution = worst([*(e.execution for e in executors), *(g.execution for g in (target, *drafts))])
+        self.fallback = next((executor.fallback for executor in executors if executor.fallback), "")
+        if not all(executor.capturable for executor in executors):
             self.fallback = self.fallback or _CAPTURES_BY_ITSELF
         elif not self._capture("graph per step", lambda parts: [_together(parts)]):
             self._capture("graph per engine", lambda parts: parts)
 
-    def __getitem__(self, kind: StepVariant) -> DeviceStep:
-        return self._steps[kind]
+    def __getitem__(self, variant: StepVariant) -> DeviceStep:
+        return self._steps[variant]
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
         """Gives every step to the stream through a function that is called with it, for measurements."""
@@ -168,40 +130,31 @@ class Steps:
         for step in self._steps.values():
             step.launches.clear()
             step.parts.clear()
-        self._graphs.close()
+        for _, executor in self._graphs:
+            executor.close()
         for step in self._steps.values():
             step.inputs.close()
             step.outputs.close()
         self._memory.close()
 
-    # --- binding ------------------------------------------------------------------------------------------------------
-
-    def _layouts(self, kind: StepVariant) -> tuple[BufferLayout, BufferLayout, BufferLayout]:
-        """What a kind is given, what it returns, and what stays on the device in between, for all slots."""
-        inputs, outputs, between = (
-            BufferLayout({name: np.repeat(array, self._slots, 0) for name, array in of_one.items()})
-            for of_one in (kind.inputs(), kind.outputs(), kind.between())
-        )
-        return inputs, outputs, between
-
     def _bound(
-        self, kind: StepVariant, inputs: BufferLayout, outputs: BufferLayout, filled: BufferLayout
+        self, variant: StepVariant, inputs: BufferLayout, outputs: BufferLayout, filled: BufferLayout
     ) -> DeviceStep:
         """A step with its graphs prepared, run once, so that libraries have set themselves up before it is captured."""
         step = DeviceStep(
             Staged(self._cuda, inputs, self._memory["inputs"]), Staged(self._cuda, outputs, self._memory["outputs"])
         )
-        verify = self._target.width(kind.tokens, kind.tokens, batch=self._slots)
+        verify = self._target.width(variant.tokens, variant.tokens, batch=self._slots)
         drafted = {name: step.inputs.device[name] for name in tensors.DRAFTED if name in step.inputs.device}
         propose: list[list[Enqueue]] = []
         uploads = [verify.inputs, step.inputs]
-        if kind.drafting is not None:
+        if variant.drafting is not None:
             proposed = filled.tensors(self._memory["filled"].address)
-            drafted, propose = self._propose(kind.drafting, verify, step, proposed)
-            uploads.append(kind.drafting.width.inputs)
-        accept = self._accept(kind, verify, step, drafted)
+            drafted, propose = self._propose(variant.drafting, verify, step, proposed)
+            uploads.append(variant.drafting.width.inputs)
+        accept = self._accept(variant, verify, step, drafted)
         for cache in self._target.cache_sizes:
-            commit = self._commit(kind, verify, step, cache)
+            commit = self._commit(variant, verify, step, cache)
             groups = [*propose, [verify.enqueues[cache, 0]], [accept], *commit]
             groups[0] = [*(functools.partial(staged.upload, self._stream.handle) for staged in uploads), *groups[0]]
             groups[-1] = [*groups[-1], functools.partial(self._read_back, step, verify)]
@@ -246,19 +199,20 @@ class Steps:
         to, pitch = ids.address + _ID, ids.shape[1] * _ID
         self._cuda.copy_rows(to, pitch, drafted.address, behind, behind, self._slots, self._stream.handle)
 
-    def _accept(self, kind: StepVariant, verify: Width, step: DeviceStep, drafted: Mapping[str, Tensor]) -> Enqueue:
+    def _accept(self, variant: StepVariant, verify: Width, step: DeviceStep, drafted: Mapping[str, Tensor]) -> Enqueue:
         logits = verify.outputs.device[tensors.LOGITS]
         # One slot's first N rows; where the target computes fewer, the rest belongs to nodes that never stay.
-        seen = Tensor(logits.address, logits.dtype, (self._slots, kind.nodes, logits.shape[-1]))
+        seen = Tensor(logits.address, logits.dtype, (self._slots, variant.nodes, logits.shape[-1]))
         arrays = {**step.inputs.device, **drafted, **step.outputs.device, tensors.LOGITS: seen}
-        return self._prepare(kind.accept, ShapePoint(self._slots, kind.nodes, 0, kind.nodes), arrays)
+        return self._prepare(variant.accept, ShapePoint(self._slots, variant.nodes, 0, variant.nodes), arrays)
 
-    def _commit(self, kind: StepVariant, verify: Width, step: DeviceStep, cache: int) -> list[list[Enqueue]]:
+    def _commit(self, variant: StepVariant, verify: Width, step: DeviceStep, cache: int) -> list[list[Enqueue]]:
         """What puts the accepted rows together: nothing for chains, nor where they are copied from the host."""
-        if kind.tokens == 1 or (kind.drafting is not None and kind.drafting.tree.is_chain):
+        if variant.tokens == 1 or (variant.drafting is not None and variant.drafting.tree.is_chain):
             return []
-        point = ShapePoint(self._slots, kind.nodes, cache)
-        found = next((graph for graph, executor in self._graphs.of(Commit) if point in executor.points), None)
+        point = ShapePoint(self._slots, variant.nodes, cache)
+        known = graphs_of(self._graphs, Commit)
+        found = next((graph for graph, executor in known if point in executor.points), None)
         if found is None:
             return []
         caches = self._target.cache.tensors(cache, range(self._slots))
@@ -268,40 +222,31 @@ class Steps:
         return [[self._prepare(found, point, {**given, **caches, **returned})]]
 
     def _prepare(self, graph: ProgramGraph, point: ShapePoint, arrays: Mapping[str, Tensor]) -> Enqueue:
-        return self._graphs.executor(graph).prepare(point, arrays, self._memory["workspace"])
+        executor = next(executor for known, executor in self._graphs if known is graph)
+        return executor.prepare(point, arrays, self._memory["workspace"])
 
     def _read_back(self, step: DeviceStep, verify: Width) -> None:
         step.outputs.download(self._stream.handle)
         for name in sorted(READ_BACK & verify.outputs.device.keys()):
             verify.outputs.download(self._stream.handle, name)
 
-    # --- capture ------------------------------------------------------------------------------------------------------
-
     def _capture(self, execution: Execution, divided: Callable[[list[Enqueue]], list[Enqueue]]) -> bool:
         """Captures every step, or none where one cannot be; whether it did."""
-        captured: dict[tuple[StepVariant, int], list[Captured]] = {}
-        try:
-            for kind, step in self._steps.items():
-                for cache, parts in step.parts.items():
-                    graphs = captured.setdefault((kind, cache), [])
-                    for work in divided(parts):
-                        graphs.append(self._stream.capture(work))
-        except BackendError as error:
-            self.fallback = self.fallback or str(error)
-            for graphs in captured.values():
-                for graph in graphs:
-                    graph.close()
+        work = [(step, cache, divided(parts)) for step in self._steps.values() for cache, parts in step.parts.items()]
+        captured = self._stream.capture_all([part for _, _, parts in work for part in parts])
+        if isinstance(captured, BackendError):
+            self.fallback = self.fallback or str(captured)
             return False
-        for (kind, cache), graphs in captured.items():
-            self._captured += graphs
-            self._steps[kind].launches[cache] = [graph.launch for graph in graphs]
+        self._captured, rest = captured, iter(captured)
+        for step, cache, parts in work:
+            step.launches[cache] = [next(rest).launch for _ in parts]
         self.execution = execution
         return True
 
 
 def _together(work: Sequence[Enqueue]) -> Enqueue:
     def enqueue() -> None:
-        for one in work:
-            one()
+        for part in work:
+            part()
 
-    return enqueue if len(work) != 1 else work[0]
+    return enqueue

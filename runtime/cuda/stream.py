@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from specexport.contract.errors import BackendError
 from specexport.runtime.cuda.api import Cuda
@@ -49,6 +49,18 @@ class CudaStream:
                 self._cuda.abandon_capture(self.handle)
             raise
         return Captured(self._cuda, self.handle, self._cuda.instantiate(self._cuda.end_capture(self.handle)))
+
+    def capture_all(self, work: Sequence[Callable[[], None]]) -> list[Captured] | BackendError:
+        """Captures every piece of work, or none where one cannot be: then why not."""
+        captured: list[Captured] = []
+        try:
+            for enqueue in work:
+                captured.append(self.capture(enqueue))  # noqa: PERF401  # those before a failure are to be closed
+        except BackendError as error:
+            for graph in captured:
+                graph.close()
+            return error
+        return captured
 
     def close(self) -> None:
         """Gives the stream back after its work; then does nothing."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,6 @@ _CACHE: dict[ComputedIn, np.dtype[Any]] = {
 def import_tensorrt(runtime: EngineRuntime, *, version_compatible: bool) -> Any:
     """The module that runs engines of a library.
 
-    Args:
-        runtime: the library.
-        version_compatible: whether the engines are, so that a smaller module will do.
-
     Raises:
         BackendError: there is none; names the extra.
     """
@@ -51,11 +46,6 @@ def import_tensorrt(runtime: EngineRuntime, *, version_compatible: bool) -> Any:
 
 def choose(engines: Sequence[CompiledEngine], runtime: EngineRuntime, device: CudaDevice) -> list[CompiledEngine]:
     """The engines of a graph that run on a device, those compiled for just it rather than compatible ones.
-
-    Args:
-        engines: all of the graph's.
-        runtime: the library that is to run them.
-        device: the GPU.
 
     Raises:
         BackendError: there are none; says which there are and what to do.
@@ -102,13 +92,6 @@ def _release(version: str) -> tuple[int, ...]:
 def load_engine(trt: Any, logger: Any, runtime: Any, folder: Path, engine: CompiledEngine) -> Any:
     """Reads an engine, and puts its weights in where it was written without them.
 
-    Args:
-        trt: the module.
-        logger: a ``Logger`` of it.
-        runtime: a ``Runtime`` of it.
-        folder: the bundle's.
-        engine: what the manifest says of it.
-
     Raises:
         BackendError: the library cannot read it, or its weights do not fit.
     """
@@ -129,26 +112,11 @@ def load_engine(trt: Any, logger: Any, runtime: Any, folder: Path, engine: Compi
     return loaded
 
 
-@dataclass(frozen=True)
-class _Profile:
-    """Where a shape point runs: a loaded engine, and which of its optimization profiles."""
-
-    engine: Any
-    index: int
-    file: str
-
-
 class EngineExecutor:
     """Runs a model's engines, an execution context a shape point; see
     :class:`~specexport.runtime.cuda.executor.Executor`.
 
     Contexts share one piece of scratch memory, as one of them runs at a time.
-
-    Args:
-        trt: the module.
-        stream: does the work.
-        folder: the bundle's.
-        engines: the graph's, for this device.
 
     Raises:
         BackendError: an engine cannot be loaded.
@@ -163,28 +131,28 @@ class EngineExecutor:
         self._stream = stream
         self._logger = trt.Logger(trt.Logger.ERROR)
         self._runtime = trt.Runtime(self._logger)
-        self._profiles: dict[ShapePoint, _Profile] = {}
+        # Where a shape point runs: a loaded engine, which of its optimization profiles, and its file.
+        self._profiles: dict[ShapePoint, tuple[Any, int, str]] = {}
         self._contexts: list[Any] = []
         self.workspace = 0
         for engine in engines:
             check_version(engine, str(trt.__version__))
             loaded = load_engine(trt, self._logger, self._runtime, folder, engine)
             for index, point in enumerate(engine.profiles):
-                self._profiles.setdefault(point, _Profile(loaded, index, engine.file))
+                self._profiles.setdefault(point, (loaded, index, engine.file))
                 self.workspace = max(self.workspace, int(loaded.get_device_memory_size_for_profile_v2(index)))
         self.points = frozenset(self._profiles)
         self.cache_dtype = _CACHE[engines[0].compute]
 
     def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
-        """See :class:`~specexport.runtime.cuda.executor.Executor`."""
-        profile, stream = self._profiles[point], self._stream.handle
-        engine, file = profile.engine, profile.file
+        engine, profile, file = self._profiles[point]
+        stream = self._stream.handle
         context = engine.create_execution_context(self._trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if context is None:
             raise BackendError(f"{file}: no execution context could be made for {point}; see the message above")
         context.set_device_memory(workspace.address, workspace.nbytes)
-        if not context.set_optimization_profile_async(profile.index, stream):
-            raise BackendError(f"{file}: there is no optimization profile {profile.index} for {point}")
+        if not context.set_optimization_profile_async(profile, stream):
+            raise BackendError(f"{file}: there is no optimization profile {profile} for {point}")
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         for name in sorted(names, key=lambda name: engine.get_tensor_mode(name) != self._trt.TensorIOMode.INPUT):
             if name not in tensors:
@@ -217,6 +185,5 @@ class EngineExecutor:
             raise BackendError(f"{file}: the engine refused the memory of {name}")
 
     def close(self) -> None:
-        """See :class:`~specexport.runtime.cuda.executor.Executor`."""
         self._contexts.clear()
         self._profiles.clear()

@@ -8,9 +8,12 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
+from specexport.contract.methods.draft_model import ChainDraft
 from specexport.contract.shapes import CATCH_UP_TOKENS, window
-from specexport.runtime.backend import Array, Graph, write_sampling
-from specexport.runtime.proposers.base import Proposal, SlotView, drawn, fill
+from specexport.runtime.buffers import write_sampling
+from specexport.runtime.graph import Array, Graph
+from specexport.runtime.proposal import DeviceDraft, Proposal, SlotView, drawn, fill
+from specexport.runtime.proposers.opening import Opening
 from specexport.runtime.proposers.reader import Reader, ReadingProposer
 
 
@@ -33,69 +36,74 @@ class DraftModelProposer(ReadingProposer):
         self._chunk = manifest.prefill_chunk
         super().__init__(Reader(graph, manifest.prefill_chunk, self._read))
 
-    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
+    @property
+    def device_draft(self) -> DeviceDraft:
+        return self
+
+    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         """See :class:`Proposer`; a text of one token has nothing to catch up on and is left out.
 
         So are slots that the draft is far behind in, as after plain steps: it reads one chunk of one of them.
         """
-        texts = {sequence.slot: sequence.tokens[:-CATCH_UP_TOKENS] for sequence in sequences}
+        texts = {view.slot: view.tokens[:-CATCH_UP_TOKENS] for view in views}
         waiting = self._reader.catch_up(texts)
-        ready = [one for one in sequences if len(one.tokens) >= CATCH_UP_TOKENS and one.slot not in waiting]
+        ready = [view for view in views if len(view.tokens) >= CATCH_UP_TOKENS and view.slot not in waiting]
         return self._draft(ready) if ready else {}
 
     def _draft(self, ready: Sequence[SlotView]) -> dict[int, Proposal]:
-        K = max(sequence.tree.depth for sequence in ready)
+        K = max(view.tree.depth for view in ready)
         slots = self.ask(ready, K)
         made = self.graph.run(CATCH_UP_TOKENS, drafts=K, slots=slots)
-        return {sequence.slot: self._take(sequence, made, sequence.slot - slots.start) for sequence in ready}
+        return {view.slot: self._take(view, made, view.slot - slots.start) for view in ready}
 
-    def is_ready(self, sequence: SlotView) -> bool:
+    def is_ready(self, view: SlotView) -> bool:
         """Whether the draft has read all of a text that it needs to go on with it."""
-        text = sequence.tokens[:-CATCH_UP_TOKENS]
-        return len(sequence.tokens) >= CATCH_UP_TOKENS and self._reader.known(sequence.slot, text) == len(text)
+        text = view.tokens[:-CATCH_UP_TOKENS]
+        return len(view.tokens) >= CATCH_UP_TOKENS and self._reader.known(view.slot, text) == len(text)
 
     def ask(self, ready: Sequence[SlotView], K: int) -> range:
         """Writes the graph's inputs for slots that are ready, for which it is to draft K tokens; returns the window."""
-        longest = max(len(sequence.tokens) for sequence in ready)
+        longest = max(len(view.tokens) for view in ready)
         self.graph.reserve(longest + K - 1)
-        slots = window([sequence.slot for sequence in ready], self.graph.sizes)
+        slots = window([view.slot for view in ready], self.graph.sizes)
         given = self.graph.inputs(CATCH_UP_TOKENS, drafts=K, slots=slots)
-        for sequence in ready:
-            at = sequence.slot - slots.start
-            given[tensors.INPUT_IDS][at] = sequence.tokens[-CATCH_UP_TOKENS:]
-            given[tensors.PAST_LENGTH][at] = len(sequence.tokens) - CATCH_UP_TOKENS
-            write_sampling(given, at, sequence.params)
-            if not sequence.params.greedy:
+        self.graph.protect_rows(CATCH_UP_TOKENS, drafts=K, slots=slots)
+        for view in ready:
+            at = view.slot - slots.start
+            given[tensors.INPUT_IDS][at] = view.tokens[-CATCH_UP_TOKENS:]
+            given[tensors.PAST_LENGTH][at] = len(view.tokens) - CATCH_UP_TOKENS
+            write_sampling(given, at, view.params)
+            if not view.params.greedy:
                 # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
-                depth = sequence.tree.depth
-                given[tensors.UNIFORM][at, :depth] = sequence.random.random(depth, np.float32)
+                depth = view.tree.depth
+                given[tensors.UNIFORM][at, :depth] = view.random.random(depth, np.float32)
         return slots
 
-    def keep(self, sequence: SlotView, drafted: Sequence[int]) -> None:
+    def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
         """Keeps the rows of a run: those of the text, and of the first of the tokens it drafted.
 
         Args:
-            sequence: the slot, as the run was asked for.
+            view: the slot, as the run was asked for.
             drafted: tokens it drafted and was then given; the last one never is.
         """
         fed = range(CATCH_UP_TOKENS + len(drafted))
-        self.graph.commit(sequence.slot, len(sequence.tokens) - CATCH_UP_TOKENS, fed)
-        self._reader.note(sequence.slot, [*sequence.tokens, *drafted])
+        self.graph.commit(view.slot, len(view.tokens) - CATCH_UP_TOKENS, fed)
+        self._reader.note(view.slot, [*view.tokens, *drafted])
 
-    def _take(self, sequence: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
-        tree = sequence.tree
+    def _take(self, view: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
+        tree = view.tree
         drafted = made[tensors.DRAFT_TOKENS][: tree.depth, at].astype(np.int64)
         ids = made[tensors.DRAFT_IDS][: tree.depth, at].astype(np.int64)
-        self.keep(sequence, drafted[:-1].tolist())
-        if sequence.params.greedy:
+        self.keep(view, drafted[:-1].tolist())
+        if view.params.greedy:
             return Proposal(fill(tree, ids), tree, None, ids)
         probs = made[tensors.DRAFT_PROBS][: tree.depth, at].astype(np.float32)
         tokens, q, candidates = drawn(tree, tree.depths[1:] - 1, drafted, ids, probs)
         return Proposal(tokens, tree, q, candidates)
 
-    def prefill(self, sequence: SlotView) -> bool:
+    def prefill(self, view: SlotView) -> bool:
         """See :class:`Proposer`; all but the last two tokens are read."""
-        return self._reader.read(sequence.slot, sequence.tokens[:-CATCH_UP_TOKENS])
+        return self._reader.read(view.slot, view.tokens[:-CATCH_UP_TOKENS])
 
     def _read(self, slot: int, tokens: list[int], past: int) -> None:
         slots = range(slot, slot + 1)
@@ -106,3 +114,8 @@ class DraftModelProposer(ReadingProposer):
         given[tensors.LAST_ROW][0] = len(tokens) - 1
         self.graph.run(self._chunk, drafts=1, slots=slots)
         self.graph.commit(slot, past, range(len(tokens)))
+
+
+def open_proposer(method: ChainDraft, opening: Opening) -> DraftModelProposer:
+    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
+    return DraftModelProposer(opening.graph(method), opening.bundle.manifest)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specexport.contract.methods import Hypothesis
-from specexport.runtime.proposers.base import Chains, Proposal, Proposer, SlotView, moved
+from specexport.contract.methods.hypothesis import Hypothesis
+from specexport.runtime.proposal import Chains, Proposal, Proposer, SlotView, moved
+from specexport.runtime.proposers.opening import Opening
 
 LONGEST_MATCH = 4
 """Tokens that are compared to find the place again; a longer match says no more."""
@@ -104,27 +105,29 @@ class HypothesisProposer(Proposer):
         self._chains = Chains(method.token_trees())
         self._slots: dict[int, _Followed] = {}
 
-    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`."""
+    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         made = {}
-        for sequence in sequences:
-            followed = self._slots.get(sequence.slot)
+        for view in views:
+            followed = self._slots.get(view.slot)
             if followed is None:
-                followed = _Followed(Follower(sequence.hypothesis), sequence.prompt)
-                self._slots[sequence.slot] = followed
-            followed.follower.extend(sequence.tokens[followed.read :])
-            followed.read = len(sequence.tokens)
+                followed = _Followed(Follower(view.hypothesis), view.prompt)
+                self._slots[view.slot] = followed
+            followed.follower.extend(view.tokens[followed.read :])
+            followed.read = len(view.tokens)
             found = followed.follower.following()
-            tree = self._chains.within(sequence.tree, len(found))
+            tree = self._chains.within(view.tree, len(found))
             if tree is not None:
                 tokens = np.array(found[: len(tree) - 1], np.int64)
-                made[sequence.slot] = Proposal(tokens, tree, None, tokens[:, None])
+                made[view.slot] = Proposal(tokens, tree, None, tokens[:, None])
         return made
 
     def move(self, source: int, to: int) -> None:
-        """See :class:`Proposer`."""
         moved(self._slots, source, to)
 
     def release(self, slot: int) -> None:
-        """See :class:`Proposer`."""
         self._slots.pop(slot, None)
+
+
+def open_proposer(method: Hypothesis, opening: Opening) -> Proposer:
+    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
+    return HypothesisProposer(method)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from specexport.contract import tensors
-from specexport.contract.methods import Lookahead
+from specexport.contract.methods.lookahead import Lookahead
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Array
 from specexport.runtime.embeds import is_embedding
-from specexport.runtime.proposers.base import Proposal, Proposer, SlotView, Window, moved
+from specexport.runtime.graph import Array
+from specexport.runtime.proposal import Proposal, Proposer, SlotView, Window, moved
+from specexport.runtime.proposers.opening import Opening
 
 _SEED = 0
 """The window begins with tokens drawn from the prompt. What they are costs nothing but acceptance, so that they need
@@ -141,16 +142,15 @@ class LookaheadProposer(Proposer):
         self._pool = pool
         self._slots: dict[int, _Slot] = {}
 
-    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`."""
-        return {sequence.slot: self._propose(sequence) for sequence in sequences}
+    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
+        return {view.slot: self._propose(view) for view in views}
 
-    def _propose(self, sequence: SlotView) -> Proposal:
-        slot = self._slots.get(sequence.slot)
+    def _propose(self, view: SlotView) -> Proposal:
+        slot = self._slots.get(view.slot)
         if slot is None:
-            slot = self._slots[sequence.slot] = self._begin(sequence.tokens)
-        root, each = sequence.tokens[-1], self._method.ngram - 1
-        guesses = slot.pool.guesses(root, (len(sequence.tree) - 1) // each)
+            slot = self._slots[view.slot] = self._begin(view.tokens)
+        root, each = view.tokens[-1], self._method.shape[1] - 1
+        guesses = slot.pool.guesses(root, (len(view.tree) - 1) // each)
         tokens, parents = merged(guesses)
         tree = TokenTree((-1, *parents))
         drafted = np.array(tokens, np.int64)
@@ -170,18 +170,18 @@ class LookaheadProposer(Proposer):
 
     def _begin(self, prompt: Sequence[int]) -> _Slot:
         method, random = self._method, np.random.default_rng(_SEED)
-        pool = self._pool(method.guesses)
+        W, N, G = method.shape
+        pool = self._pool(G)
         if method.prompt_seeding:
-            for end in range(method.ngram, len(prompt) + 1):
-                first, *rest = prompt[end - method.ngram : end]
+            for end in range(N, len(prompt) + 1):
+                first, *rest = prompt[end - N : end]
                 if not any(map(is_embedding, rest)):
                     pool.add(first, tuple(rest))
         known = [token for token in prompt if not is_embedding(token)] or [_SPARE]
-        first_level = random.choice(np.array(known), method.window + method.ngram - 3).tolist()
-        return _Slot(pool, Trajectory(method.window, method.ngram, first_level))
+        first_level = random.choice(np.array(known), W + N - 3).tolist()
+        return _Slot(pool, Trajectory(W, N, first_level))
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        """See :class:`Proposer`."""
         known = self._slots.get(slot)
         if known is None or known.asked is None:  # prefill, or a step of the root alone
             return
@@ -192,11 +192,9 @@ class LookaheadProposer(Proposer):
             known.pool.add(first, rest)
 
     def move(self, source: int, to: int) -> None:
-        """See :class:`Proposer`."""
         moved(self._slots, source, to)
 
     def release(self, slot: int) -> None:
-        """See :class:`Proposer`."""
         self._slots.pop(slot, None)
 
 
@@ -213,3 +211,8 @@ def merged(guesses: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
                 parents.append(nodes[path[:-1]])
                 nodes[path] = len(tokens)
     return tokens, parents
+
+
+def open_proposer(method: Lookahead, opening: Opening) -> Proposer:
+    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
+    return LookaheadProposer(method)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from specexport.contract import tensors
-from specexport.runtime.backend import Array
-from specexport.runtime.proposers.base import Ints, Proposal, Proposer, SlotView, fill, moved
+from specexport.contract.methods.medusa import Medusa
+from specexport.runtime.graph import Array
+from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotView, fill, moved
+from specexport.runtime.proposers.opening import Opening
 
 
 class MedusaProposer(Proposer):
@@ -21,24 +23,26 @@ class MedusaProposer(Proposer):
     def __init__(self) -> None:
         self._candidates: dict[int, Ints] = {}
 
-    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
+    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         """See :class:`Proposer`; before the target's first step there is nothing to propose."""
         made = {}
-        for sequence in sequences:
-            candidates = self._candidates.get(sequence.slot)
+        for view in views:
+            candidates = self._candidates.get(view.slot)
             if candidates is not None:
-                tokens = fill(sequence.tree, candidates)
-                made[sequence.slot] = Proposal(tokens, sequence.tree, None, candidates)
+                tokens = fill(view.tree, candidates)
+                made[view.slot] = Proposal(tokens, view.tree, None, candidates)
         return made
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        """See :class:`Proposer`."""
         self._candidates[slot] = outputs[tensors.CANDIDATES][:, row].copy()
 
     def move(self, source: int, to: int) -> None:
-        """See :class:`Proposer`."""
         moved(self._candidates, source, to)
 
     def release(self, slot: int) -> None:
-        """See :class:`Proposer`."""
         self._candidates.pop(slot, None)
+
+
+def open_proposer(method: Medusa, opening: Opening) -> Proposer:
+    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
+    return MedusaProposer()

@@ -8,10 +8,11 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import MedusaDraft
+from specexport.contract.methods.medusa_draft import MedusaDraft
 from specexport.contract.shapes import window
-from specexport.runtime.backend import Graph
-from specexport.runtime.proposers.base import Ints, Proposal, SlotView, fill
+from specexport.runtime.graph import Graph
+from specexport.runtime.proposal import Ints, Proposal, SlotView, fill
+from specexport.runtime.proposers.opening import Opening
 from specexport.runtime.proposers.reader import Reader, ReadingProposer
 
 
@@ -30,33 +31,34 @@ class MedusaDraftProposer(ReadingProposer):
     def __init__(self, graph: Graph, manifest: Manifest, method: MedusaDraft) -> None:
         self._graph = graph
         self._chunk = manifest.prefill_chunk
-        self._last_position = method.draft.max_positions - 1
-        self._width = catch_up(method)
+        (draft,) = method.models.values()
+        self._last_position = draft.max_positions - 1
+        self._width = method.draft_width
         super().__init__(Reader(graph, manifest.prefill_chunk, self._read))
 
-    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
+    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         """See :class:`Proposer`; of slots the draft is far behind in, as after plain steps, one reads one chunk."""
-        texts = {sequence.slot: sequence.tokens[: -self._width] for sequence in sequences}
+        texts = {view.slot: view.tokens[: -self._width] for view in views}
         waiting = self._reader.catch_up(texts)
         made: dict[int, Ints] = {}
-        wide = [one for one in sequences if len(one.tokens) >= self._width and one.slot not in waiting]
+        wide = [view for view in views if len(view.tokens) >= self._width and view.slot not in waiting]
         if wide:
-            past = {one.slot: len(one.tokens) - self._width for one in wide}
-            made = self._run({one.slot: one.tokens[past[one.slot] :] for one in wide}, past, self._width)
-        for one in sequences:
-            if len(one.tokens) < self._width:
-                made |= self._run({one.slot: one.tokens}, {one.slot: 0}, self._chunk)
-            if one.slot in made:
-                self._reader.note(one.slot, list(one.tokens))
+            past = {view.slot: len(view.tokens) - self._width for view in wide}
+            made = self._run({view.slot: view.tokens[past[view.slot] :] for view in wide}, past, self._width)
+        for view in views:
+            if len(view.tokens) < self._width:
+                made |= self._run({view.slot: view.tokens}, {view.slot: 0}, self._chunk)
+            if view.slot in made:
+                self._reader.note(view.slot, list(view.tokens))
         return {
-            one.slot: Proposal(fill(one.tree, made[one.slot]), one.tree, None, made[one.slot])
-            for one in sequences
-            if one.slot in made
+            view.slot: Proposal(fill(view.tree, made[view.slot]), view.tree, None, made[view.slot])
+            for view in views
+            if view.slot in made
         }
 
-    def prefill(self, sequence: SlotView) -> bool:
+    def prefill(self, view: SlotView) -> bool:
         """See :class:`Proposer`; all but the tokens it is given in each step."""
-        return self._reader.read(sequence.slot, sequence.tokens[: -self._width])
+        return self._reader.read(view.slot, view.tokens[: -self._width])
 
     def _read(self, slot: int, tokens: list[int], past: int) -> None:
         self._run({slot: tokens}, {slot: past}, self._chunk)
@@ -67,6 +69,7 @@ class MedusaDraftProposer(ReadingProposer):
         sizes = self._graph.sizes if width == self._width else (1, self._graph.sizes[-1])  # chunks: a slot at a time
         slots = window(texts, sizes)
         given = self._graph.inputs(width, 1, slots=slots)
+        self._graph.protect_rows(width, 1, slots=slots)
         for slot, tokens in texts.items():
             at, past = slot - slots.start, pasts[slot]
             given[tensors.INPUT_IDS][at, : len(tokens)] = tokens
@@ -79,6 +82,6 @@ class MedusaDraftProposer(ReadingProposer):
         return {slot: candidates[slot - slots.start, :, 0].copy() for slot in texts}
 
 
-def catch_up(method: MedusaDraft) -> int:
-    """Tokens the draft is given a step: the most a step can commit."""
-    return 1 + max(tree.depth for tree in method.token_trees())
+def open_proposer(method: MedusaDraft, opening: Opening) -> MedusaDraftProposer:
+    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
+    return MedusaDraftProposer(opening.graph(method), opening.bundle.manifest, method)

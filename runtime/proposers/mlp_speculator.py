@@ -9,11 +9,14 @@ from functools import lru_cache
 import numpy as np
 
 from specexport.contract import tensors
+from specexport.contract.methods.mlp_speculator import MlpSpeculator
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Array, Graph, write_sampling
+from specexport.runtime.buffers import write_sampling
 from specexport.runtime.embeds import is_embedding
-from specexport.runtime.proposers.base import Ints, Proposal, Proposer, SlotView, drawn, moved
+from specexport.runtime.graph import Array, Graph
+from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotView, drawn, moved
+from specexport.runtime.proposers.opening import Opening
 from specexport.runtime.sampling import Floats
 
 
@@ -33,43 +36,40 @@ class MlpSpeculatorProposer(Proposer):
         self._graph = graph
         self._states: dict[int, Floats] = {}
 
-    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
+    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         """See :class:`Proposer`; slots the target has not run in yet, and whose root is an embedding, are left out."""
-        ready = [one for one in sequences if one.slot in self._states and not is_embedding(one.tokens[-1])]
+        ready = [view for view in views if view.slot in self._states and not is_embedding(view.tokens[-1])]
         if not ready:
             return {}
-        deepest, widest = max(one.tree.depth for one in ready), max(one.tree.level_width for one in ready)
-        slots = window([one.slot for one in ready], self._graph.sizes)
+        deepest, widest = max(view.tree.depth for view in ready), max(view.tree.level_width for view in ready)
+        slots = window([view.slot for view in ready], self._graph.sizes)
         stages, nodes = next((k, w) for k, w in self._graph.drafts(len(slots)) if k >= deepest and w >= widest)
         given = self._graph.inputs(nodes, drafts=stages, slots=slots)
-        for one in ready:
-            self._give(given, one.slot - slots.start, one)
+        for view in ready:
+            self._give(given, view.slot - slots.start, view)
         made = self._graph.run(nodes, drafts=stages, slots=slots)
-        return {one.slot: _proposal(one, made, one.slot - slots.start) for one in ready}
+        return {view.slot: _proposal(view, made, view.slot - slots.start) for view in ready}
 
-    def _give(self, given: Mapping[str, Array], at: int, one: SlotView) -> None:
-        levels = _levels(one.tree)
+    def _give(self, given: Mapping[str, Array], at: int, view: SlotView) -> None:
+        levels = _levels(view.tree)
         depth, width = levels.parents.shape
-        given[tensors.HIDDEN_STATE][at] = self._states[one.slot]
-        given[tensors.INPUT_IDS][at] = one.tokens[-1]
+        given[tensors.HIDDEN_STATE][at] = self._states[view.slot]
+        given[tensors.INPUT_IDS][at] = view.tokens[-1]
         for name, wanted in ((tensors.LEVEL_PARENTS, levels.parents), (tensors.LEVEL_RANKS, levels.ranks)):
             given[name][at] = 0
             given[name][at, :depth, :width] = wanted
-        write_sampling(given, at, one.params)
-        if not one.params.greedy:
+        write_sampling(given, at, view.params)
+        if not view.params.greedy:
             # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
-            given[tensors.UNIFORM][at, :depth, :width] = one.random.random((depth, width), np.float32)
+            given[tensors.UNIFORM][at, :depth, :width] = view.random.random((depth, width), np.float32)
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        """See :class:`Proposer`."""
         self._states[slot] = outputs[tensors.HIDDEN][row].copy()
 
     def move(self, source: int, to: int) -> None:
-        """See :class:`Proposer`."""
         moved(self._states, source, to)
 
     def release(self, slot: int) -> None:
-        """See :class:`Proposer`."""
         self._states.pop(slot, None)
 
 
@@ -102,8 +102,8 @@ def _levels(tree: TokenTree) -> _Levels:
     return _Levels(parents, ranks, tuple(map(len, tree.levels)), rows)
 
 
-def _proposal(one: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
-    tree = one.tree
+def _proposal(view: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
+    tree = view.tree
     levels = _levels(tree)
 
     def rows(name: str) -> Array:
@@ -113,8 +113,13 @@ def _proposal(one: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
     # The first node of a level is the one below the best guesses.
     best = np.cumsum((0, *levels.counts[:-1]))
     ids: Ints = rows(tensors.DRAFT_IDS)
-    if one.params.greedy:
+    if view.params.greedy:
         return Proposal(ids[levels.rows, np.asarray(tree.ranks[1:])], tree, None, ids[best])
     probs: Floats = rows(tensors.DRAFT_PROBS)
     tokens, q, candidates = drawn(tree, levels.rows, rows(tensors.DRAFT_TOKENS), ids, probs)
     return Proposal(tokens, tree, q, candidates[best])
+
+
+def open_proposer(method: MlpSpeculator, opening: Opening) -> Proposer:
+    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
+    return MlpSpeculatorProposer(opening.graph(method))

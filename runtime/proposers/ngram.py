@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from specexport.contract.methods import Ngram
+from specexport.contract.methods.ngram import Ngram
 from specexport.runtime.embeds import tokens_before_embeddings
-from specexport.runtime.proposers.base import Chains, Proposal, Proposer, SlotView, moved
+from specexport.runtime.proposal import Chains, Proposal, Proposer, SlotView, moved
+from specexport.runtime.proposers.opening import Opening
 
 TRUST = 2
 """Draft tokens a matched token is worth: a short match is often chance, and a step pays for every token it verifies."""
@@ -72,29 +73,32 @@ class NgramProposer(Proposer):
         self._chains = Chains(method.token_trees())
         self._indexes: dict[int, NgramIndex] = {}
 
-    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`."""
+    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         made = {}
-        for sequence in sequences:
-            index = self._indexes.get(sequence.slot)
+        for view in views:
+            index = self._indexes.get(view.slot)
             if index is None:
-                index = NgramIndex(self._method.prompt_lookup_min, self._method.prompt_lookup_max)
-                self._indexes[sequence.slot] = index
-            index.extend(sequence.tokens[len(index) :])
+                method = view.options if isinstance(view.options, Ngram) else self._method
+                index = NgramIndex(*method.lookup_sizes)
+                self._indexes[view.slot] = index
+            index.extend(view.tokens[len(index) :])
             if (found := index.match()) is None:
                 continue
             n, start = found
-            ahead = tokens_before_embeddings(index.continuation(start, min(TRUST * n, len(sequence.tree) - 1)))
-            tree = self._chains.within(sequence.tree, len(ahead))
+            ahead = tokens_before_embeddings(index.continuation(start, min(TRUST * n, len(view.tree) - 1)))
+            tree = self._chains.within(view.tree, len(ahead))
             if tree is not None:
                 tokens = np.array(ahead[: len(tree) - 1], np.int64)
-                made[sequence.slot] = Proposal(tokens, tree, None, tokens[:, None])
+                made[view.slot] = Proposal(tokens, tree, None, tokens[:, None])
         return made
 
     def move(self, source: int, to: int) -> None:
-        """See :class:`Proposer`."""
         moved(self._indexes, source, to)
 
     def release(self, slot: int) -> None:
-        """See :class:`Proposer`."""
         self._indexes.pop(slot, None)
+
+
+def open_proposer(method: Ngram, opening: Opening) -> Proposer:
+    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
+    return NgramProposer(method)

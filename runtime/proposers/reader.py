@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from specexport.runtime.backend import Graph
-from specexport.runtime.proposers.base import Proposer
+from specexport.runtime.graph import Graph
+from specexport.runtime.proposal import Proposer
 
 ReadChunk = Callable[[int, list[int], int], None]
 """Runs a draft over a chunk of tokens: the slot, the tokens, and how many rows come before them."""
@@ -63,7 +63,6 @@ class Reader:
         self._texts[to] = text[:rows]
 
     def shrink_cache(self, rows: int) -> None:
-        """See :class:`~specexport.runtime.proposers.base.Proposer`."""
         self._graph.shrink_cache(rows)
 
 
@@ -78,15 +77,12 @@ class ReadingProposer(Proposer):
         self._reader = reader
 
     def move(self, source: int, to: int) -> None:
-        """See :class:`Proposer`."""
         self._reader.copy(source, to)
 
     def share(self, source: int, to: int, tokens: int) -> None:
-        """See :class:`Proposer`."""
         self._reader.copy(source, to, tokens)
 
     def shrink_cache(self, rows: int) -> None:
-        """See :class:`Proposer`."""
         self._reader.shrink_cache(rows)
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specexport.contract.errors import RequestError
-from specexport.contract.methods import Suffix
-from specexport.runtime.proposers.base import Chains, Proposal, Proposer, SlotView, moved
+from specexport.contract.methods import Method
+from specexport.contract.methods.suffix import Suffix
+from specexport.runtime.proposal import Chains, Proposal, Proposer, SlotView, moved
+from specexport.runtime.proposers.opening import Opening
 
 _END = -1
 """Stands after each output of a store; no other token of a text is -1, so that no match goes across it."""
@@ -158,7 +160,7 @@ class OutputStore:
         self._half = tokens // 2
         if self._half <= _SHORTEST_OUTPUT:
             raise RequestError(
-                f"suffix_store_tokens is {tokens}; expected 0 for no store, or {2 * _SHORTEST_OUTPUT + 2} or more"
+                f"suffix: store_tokens is {tokens}; expected 0 for no store, or {2 * _SHORTEST_OUTPUT + 2} or more"
             )
         self._generations: list[SuffixAutomaton] = []
 
@@ -224,48 +226,47 @@ class SuffixProposer(Proposer):
         self._store = store
         self._texts: dict[int, _Text] = {}
 
-    def propose(self, sequences: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`."""
+    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         made = {}
-        for sequence in sequences:
-            found = self._continuation(self._read(sequence), len(sequence.tree) - 1)
-            tree = self._chains.within(sequence.tree, len(found))
+        for view in views:
+            found = self._continuation(self._read(view), len(view.tree) - 1, view.options)
+            tree = self._chains.within(view.tree, len(found))
             if tree is not None:
                 tokens = np.array(found[: len(tree) - 1], np.int64)
-                made[sequence.slot] = Proposal(tokens, tree, None, tokens[:, None])
+                made[view.slot] = Proposal(tokens, tree, None, tokens[:, None])
         return made
 
-    def _read(self, sequence: SlotView) -> _Text:
+    def _read(self, view: SlotView) -> _Text:
         """Takes in what is new of a slot's text."""
-        text = self._texts.get(sequence.slot)
+        text = self._texts.get(view.slot)
         if text is None:
             # The list is the request's own: it has the whole output later.
-            text = self._texts[sequence.slot] = _Text(sequence.tokens, sequence.prompt)
-        new = sequence.tokens[len(text.automaton) :]
+            text = self._texts[view.slot] = _Text(view.tokens, view.prompt)
+        new = view.tokens[len(text.automaton) :]
         for token in new:
             text.automaton.append(token)
         stored = [(made, len(made)) for made in self._store.automata] if self._store is not None else []
         if [(match.automaton, match.size) for match in text.matches] != stored:
             text.matches = [_Match(made, size) for made, size in stored]
-            new = sequence.tokens
+            new = view.tokens
         for match in text.matches:
             match.advance(new)
         return text
 
-    def _continuation(self, text: _Text, limit: int) -> list[int]:
+    def _continuation(self, text: _Text, limit: int, options: Method | None) -> list[int]:
         """The chain that is expected to have most tokens accepted."""
+        method = options if isinstance(options, Suffix) else self._method
         best: list[int] = []
         most = 0.0
         own = (text.automaton, *text.automaton.repeated_suffix())
         for automaton, state, length in (own, *((m.automaton, m.state, m.length) for m in text.matches)):
-            allowed = min(limit, int(self._method.max_spec_factor * length))
-            tokens, expected = automaton.continuation(state, allowed, self._method.min_token_prob)
+            allowed = min(limit, int(method.max_spec_factor * length))
+            tokens, expected = automaton.continuation(state, allowed, method.min_token_prob)
             if expected > most:
                 best, most = tokens, expected
         return best
 
     def move(self, source: int, to: int) -> None:
-        """See :class:`Proposer`."""
         moved(self._texts, source, to)
 
     def release(self, slot: int) -> None:
@@ -273,3 +274,8 @@ class SuffixProposer(Proposer):
         text = self._texts.pop(slot, None)
         if text is not None and self._store is not None:
             self._store.add(text.tokens[text.prompt :])
+
+
+def open_proposer(method: Suffix, opening: Opening) -> Proposer:
+    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
+    return SuffixProposer(method, OutputStore(method.store_tokens) if method.store_tokens else None)

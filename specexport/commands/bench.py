@@ -12,9 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from specexport.commands.build import Bars, build_progress
+from specexport.building import progress_bars
 from specexport.contract.errors import RequestError
-from specexport.contract.methods import method_name
 from specexport.runtime import Engine
 from specexport.tuning import workloads
 from specexport.tuning.bench import Row, compare
@@ -26,7 +25,12 @@ _UNATTENDED_WIDTH = 160
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport bench``."""
     parser.add_argument("bundle", type=Path, metavar="BUNDLE")
-    parser.add_argument("--methods", default="all", metavar="NAME[,NAME...]", help="which of the bundle's")
+    parser.add_argument(
+        "--methods",
+        default="all",
+        metavar="NAME[,NAME...]",
+        help="those the bundle was built for and those that need no graph",
+    )
     parser.add_argument(
         "--data",
         type=Path,
@@ -49,17 +53,14 @@ def main(arguments: argparse.Namespace) -> int:
         if value is not None and value < least:
             raise RequestError(f"--{flag.replace('_', '-')} is {value}; expected {least} or more")
     with Engine.load(arguments.bundle, threads=arguments.threads, cost_curve=False) as engine:
-        built = list(map(method_name, engine.manifest.methods))
-        if not built:
-            raise RequestError(f"{arguments.bundle}: built without a way to speculate; there is nothing to compare")
-        names = built if arguments.methods == "all" else arguments.methods.split(",")
+        names = list(engine.methods) if arguments.methods == "all" else arguments.methods.split(",")
         sizes = (arguments.prompts, arguments.prompt_tokens)
         if arguments.data is None:
             tasks = workloads.built_in(engine.encode, *sizes)
         else:
             tasks = workloads.read(engine.encode, arguments.data, *sizes)
-        with build_progress(Console(stderr=True)) as progress:
-            rows = compare(engine, names, tasks, arguments.max_tokens, Bars(progress))
+        with progress_bars() as progress:
+            rows = compare(engine, names, tasks, arguments.max_tokens, progress)
     if arguments.json:
         print(json.dumps({"bundle": str(arguments.bundle), "rows": [_as_dict(row) for row in rows]}, indent=2))
     else:

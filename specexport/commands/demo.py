@@ -7,37 +7,35 @@ import statistics
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
-from specexport.commands.build import Bars, build_progress, exporter
+from specexport.building import exporter, progress_bars
 from specexport.commands.run import describe
 from specexport.contract.errors import BuildError, BundleError
-from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.speculative import PLAIN
 
 _PROMPT = 'class Server:\n    """Handle requests."""\n\n    def __init__(self, host, port):\n        self.host = host\n'
 _ROUNDS = 3
-_HELPERS = {"draft_model": ("draft", "demo-draft"), "medusa": ("medusa", "demo-medusa")}
-"""By method: the flag of ``specexport build`` and the demo model that goes with it."""
+_HELPERS = {"draft_model": "demo-draft", "medusa": "demo-medusa"}
+"""By method: the demo model that goes with it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport demo``."""
     parser.add_argument("--method", choices=tuple(_HELPERS), default="draft_model", help="how to speculate")
     parser.add_argument(
-        "--models", type=Path, default=Path("examples/models"), metavar="DIR", help="holds demo-target and the others"
+        "--models", type=Path, default=Path("examples/models"), metavar="DIR", help="folder with the demo's models"
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="BUNDLE", help="where to build it (default: build/demo-METHOD)"
     )
-    parser.add_argument("-p", "--prompt", default=_PROMPT, help="text to continue")
+    parser.add_argument("-p", "--prompt", default=_PROMPT, help="text to continue (default: the start of a class)")
     parser.add_argument("-n", "--max-tokens", type=int, default=160, help="tokens to generate")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport demo``."""
-    flag, name = _HELPERS[arguments.method]
+    name = _HELPERS[arguments.method]
     target, helper = arguments.models / "demo-target", arguments.models / name
     bundle = arguments.output or Path("build") / f"demo-{arguments.method.replace('_', '-')}"
     if not _is_built(bundle):
@@ -45,14 +43,12 @@ def main(arguments: argparse.Namespace) -> int:
             raise BuildError(
                 f"{arguments.models}: no demo-target and {name}; run this in a checkout of specexport, or pass --models"
             )
-        print(f"$ specexport build --target {target} --{flag} {helper} -o {bundle}", file=sys.stderr)
+        print(f"$ specexport build --target {target} --method {arguments.method}:{helper} -o {bundle}", file=sys.stderr)
         module = exporter()
-        with build_progress(Console(stderr=True)) as progress:
-            options = {flag: str(helper)}
-            module.build(
-                module.BuildOptions(target=str(target), output=bundle, overwrite=bundle.exists(), **options),
-                Bars(progress),
-            )
+        with progress_bars() as progress:
+            methods = ({"method": arguments.method, "model": str(helper)},)
+            options = {"target": str(target), "output": bundle, "methods": methods, "overwrite": bundle.exists()}
+            module.build(module.BuildOptions(**options), progress)
     with Engine.load(bundle) as engine:
         sampled = SamplingParams(temperature=0.7, top_p=0.95, seed=2, max_tokens=arguments.max_tokens, ignore_eos=True)
         print(arguments.prompt, end="", flush=True)
@@ -67,8 +63,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _is_built(bundle: Path) -> bool:
     """Whether there is a bundle that this version reads; one of an older version is built again."""
-    if not (bundle / MANIFEST_NAME).is_file():
-        return False
     try:
         read_manifest(bundle)
     except BundleError:
@@ -80,7 +74,7 @@ def _compare(engine: Engine, prompt: str, sampled: SamplingParams) -> None:
     """Says how much sooner speculation is done, sampled and greedy, and that greedy says the same with it."""
     greedy = sampled.replace(temperature=0.0)
     for name, params in (("sampled", sampled), ("greedy", greedy)):
-        runs = [[engine.generate(prompt, params, speculation=on) for on in (True, False)] for _ in range(_ROUNDS)]
+        runs = [[engine.generate(prompt, params, how) for how in (None, PLAIN)] for _ in range(_ROUNDS)]
         fast, plain = (
             statistics.median(run.stats.tokens_per_second for run in side) for side in zip(*runs, strict=True)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -16,61 +16,56 @@ if TYPE_CHECKING:
     from specexport.exporter.engines.options import EngineOptions
 
 
+_FLAGS: dict[str, dict[str, Any]] = {
+    "--compute": {
+        "choices": ("fp32", "fp16", "bf16"),
+        "help": "type of activations and the KV cache (default: fp32 for fp32 weights, else fp16)",
+    },
+    "--compute-capability": {
+        "metavar": "CC[,CC...]",
+        "help": "devices to compile for, such as 86,89,120 (default: TensorRT-RTX, all it knows from 8.0 on; TensorRT, "
+        "the device of this machine)",
+    },
+    "--workspace": {"type": int, "metavar": "MB", "help": "most scratch memory for one layer"},
+    "--timing-cache": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "TensorRT: keep the times of kernels in this file, so that the next compilation is faster",
+    },
+    "--strip-weights": {
+        "action": "store_true",
+        "help": "leave weights out of the engines and read them when an engine is loaded; TensorRT-RTX: for one device",
+    },
+    "--version-compatible": {
+        "action": "store_true",
+        "help": "TensorRT: let later versions with the same major number run the engines",
+    },
+    "--hardware-compatible": {
+        "action": "store_true",
+        "help": "TensorRT: let every device from 8.0 on run the engines",
+    },
+    "--engine-batch-sizes": {
+        "metavar": "B[,B...]",
+        "help": "how many requests a step may run at once, such as 1,4; of the bundle's batch sizes (default: 1)",
+    },
+    "--plain-profile": {
+        "action": "store_true",
+        "help": "also compile for one token at a time; stores the weights twice, but plain decoding is not padded",
+    },
+}
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags that say how engines are compiled; ``specexport build`` has them too."""
     group = parser.add_argument_group("engines", "for --backend tensorrt and tensorrt-rtx")
-    group.add_argument(
-        "--compute",
-        choices=("fp32", "fp16", "bf16"),
-        help="what activations and the KV cache are (default: fp32 for fp32 weights, else fp16)",
-    )
-    group.add_argument(
-        "--compute-capability",
-        metavar="CC[,CC...]",
-        help="devices, such as 86,89,120 (default: all from 8.0 on that TensorRT-RTX knows; this one for TensorRT)",
-    )
-    group.add_argument("--workspace", type=int, metavar="MB", help="most scratch memory a layer may take")
-    group.add_argument("--timing-cache", type=Path, metavar="FILE", help="TensorRT: keep what was timed for next time")
-    group.add_argument(
-        "--strip-weights",
-        action="store_true",
-        help="put weights in when an engine is loaded; TensorRT-RTX: for one device",
-    )
-    group.add_argument(
-        "--version-compatible", action="store_true", help="TensorRT: let later minor versions run the engines"
-    )
-    group.add_argument(
-        "--hardware-compatible", action="store_true", help="TensorRT: let every device from 8.0 on run the engines"
-    )
-    group.add_argument(
-        "--engine-batch-sizes",
-        metavar="B[,B...]",
-        help="requests that steps are compiled for, such as 1,4; of the bundle's batch sizes (default: 1)",
-    )
-    group.add_argument(
-        "--plain-profile",
-        action="store_true",
-        help="also compile for one token at a time, which stores the weights twice; else plain decoding is padded",
-    )
-
-
-_FLAGS = (
-    "compute",
-    "compute_capability",
-    "workspace",
-    "timing_cache",
-    "strip_weights",
-    "version_compatible",
-    "hardware_compatible",
-    "engine_batch_sizes",
-    "plain_profile",
-)
+    for flag, settings in _FLAGS.items():
+        group.add_argument(flag, **settings)
 
 
 def asked_for(arguments: argparse.Namespace) -> str | None:
-    """The first of these flags that was given, as it is written; None without any."""
-    given = (name for name in _FLAGS if getattr(arguments, name) not in (None, False))
-    return next((f"--{name.replace('_', '-')}" for name in given), None)
+    """The first of these flags that was given; None without any."""
+    given = vars(arguments)
+    return next((flag for flag in _FLAGS if given[flag[2:].replace("-", "_")] not in (None, False)), None)
 
 
 def engine_options(arguments: argparse.Namespace) -> EngineOptions:

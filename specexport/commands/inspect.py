@@ -13,18 +13,7 @@ from rich.table import Table
 from specexport.commands.draw import svg, terminal_tree
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import (
-    Lookahead,
-    Lookup,
-    Medusa,
-    MedusaDraft,
-    Method,
-    MlpSpeculator,
-    Ngram,
-    SelfDraft,
-    Suffix,
-    method_name,
-)
+from specexport.contract.methods import Method, method_name, text_methods
 from specexport.contract.model import Model
 from specexport.contract.reading import check_files, read_manifest
 from specexport.contract.tree import TokenTree
@@ -87,7 +76,7 @@ def _bundled_tree(manifest: Manifest, name: str | None) -> TokenTree:
         return manifest.methods[0].token_trees()[0] if manifest.methods else TokenTree.chain(1)
     method = manifest.method(name)
     if method is None:
-        there = ", ".join(map(method_name, manifest.methods)) or "none"
+        there = ", ".join(one.name for one in manifest.methods) or "none"
         raise RequestError(f"--method is {name!r}; the bundle has {there}")
     return method.token_trees()[0]
 
@@ -105,6 +94,9 @@ def summary(folder: Path, manifest: Manifest) -> RenderableType:
     sampling, embeds = msgspec.to_builtins(manifest.generation), manifest.target.embedding_size
     lines = {
         "speculation": "\n".join(map(_speculation, manifest.methods)) or "none: plain decoding",
+        "and without a graph": ", ".join(
+            name for kind in text_methods() if manifest.method(name := method_name(kind)) is None
+        ),
         "context": f"{manifest.max_seq_len} tokens, prefill in chunks of {manifest.prefill_chunk}",
         "prompts": "tokens" if embeds is None else f"tokens and embeddings of {embeds} numbers",
         "batch": f"up to {manifest.batch_sizes[-1]} requests at once",
@@ -127,34 +119,16 @@ def summary(folder: Path, manifest: Manifest) -> RenderableType:
 def _speculation(method: Method) -> str:
     tree, *others = method.token_trees()
     shape = "in a chain" if tree.is_chain else f"in a tree of depth {tree.depth}"
-    most = "up to " if isinstance(method, Lookup | Lookahead) else ""
+    most = "up to " if method.own_widths or not method.needs_graph else ""
     width = method.widths()[0]
-    text = f"{_by(method)}: {most}{len(tree) - 1} draft tokens a step {shape}, verified {width} at a time; lossless"
+    text = (
+        f"{method.describe()}: {most}{len(tree) - 1} draft tokens a step {shape}, verified {width} at a time; lossless"
+    )
     return text + (f"; requests may choose {_list(sorted(len(other) - 1 for other in others))}" if others else "")
 
 
-def _by(method: Method) -> str:
-    if isinstance(method, Medusa):
-        return f"medusa, {method.heads} heads ({method.parameters:,} parameters, {method.weights})"
-    if isinstance(method, MedusaDraft):
-        return f"medusa_draft, {method.heads} heads on the draft"
-    if isinstance(method, MlpSpeculator):
-        return f"mlp_speculator, {method.stages} stages"
-    if isinstance(method, Ngram):
-        return f"ngram, matches of {method.prompt_lookup_max} to {method.prompt_lookup_min} tokens"
-    if isinstance(method, SelfDraft):
-        return f"self_draft, the target's first {method.layers} layers"
-    if isinstance(method, Suffix):
-        least = f"down to probability {method.min_token_prob:g}"
-        return f"suffix, at most {method.max_spec_factor:g} a matched token, {least}"
-    if isinstance(method, Lookahead):
-        seeded = ", seeded from the prompt" if method.prompt_seeding else ""
-        return f"lookahead, window {method.window}, n-grams of {method.ngram}{seeded}"
-    return method_name(method)
-
-
 def _cache(model: Model) -> str:
-    row = sum(4 * layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
+    row = model.cache_row_bytes
     return f"{len(model.cache)} layers, {bytes_text(row)} a token ({model.precision.cache})" if row else "none"
 
 

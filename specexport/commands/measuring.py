@@ -6,34 +6,33 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
-from specexport.commands.build import exporter
+from specexport.building import exporter
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import Manifest
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
+from specexport.tuning.workloads import read_lines
 
 
 def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the bundle, the text, and how much of it is decoded."""
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE")
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder made by specexport build")
     parser.add_argument(
         "--data",
         type=Path,
         nargs="+",
         required=True,
         metavar="FILE",
-        help="text like that to come, but not what was trained on: text files, or .jsonl with a text a line",
+        help="text like that to come, but not what it was trained on: text files, or .jsonl with a text a line",
     )
     parser.add_argument("--max-nodes", type=int, default=32, metavar="N", help="most tokens a step verifies")
     parser.add_argument("--prompts", type=int, default=32, metavar="N", help="how many prompts to decode")
     parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of a prompt")
     parser.add_argument("-n", "--max-tokens", type=int, default=96, help="tokens to generate for each")
-    parser.add_argument("--temperature", type=float, default=0.0, help="tune for sampling at this temperature")
+    parser.add_argument("--temperature", type=float, default=0.0, help="decode at this temperature; 0 is greedy")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
-    parser.add_argument("--dry-run", action="store_true", help="print what was found and change nothing")
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument("--dry-run", action="store_true", help="print the result and leave the bundle as it is")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def open_to_tune(arguments: argparse.Namespace) -> Bundle:
@@ -75,34 +74,18 @@ def read_prompts(engine: Engine, files: Sequence[Path], count: int, tokens: int)
     limit = min(tokens, engine.manifest.max_seq_len // 2)
     prompts: list[list[int]] = []
     for path in files:
+        if path.suffix == ".jsonl":
+            prompts += [engine.encode(line.text)[:limit] for line in read_lines(path)]
+            continue
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"{path}: {error}; expected a text file or .jsonl") from error
-        if path.suffix == ".jsonl":
-            prompts += [engine.encode(line)[:limit] for line in _lines(path, text)]
-        else:
-            ids = engine.encode(text) if text else []
-            prompts += [ids[start : start + limit] for start in range(0, max(1, len(ids) - limit), 2 * limit)]
+        ids = engine.encode(text) if text else []
+        prompts += [ids[start : start + limit] for start in range(0, max(1, len(ids) - limit), 2 * limit)]
     prompts = [prompt for prompt in prompts if len(prompt) > 1]
     if not prompts:
         raise RequestError(f"{', '.join(map(str, files))}: no text of two tokens or more")
     # Spread over all that was given.
     step = max(1, len(prompts) // count)
     return prompts[::step][:count]
-
-
-def _lines(path: Path, text: str) -> list[str]:
-    found = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            found.append(msgspec.json.decode(line.encode(), type=_Line).text)
-        except msgspec.MsgspecError as error:
-            raise RequestError(f"{path}: line {number}: {error}; expected an object with a text") from error
-    return found
-
-
-class _Line(msgspec.Struct):
-    text: str

@@ -9,8 +9,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from specexport.commands.build import exporter
+from specexport.building import exporter
 from specexport.commands.inspect import bytes_text
+from specexport.contract.errors import BuildError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,11 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer")
     parser.add_argument("--device", required=True, metavar="NAME", help="such as orin-nano-8gb")
     parser.add_argument(
-        "--precision", choices=("fp16", "bf16", "fp8", "int8", "int4"), default="int4", help="of the weights of both"
+        "--precision",
+        choices=("fp16", "bf16", "fp8", "int8", "int4"),
+        default="int4",
+        help="type of the weights of both models",
     )
-    parser.add_argument("--max-seq-len", type=int, default=4096, metavar="S", help="longest prompt and output")
     parser.add_argument(
-        "--acceptance", type=float, default=0.7, metavar="A", help="chance that a draft token is accepted"
+        "--max-seq-len", type=int, default=4096, metavar="S", help="most tokens of a prompt and its output"
+    )
+    parser.add_argument(
+        "--acceptance", type=float, default=0.7, metavar="A", help="probability that a draft token is accepted"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
@@ -31,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport plan``; returns 1 if the models do not fit."""
     exporter()
-    from specexport.contract.errors import BuildError
     from specexport.exporter.devices import DEVICES
     from specexport.exporter.plan import EFFICIENCY, plan
 
@@ -47,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
         acceptance=arguments.acceptance,
     )
     if arguments.json:
-        print(json.dumps(msgspec.to_builtins(found) | {"fits": found.fits, "best_k": found.best.drafts}, indent=2))
+        print(json.dumps(msgspec.to_builtins(found) | {"fits": found.fits, "best_k": found.best_k}, indent=2))
         return 0 if found.fits else 1
     table = Table(title=f"{arguments.device}, {arguments.precision}, {arguments.max_seq_len} tokens", show_edge=False)
     for name in ("model", "parameters", "weights", "KV cache", "scratch", "all"):
@@ -55,17 +60,17 @@ def main(arguments: argparse.Namespace) -> int:
     for model in found.models:
         sizes = map(bytes_text, (model.weights, model.cache, model.scratch, model.total))
         table.add_row(model.source, f"{model.parameters:,}", *sizes)
-    console = Console()
-    console.print(table)
     verdict = "fits" if found.fits else "does not fit"
-    console.print(f"\n{verdict}: {bytes_text(found.needed)} of {bytes_text(found.available)}")
-    console.print(f"plain decoding: about {found.speeds[0].tokens_per_second:.0f} tokens/s")
-    if found.best.drafts:
-        console.print(
-            f"with the draft: about {found.best.tokens_per_second:.0f} tokens/s at K = {found.best.drafts}, "
-            f"if {arguments.acceptance:.0%} of draft tokens are accepted"
-        )
-    elif len(found.speeds) > 1:
-        console.print(f"the draft gains nothing if {arguments.acceptance:.0%} of its tokens are accepted")
-    console.print(f"estimated from {EFFICIENCY:.0%} of the memory's bandwidth; not measured")
+    said = [
+        f"{verdict}: {bytes_text(found.needed)} of {bytes_text(found.available)}",
+        f"plain decoding: about {found.speeds[0]:.0f} tokens/s",
+    ]
+    accepted = f"if {arguments.acceptance:.0%} of draft tokens are accepted"
+    if found.best_k:
+        said.append(f"with the draft: about {max(found.speeds):.0f} tokens/s at K = {found.best_k}, {accepted}")
+    elif arguments.draft is not None:
+        said.append(f"the draft gains nothing {accepted}")
+    said.append(f"estimated from {EFFICIENCY:.0%} of the memory's bandwidth; not measured")
+    console = Console()
+    console.print(table, "", *said, sep="\n")
     return 0 if found.fits else 1

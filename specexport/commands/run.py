@@ -15,7 +15,8 @@ import numpy.typing as npt
 from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import RequestError
 from specexport.runtime import EmbedsPrompt, Engine, Stats, Stream
-from specexport.runtime.backend import DEFAULT_UTILIZATION
+from specexport.runtime.opening import DEFAULT_UTILIZATION
+from specexport.runtime.speculative import PLAIN, Speculative
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "acceptance")
 _OF_ACCEPTANCE = {
@@ -64,7 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stats", action="store_true", help="print counters and times to standard error")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--no-speculation", action="store_true", help="decode plainly, for comparison")
-    parser.add_argument("--method", metavar="NAME", help="how to speculate, one of the bundle's (default: its first)")
+    parser.add_argument(
+        "--method",
+        metavar="NAME",
+        help="how to speculate: one the bundle was built for (default: the first), or one that needs no graph, such as "
+        "ngram or suffix",
+    )
     parser.add_argument(
         "--num-speculative-tokens", type=int, metavar="K", help="one the bundle was built for (default: its own)"
     )
@@ -113,11 +119,14 @@ def main(arguments: argparse.Namespace) -> int:
         with engine.stream(
             prompt if embeds is None else EmbedsPrompt([embeds, prompt]),
             params,
-            speculation=not arguments.no_speculation,
-            method=arguments.method,
-            num_speculative_tokens=arguments.num_speculative_tokens,
-            hypothesis=hypothesis,
-            hypothesis_entropy=arguments.hypothesis_entropy,
+            PLAIN
+            if arguments.no_speculation
+            else Speculative(
+                method=arguments.method,
+                num_speculative_tokens=arguments.num_speculative_tokens,
+                hypothesis=hypothesis,
+                hypothesis_entropy=arguments.hypothesis_entropy,
+            ),
         ) as stream:
             if arguments.json:
                 print(json.dumps(_result(prompt, stream) | {"params": dataclasses.asdict(params)}))

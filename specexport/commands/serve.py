@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from specexport.building import needs_extra
 from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import BuildError
 
@@ -78,14 +79,10 @@ def main(arguments: argparse.Namespace) -> int:
     for name, least in (("timeout", 0), ("shutdown_timeout", 0), ("max_queue", 0), ("max_body_bytes", 1)):
         if getattr(arguments, name) < least:
             raise BuildError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; expected at least {least}")
-    try:
+    with needs_extra("serving", "serve"):
         from specexport.server.app import create_app
-        from specexport.server.run import make_server
+        from specexport.server.run import Server
         from specexport.server.service import Service
-    except ImportError as error:
-        raise BuildError(
-            f"serving needs the [serve] extra ({error}); install it with: pip install 'specexport[cpu,serve]'"
-        ) from error
     from specexport.async_engine import AsyncEngine
 
     source = arguments.source or arguments.model
@@ -105,14 +102,8 @@ def main(arguments: argparse.Namespace) -> int:
     )
     service = Service(engine, tuple(arguments.served_model_name or [source]), arguments.timeout or None)
     app = create_app(service, api_keys=_keys(arguments.api_key), max_body_bytes=arguments.max_body_bytes)
-    server = make_server(
-        app,
-        engine,
-        host=arguments.host,
-        port=arguments.port,
-        patience=arguments.shutdown_timeout,
-        log_level=arguments.log_level,
-    )
+    settings = {"host": arguments.host, "port": arguments.port, "log_level": arguments.log_level}
+    server = Server(app, engine, patience=arguments.shutdown_timeout, **settings)
     server.run()
     return 0 if server.started else 1
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from specexport.commands.build import Bars, build_progress, exporter
+from specexport.building import exporter, progress_bars
 from specexport.contract.errors import RequestError
-from specexport.contract.methods import method_name
 from specexport.runtime import Engine
 from specexport.tuning import workloads
 from specexport.tuning.bench import compare
@@ -68,15 +67,14 @@ def main(arguments: argparse.Namespace) -> int:
 def _measured(arguments: argparse.Namespace) -> Table:
     """Every method of every bundle on this machine, the fastest first on each workload."""
     found: list[tuple[str, float, float, str, str]] = []
-    with build_progress(Console(stderr=True)) as progress:
+    with progress_bars() as progress:
         for bundle in arguments.bundle:
             with Engine.load(bundle, threads=arguments.threads, cost_curve=False) as engine:
                 if arguments.data is None:
                     tasks = workloads.built_in(engine.encode, _PROMPTS, _PROMPT_TOKENS)
                 else:
                     tasks = workloads.read(engine.encode, arguments.data, _PROMPTS, _PROMPT_TOKENS)
-                names = list(map(method_name, engine.manifest.methods))
-                for row in compare(engine, names, tasks, _NEW_TOKENS, Bars(progress)):
+                for row in compare(engine, list(engine.methods), tasks, _NEW_TOKENS, progress):
                     for workload, result in row.results.items():
                         speed = result.tokens / result.seconds
                         found.append((workload, speed, result.speed_up, row.method, str(bundle)))

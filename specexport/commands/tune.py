@@ -1,5 +1,5 @@
-"""Measure a bundle on this device and set what suits it: ``tune tree`` chooses the token tree, ``tune lookahead`` W, N
-and G, ``tune batch`` how much a batch speculates.
+"""Measure a bundle on this device and set what suits it: ``tune tree`` chooses the token tree, ``tune batch`` how much
+a batch speculates.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from specexport.commands import tune_batch, tune_lookahead
-from specexport.commands.build import Bars, build_progress
+from specexport.building import progress_bars
+from specexport.commands import tune_batch
 from specexport.commands.draw import terminal_tree
 from specexport.commands.measuring import (
     add_measuring_arguments,
@@ -24,8 +24,7 @@ from specexport.commands.measuring import (
     usual_rows,
 )
 from specexport.contract.errors import RequestError
-from specexport.contract.methods import Lookahead, Lookup, method_name
-from specexport.help import HelpFormatter
+from specexport.contract.methods import RankedMethod
 from specexport.runtime import Engine
 
 if TYPE_CHECKING:
@@ -40,29 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the token tree of a method",
         description="Decode text with a method, see which of its candidates come true, time steps of every width, and "
         "make the tree that commits most tokens a second the method's default.",
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
     )
     tree.add_argument("--method", metavar="NAME", help="which of the bundle's (default: its first)")
     add_measuring_arguments(tree)
     tree.set_defaults(main=main)
-    lookahead = what.add_parser(
-        "lookahead",
-        help="W, N and G of lookahead decoding",
-        description="Decode text by lookahead decoding with every N, see which guesses come true, time steps of every "
-        "width, run the best W and G of each N beside plain decoding, and write the fastest into the bundle.",
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
-    )
-    tune_lookahead.add_arguments(lookahead)
     batch = what.add_parser(
         "batch",
         help="how much requests speculate that run together",
         description="Time steps of every width and proposals at every batch size, and keep the figures in the bundle. "
         "Engines on this device with as many threads then speculate as much as pays: less as the batch fills, and not "
         "at all where it does not.",
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
     )
     tune_batch.add_arguments(batch)
 
@@ -77,19 +63,24 @@ def main(arguments: argparse.Namespace) -> int:
         raise RequestError(f"{arguments.bundle}: built without a way to speculate; there is no tree to tune")
     method = manifest.methods[0] if arguments.method is None else manifest.method(arguments.method)
     if method is None:
-        there = ", ".join(map(method_name, manifest.methods))
-        raise RequestError(f"--method is {arguments.method!r}; the bundle has {there}")
-    name = method_name(method)
-    if isinstance(method, Lookup):
+        there = ", ".join(one.name for one in manifest.methods)
+        raise RequestError(f"--method is {arguments.method!r}; the bundle has {there}", param="method")
+    name = method.name
+    if not isinstance(method, RankedMethod) or not method.branching:
         raise RequestError(
-            f"--method is {name!r}, which proposes chains and takes a shorter one wherever it has found less; there is "
-            "no tree to tune. To verify others, build with --num-speculative-tokens"
+            f"--method is {name!r}, whose steps follow from its options; there is no tree to tune. To verify others, "
+            "build with other options",
+            param="method",
         )
-    if isinstance(method, Lookahead):
-        raise RequestError("--method is 'lookahead', whose steps follow from W, N and G; tune it with tune lookahead")
-    with build_progress(Console(stderr=True)) as progress:
-        bars = Bars(progress)
-        with Engine.load(arguments.bundle, threads=arguments.threads, check_hashes=False, cost_curve=False) as engine:
+    if manifest.program or manifest.engines:
+        raise RequestError(
+            f"{arguments.bundle}: is built for {manifest.backend}; its step program and engines are made for them, "
+            "so that none can be exchanged. Tune a bundle built for onnxruntime and build this one with the tree found"
+        )
+    with progress_bars() as bars:
+        with Engine.load(
+            arguments.bundle, threads=arguments.threads, check_hashes=False, cost_curve=False, backend="onnxruntime"
+        ) as engine:
             prompts = read_prompts(engine, arguments.data, arguments.prompts, arguments.prompt_tokens)
             observed = tune.observe(engine, name, prompts, decoded_with(arguments), bars)
         most = min(arguments.max_nodes, step_room(manifest))

@@ -11,12 +11,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from specexport.commands.build import Bars, build_progress
+from specexport.building import progress_bars
 from specexport.contract.costs import Cost, CostCurve
 from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import RequestError
-from specexport.runtime.backend import DEFAULT_UTILIZATION, open_backend
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.opening import DEFAULT_UTILIZATION, open_backend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,12 +41,12 @@ def main(arguments: argparse.Namespace) -> int:
 
     if not arguments.seconds > 0:
         raise RequestError(f"--seconds is {arguments.seconds:g}; expected more than 0")
-    with build_progress(Console(stderr=True)) as progress:
+    with progress_bars() as progress:
         if arguments.dry_run:
             bundle = Bundle.open(arguments.bundle)
             backend = open_backend(bundle, arguments.backend, arguments.threads, DEFAULT_UTILIZATION)
             try:
-                curve = measure(bundle, backend, arguments.seconds, Bars(progress))
+                curve = measure(bundle, backend, arguments.seconds, progress)
             finally:
                 backend.close()
         else:
@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
                 threads=arguments.threads,
                 backend=arguments.backend,
                 seconds=arguments.seconds,
-                progress=Bars(progress),
+                progress=progress,
             )
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(curve), indent=2))

@@ -8,20 +8,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specexport.commands.build import Bars, build_progress, exporter
+from specexport.building import exporter, progress_bars
+from specexport.method_flags import add_source_arguments, source_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport verify``."""
     parser.add_argument("bundle", type=Path, metavar="BUNDLE")
     parser.add_argument("--target", metavar="DIR_OR_ID", help="the original target, if it has moved since the build")
-    parser.add_argument("--draft", metavar="DIR_OR_ID", help="the original draft, if it has moved since the build")
-    parser.add_argument(
-        "--medusa", type=Path, metavar="DIR", help="the original Medusa heads, if they have moved since the build"
-    )
-    parser.add_argument(
-        "--mlp-speculator", metavar="DIR_OR_ID", help="the original MLP speculator, if it has moved since the build"
-    )
+    add_source_arguments(parser)
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt to compare on; repeatable")
     parser.add_argument("-n", "--max-tokens", type=int, default=64, help="tokens to generate a prompt")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -33,16 +28,14 @@ def main(arguments: argparse.Namespace) -> int:
     from specexport.verify.bundle import verify
     from specexport.verify.report import render
 
-    with build_progress(Console(stderr=True)) as progress:
+    with progress_bars() as progress:
         report = verify(
             arguments.bundle,
             target=arguments.target,
-            draft=arguments.draft,
-            medusa=arguments.medusa,
-            mlp_speculator=arguments.mlp_speculator,
+            sources=source_arguments(arguments),
             prompts=arguments.prompt,
             max_tokens=arguments.max_tokens,
-            progress=Bars(progress),
+            progress=progress,
         )
     if arguments.json:
         print(json.dumps(report.as_dict(), indent=2))

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
 
 from specexport import __version__
-from specexport.server import errors
+from specexport.contract.errors import ClosedError, RequestError
 from specexport.server.chat import chat, chat_tokens
 from specexport.server.completions import complete
-from specexport.server.errors import ApiError
-from specexport.server.middleware import BodyLimit, CountRefusals, LastResort
+from specexport.server.errors import ApiError, api_error
+from specexport.server.middleware import Edge
 from specexport.server.schema import (
     ChatRequest,
     ChatResponse,
@@ -33,31 +35,22 @@ from specexport.server.service import Service
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 _BEARER = HTTPBearer(auto_error=False, description="An API key.")
-
-_WHY = {
-    400: "The request is wrong; the message names the field.",
-    401: "No API key, or a wrong one.",
-    404: "No such model or path.",
-    413: "The body is too large.",
-    429: "Too many requests wait; Retry-After says when to come again.",
-    500: "The server failed.",
-    503: "The server is shutting down.",
-    504: "The request was not done in time.",
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {
+        "model": ErrorResponse,
+        "description": "400: the request is wrong; param names the field. 401: no API key, or a wrong one. "
+        "404: no such model or path. 413: the body is too large. 429: too many requests wait; Retry-After says when.",
+    },
+    "5XX": {
+        "model": ErrorResponse,
+        "description": "500: the server failed. 503: it is shutting down. 504: the request was not done in time.",
+    },
 }
-
-
-def _answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": ErrorResponse, "description": _WHY[status]} for status in statuses}
-
-
-def _generated(model: type[Any]) -> dict[int | str, dict[str, Any]]:
-    event = {
-        "type": "object",
-        "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON; at last [DONE]."}},
-        "required": ["data"],
-    }
-    streamed = {"text/event-stream": {"schema": event}}
-    return {200: {"model": model, "content": streamed}, **_answers(*_WHY)}
+_EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON; at last [DONE]."}},
+    "required": ["data"],
+}
 
 
 def create_app(
@@ -70,51 +63,69 @@ def create_app(
         api_keys: one of them has to be sent as a bearer token with ``/v1`` and ``/tokenize``; none lets anyone in.
         max_body_bytes: most bytes of a request's body.
     """
+
+    async def explain(_: Request, error: Exception) -> Response:
+        return api_error(error).response()
+
     app = FastAPI(
         title="specexport",
         version=__version__,
         summary="Speculative decoding behind OpenAI's API.",
         docs_url=None,
         redoc_url=None,
+        responses=_ERRORS,
+        exception_handlers={HTTPException: explain, RequestValidationError: explain},
     )
-    errors.install(app)
-    app.add_middleware(LastResort)
-    app.add_middleware(BodyLimit, most=max_body_bytes)
-    app.add_middleware(CountRefusals, metrics=service.metrics)
+    app.add_middleware(Edge, metrics=service.metrics, max_body_bytes=max_body_bytes)
     allowed = [Depends(_key_check(api_keys))] if api_keys else []
+    frontend = service.engine.frontend
 
-    @app.get("/v1/models", responses=_answers(401), dependencies=allowed)
+    def card(name: str) -> ModelCard:
+        return ModelCard(id=name, created=service.created, max_model_len=frontend.max_model_len)
+
+    def generated(model: type[Any]) -> dict[str, Any]:
+        """The settings of a route whose answer may be streamed."""
+        answer = {"model": model, "content": {"text/event-stream": {"schema": _EVENT}}}
+        return {"responses": {200: answer}, "dependencies": allowed, "response_class": Response}
+
+    @app.get("/v1/models", dependencies=allowed)
     async def list_models() -> ModelList:
-        return ModelList(data=[_card(service, name) for name in service.names])
+        return ModelList(data=[card(name) for name in service.names])
 
-    @app.get("/v1/models/{model:path}", responses=_answers(401, 404), dependencies=allowed)
+    @app.get("/v1/models/{model:path}", dependencies=allowed)
     async def show_model(model: str) -> ModelCard:
-        return _card(service, service.require_model(model))
+        return card(service.require_model(model))
 
-    @app.post(
-        "/v1/completions", responses=_generated(CompletionResponse), dependencies=allowed, response_class=Response
-    )
+    @app.post("/v1/completions", **generated(CompletionResponse))
     async def completions(request: Request, given: CompletionRequest) -> Response:
         return await complete(service, request, given)
 
-    @app.post("/v1/chat/completions", responses=_generated(ChatResponse), dependencies=allowed, response_class=Response)
+    @app.post("/v1/chat/completions", **generated(ChatResponse))
     async def chat_completions(request: Request, given: ChatRequest) -> Response:
         return await chat(service, request, given)
 
-    @app.post("/tokenize", responses=_answers(400, 401, 404, 413), dependencies=allowed)
+    @app.post("/tokenize", dependencies=allowed)
     async def tokenize(given: TokenizeRequest) -> TokenizeResponse:
-        return await _tokenized(service, given)
+        service.require_model(given.model)
+        if (given.prompt is None) == (given.messages is None):
+            raise RequestError("prompt: give either prompt or messages", param="prompt")
+        if given.messages is not None:
+            tokens = await chat_tokens(service, given.messages, {})
+        else:
+            encode = frontend.engine.tokenizer.encode
+            tokens = encode(given.prompt, add_special_tokens=given.add_special_tokens).ids
+        return TokenizeResponse(count=len(tokens), max_model_len=frontend.max_model_len, tokens=tokens)
 
     @app.get("/health")
     async def health() -> Status:
         """Whether the server answers."""
         return Status(status="ok")
 
-    @app.get("/ready", responses=_answers(503))
+    @app.get("/ready")
     async def ready() -> Status:
         """Whether it takes requests."""
         if service.engine.closed:
-            raise ApiError(503, "the server is shutting down", "service_unavailable_error", code="shutting_down")
+            raise ClosedError("the server is shutting down")
         return Status(status="ready")
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE_LATEST: {}}}})
@@ -122,26 +133,7 @@ def create_app(
         """What Prometheus asks for."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    _without_422(app)
     return app
-
-
-def _card(service: Service, name: str) -> ModelCard:
-    return ModelCard(id=name, created=service.created, max_model_len=service.engine.frontend.max_model_len)
-
-
-async def _tokenized(service: Service, given: TokenizeRequest) -> TokenizeResponse:
-    service.require_model(given.model)
-    frontend = service.engine.frontend
-    if (given.prompt is None) == (given.messages is None):
-        raise ApiError(400, "prompt: give either prompt or messages", param="prompt")
-    if given.messages is not None:
-        tokens = await chat_tokens(service, given.messages, {})
-    else:
-        assert given.prompt is not None
-        encoded = frontend.engine.tokenizer.encode(given.prompt, add_special_tokens=given.add_special_tokens)
-        tokens = list(encoded.ids)
-    return TokenizeResponse(count=len(tokens), max_model_len=frontend.max_model_len, tokens=tokens)
 
 
 def _key_check(keys: Sequence[str]) -> Any:
@@ -162,13 +154,3 @@ def _key_check(keys: Sequence[str]) -> Any:
             )
 
     return check
-
-
-def _without_422(app: FastAPI) -> None:
-    """FastAPI documents its own validation errors, which are answered as 400 here."""
-    document = app.openapi()
-    for path in document["paths"].values():
-        for operation in path.values():
-            operation["responses"].pop("422", None)
-    for name in ("HTTPValidationError", "ValidationError"):
-        document["components"]["schemas"].pop(name, None)

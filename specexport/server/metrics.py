@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
@@ -14,6 +16,14 @@ _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0),
 )
+_OF_STATS = {
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
+    "steps_with_draft": ("spec_decode_num_drafts", "Steps that verified draft tokens."),
+    "drafted": ("spec_decode_num_draft_tokens", "Draft tokens verified."),
+    "accepted": ("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
+}
+"""By field of a request's statistics: the counter it is added to."""
+_Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 
 
 class Metrics:
@@ -30,17 +40,13 @@ class Metrics:
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        label, registry = ("model_name",), self.registry
+
+        def metric(kind: type[_Kind], name: str, what: str, *labels: str, **options: Any) -> Callable[..., _Kind]:
+            made = kind(f"specexport:{name}", what, ("model_name", *labels), registry=self.registry, **options)
+            return partial(made.labels, model)
 
         def histogram(name: str, what: str) -> Histogram:
-            made = Histogram(f"specexport:{name}", what, label, buckets=_SECONDS, registry=registry)
-            return made.labels(model)
-
-        def counter(name: str, what: str) -> Counter:
-            return Counter(f"specexport:{name}", what, label, registry=registry).labels(model)
-
-        def gauge(name: str, what: str) -> Gauge:
-            return Gauge(f"specexport:{name}", what, label, registry=registry).labels(model)
+            return metric(Histogram, name, what, buckets=_SECONDS)()
 
         self._first_token = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
         self._between = histogram(
@@ -48,63 +54,50 @@ class Metrics:
         )
         self._whole = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.")
         self._queued = histogram("request_queue_time_seconds", "From a request's arrival to its slot.")
-        gauge("num_requests_running", "Requests that hold a slot.").set_function(lambda: engine.running)
-        gauge("num_requests_waiting", "Requests that wait for one.").set_function(lambda: engine.waiting)
-        gauge("num_slots", "Requests that can run at once.").set(engine.slots)
-        self._prompt = counter("prompt_tokens", "Tokens of prompts.")
-        self._output = counter("generation_tokens", "Tokens generated.")
-        self._drafts = counter("spec_decode_num_drafts", "Steps that verified draft tokens.")
-        self._drafted = counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
-        self._accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
-        self._accepted_at = Counter(
-            "specexport:spec_decode_num_accepted_tokens_per_pos",
+        metric(Gauge, "num_requests_running", "Requests that hold a slot.")().set_function(lambda: engine.running)
+        metric(Gauge, "num_requests_waiting", "Requests that wait for one.")().set_function(lambda: engine.waiting)
+        metric(Gauge, "num_slots", "Requests that can run at once.")().set(engine.slots)
+        self._output = metric(Counter, "generation_tokens", "Tokens generated.")()
+        self._of_stats = {field: metric(Counter, *named)() for field, named in _OF_STATS.items()}
+        self._accepted_at = metric(
+            Counter,
+            "spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted at each position.",
-            (*label, "position"),
-            registry=registry,
+            "position",
         )
-        self._ended = Counter(
-            "specexport:request_success", "Requests by how they ended.", (*label, "finished_reason"), registry=registry
-        )
-        self._refused = Counter(
-            "specexport:requests_refused", "Requests refused, by status.", (*label, "status"), registry=registry
-        )
-        self._model = model
+        self._ended = metric(Counter, "request_success", "Requests by how they ended.", "finished_reason")
+        self._refused = metric(Counter, "requests_refused", "Requests refused, by status.", "status")
         for reason in ("stop", "length", "abort"):
-            self._ended.labels(model, reason)
-        self._refused.labels(model, "429")
+            self._ended(reason)
+        self._refused("429")
 
     def refused(self, status: int) -> None:
         """Counts a request that was answered with an error."""
-        self._refused.labels(self._model, str(status)).inc()
+        self._refused(str(status)).inc()
 
     async def watched(self, stream: AsyncStream) -> AsyncGenerator[Chunk, None]:
         """Passes a stream's chunks on, and counts them."""
         last, reason = 0.0, "abort"
         try:
             async for chunk in stream:
-                now = time.monotonic()
-                if chunk.token_ids and not last:
+                now, count = time.monotonic(), len(chunk.token_ids)
+                if count and not last:
                     self._first_token.observe(now - stream.arrived)
-                elif chunk.token_ids:
-                    for _ in chunk.token_ids:
-                        self._between.observe((now - last) / len(chunk.token_ids))
-                last = now if chunk.token_ids else last
-                self._output.inc(len(chunk.token_ids))
+                elif count:
+                    for _ in range(count):
+                        self._between.observe((now - last) / count)
+                last = now if count else last
+                self._output.inc(count)
                 if chunk.finish_reason in ("stop", "length"):
                     reason = chunk.finish_reason
                 yield chunk
         finally:
             stream.cancel()
-            self._count(stream, reason)
-
-    def _count(self, stream: AsyncStream, reason: str) -> None:
-        stats, now = stream.stats, time.monotonic()
-        self._ended.labels(self._model, reason).inc()
-        self._whole.observe(now - stream.arrived)
-        self._queued.observe((stream.started or now) - stream.arrived)
-        self._prompt.inc(stats.prompt_tokens)
-        self._drafts.inc(stats.steps_with_draft)
-        self._drafted.inc(stats.drafted)
-        self._accepted.inc(stats.accepted)
-        for position, count in enumerate(stats.accepted_at):
-            self._accepted_at.labels(self._model, str(position)).inc(count)
+            now = time.monotonic()
+            self._ended(reason).inc()
+            self._whole.observe(now - stream.arrived)
+            self._queued.observe((stream.started or now) - stream.arrived)
+            for field, counter in self._of_stats.items():
+                counter.inc(getattr(stream.stats, field))
+            for position, accepted in enumerate(stream.stats.accepted_at):
+                self._accepted_at(str(position)).inc(accepted)

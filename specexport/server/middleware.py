@@ -3,89 +3,56 @@
 from __future__ import annotations
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specexport.server.errors import ApiError, api_error
 from specexport.server.metrics import Metrics
 
 
-class BodyLimit:
-    """Refuses bodies that are too large: by the length they announce, or as soon as they turn out to be.
+class Edge:
+    """Refuses bodies that are too large, answers for every error, and counts those answers.
+
+    Starlette's own handler of errors lets them through after its answer, which costs the client its connection.
 
     Args:
         app: what comes next.
-        most: bytes of a body.
+        metrics: counts answers of 400 and above.
+        max_body_bytes: most bytes of a request's body, by what it announces or by what comes.
     """
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self._app, self._most = app, most
+    def __init__(self, app: ASGIApp, metrics: Metrics, max_body_bytes: int) -> None:
+        self._app, self._metrics, self._most = app, metrics, max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        begun, got = False, 0
         why = f"the body has more than {self._most} bytes, the most this server takes"
-        announced = Headers(scope=scope).get("content-length", "0")
-        if announced.isdecimal() and int(announced) > self._most:
-            await ApiError(413, why, code="body_too_large").response()(scope, receive, send)
-            return
-        got = 0
+        too_large = ApiError(413, why, code="body_too_large")
 
-        async def counted() -> Message:
+        async def limited() -> Message:
             nonlocal got
             message = await receive()
             got += len(message.get("body", b""))
             if got > self._most:
-                raise HTTPException(413, why)
+                raise too_large
             return message
 
-        await self._app(scope, counted, send)
-
-
-class CountRefusals:
-    """Counts answers of 400 and above by their status.
-
-    Args:
-        app: what comes next.
-        metrics: the server's.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._metrics.refused(message["status"])
-            await send(message)
-
-        await self._app(scope, receive, counted)
-
-
-class LastResort:
-    """Answers for what failed in a way that was not foreseen, as long as no answer has begun.
-
-    Starlette's own handler does so too, but then lets the error through, which costs the client its connection.
-
-    Args:
-        app: what comes next.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
-
-        async def noted(message: Message) -> None:
             nonlocal begun
-            begun = True
+            if message["type"] == "http.response.start":
+                begun = True
+                if message["status"] >= 400:
+                    self._metrics.refused(message["status"])
             await send(message)
 
         try:
-            await self._app(scope, receive, noted)
+            announced = Headers(scope=scope).get("content-length", "0")
+            if announced.isdecimal() and int(announced) > self._most:
+                raise too_large
+            await self._app(scope, limited, counted)
         except Exception as error:
-            if begun or scope["type"] != "http":
+            if begun:
                 raise
-            await api_error(error).response()(scope, receive, send)
+            await api_error(error).response()(scope, receive, counted)

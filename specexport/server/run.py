@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -18,33 +19,19 @@ class Server(uvicorn.Server):
     """Lets requests finish when it is told to stop, and ends those that take too long with an error of their own.
 
     Args:
-        config: uvicorn's.
+        app: what answers.
         engine: what is served.
         patience: seconds that requests may take to finish.
+        config: further settings of uvicorn, such as ``host`` and ``port``.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, patience: float) -> None:
-        super().__init__(config)
-        self._engine = engine
-        self._patience = patience
+    def __init__(self, app: FastAPI, engine: AsyncEngine, *, patience: float, **config: Any) -> None:
+        wait = int(patience) + _MARGIN
+        super().__init__(uvicorn.Config(app, server_header=False, timeout_graceful_shutdown=wait, **config))
+        self._engine, self._patience = engine, patience
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         draining = asyncio.create_task(self._engine.drain(self._patience))
         await super().shutdown(sockets)
         await draining
         await self._engine.aclose()
-
-
-def make_server(
-    app: FastAPI, engine: AsyncEngine, *, host: str, port: int, patience: float, log_level: str = "info"
-) -> Server:
-    """The server of an application, not started yet."""
-    config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        log_level=log_level,
-        server_header=False,
-        timeout_graceful_shutdown=int(patience) + _MARGIN,
-    )
-    return Server(config, engine, patience)

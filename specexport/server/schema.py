@@ -27,7 +27,9 @@ Unsupported = Annotated[
 """What clients may send as long as it asks for nothing."""
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
-Token = Annotated[int, Field(ge=0, le=_LARGEST)]
+Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+Tokens = Annotated[list[Count], Field(min_length=1)]
+Others = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Text = Annotated[str, Field(max_length=4_000_000)]
 
 
@@ -42,12 +44,11 @@ class StreamOptions(_Request):
 
 
 class SpeculativeOptions(_Request):
-    """What of the bundle's speculation a request takes; vLLM's names of ``speculative_config``."""
+    """How a request speculates: keys of ``speculative_config``, those of a method that needs no graph among them."""
 
+    model_config = ConfigDict(extra="allow")
     method: str | None = Field(None, max_length=64, description="One of the bundle's ways to speculate.")
-    num_speculative_tokens: int | None = Field(
-        None, ge=0, le=_LARGEST, description="One of the sizes the bundle was built for; 0 decodes plainly."
-    )
+    num_speculative_tokens: Count | None = Field(None, description="One of its sizes; 0 decodes plainly.")
 
 
 class Generation(_Request):
@@ -58,7 +59,7 @@ class Generation(_Request):
     stream: bool = Field(False, description="Send chunks as server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="With stream only.")
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = Field(
-        None, description="Texts that end the output; they are not part of it."
+        None, description="Texts that end the output and are not part of it."
     )
     seed: int | None = Field(None, ge=0, le=2**63 - 1, description="Makes the output reproducible.")
     temperature: float | None = Field(None, ge=0, le=2, description="None for the model's own; 0 is greedy.")
@@ -70,15 +71,16 @@ class Generation(_Request):
     # vLLM's, and ours.
     top_k: int | None = Field(None, ge=-1, le=_LARGEST, description="Keep this many most probable tokens; 0 keeps all.")
     min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens less probable than this share of the best.")
-    stop_token_ids: Annotated[list[Token], Field(max_length=64)] = Field(
-        default_factory=list, description="Tokens that end the output."
-    )
+    stop_token_ids: Annotated[list[Count], Field(max_length=64)] = Field([], description="Tokens that end the output.")
     ignore_eos: bool = Field(False, description="Go on past the end of text.")
     speculative: SpeculativeOptions | None = Field(None, description="How to speculate; None as the server does.")
     include_speculation: bool = Field(False, description="Add what speculation did to the usage.")
-    timeout: float | None = Field(
-        None, gt=0, le=86400, description="Seconds, waiting included; at most the server's own."
-    )
+    timeout: float | None = Field(None, gt=0, le=86400, description="Seconds, waiting included; the server's at most.")
+
+    @property
+    def hypothesis(self) -> str | None:
+        """What the output is expected to be."""
+        return None
 
 
 class CompletionRequest(Generation):
@@ -87,13 +89,11 @@ class CompletionRequest(Generation):
     prompt: (
         Text
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
     ) = Field(description="Text or token ids; several of either are several prompts.")
-    max_tokens: int | None = Field(16, ge=0, le=_LARGEST, description="None for what the context holds.")
-    logprobs: int | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description="Give each token's log-probability and those of this many others."
-    )
+    max_tokens: Count | None = Field(16, description="None for what the context holds.")
+    logprobs: Others | None = Field(None, description="Give each token's log-probability and those of so many others.")
     echo: bool = Field(False, description="Begin the text with the prompt.")
     best_of: Unsupported = None
     suffix: Unsupported = None
@@ -106,11 +106,19 @@ class TextPart(_Request):
     text: Text
 
 
+Content = Text | Annotated[list[TextPart], Field(max_length=256)]
+
+
+def plain_text(content: Content | None) -> str:
+    """The text of a message, whose parts are joined."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
 class ChatMessage(_Request):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=256)] | None = None
+    content: Content | None = None
     name: str | None = Field(None, max_length=256)
     tool_call_id: str | None = Field(None, max_length=256)
     refusal: Unsupported = None
@@ -123,16 +131,10 @@ class ChatMessage(_Request):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
 
 
-class AnyText(_Request):
-    """No bounds."""
+class AnyFormat(_Request):
+    """Any text, or any JSON object."""
 
-    type: Literal["text"]
-
-
-class JsonObject(_Request):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class NamedSchema(_Request):
@@ -156,24 +158,24 @@ class Prediction(_Request):
     """What the answer is expected to be."""
 
     type: Literal["content"]
-    content: Text | Annotated[list[TextPart], Field(max_length=256)]
+    content: Content
 
 
 class ChatRequest(Generation):
     """``POST /v1/chat/completions``."""
 
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=0, le=_LARGEST, description="None for what the context holds.")
-    max_tokens: int | None = Field(None, ge=0, le=_LARGEST, description="The older name of max_completion_tokens.")
+    max_completion_tokens: Count | None = Field(None, description="None for what the context holds.")
+    max_tokens: Count | None = Field(None, description="The older name of max_completion_tokens.")
     logprobs: bool = Field(False, description="Give each token's log-probability.")
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="And those of this many others.")
+    top_logprobs: Others | None = Field(None, description="And those of so many others.")
     chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Any] = Field(
-        default_factory=dict, description="Variables the model's chat template knows."
+        {}, description="Variables the model's chat template knows."
     )
-    response_format: Annotated[AnyText | JsonObject | JsonSchema, Field(discriminator="type")] | None = Field(
-        None, description="What the answer is bound to."
+    response_format: Annotated[AnyFormat | JsonSchema, Field(discriminator="type")] | None = Field(
+        None, description="Constrains the answer to a grammar."
     )
-    prediction: Prediction | None = Field(None, description="Verified instead of what the bundle's way would propose.")
+    prediction: Prediction | None = Field(None, description="The expected answer, verified as a draft.")
     audio: Unsupported = None
     function_call: Unsupported = None
     functions: Unsupported = None
@@ -187,6 +189,10 @@ class ChatRequest(Generation):
     tools: Unsupported = None
     verbosity: Unsupported = None
     web_search_options: Unsupported = None
+
+    @property
+    def hypothesis(self) -> str | None:
+        return plain_text(self.prediction.content) if self.prediction is not None else None
 
 
 class TokenizeRequest(_Request):
@@ -260,6 +266,18 @@ class Usage(BaseModel):
     speculation: SpeculationUsage | None = None
 
 
+class _Choice(BaseModel):
+    index: int
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class _Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+    usage: Usage | None = None
+
+
 class CompletionLogprobs(BaseModel):
     """Log-probabilities of a completion's tokens, and, echoed, of its prompt's; the first of all has none."""
 
@@ -269,24 +287,18 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(_Choice):
     """One output, or a piece of one."""
 
-    index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
 
 
-class CompletionResponse(BaseModel):
+class CompletionResponse(_Answer):
     """A completion, or a chunk of one."""
 
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
+    object: Literal["text_completion"]
     choices: list[CompletionChoice]
-    usage: Usage | None = None
 
 
 class TopLogprob(BaseModel):
@@ -316,44 +328,32 @@ class AssistantMessage(BaseModel):
     content: str | None = None
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(_Choice):
     """One answer."""
 
-    index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"]
 
 
-class ChatResponse(BaseModel):
+class ChatResponse(_Answer):
     """A chat completion."""
 
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    usage: Usage
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(_Choice):
     """A piece of an answer."""
 
-    index: int
     delta: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(_Answer):
     """A chunk of a chat completion."""
 
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
+    object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
 
 
 class TokenizeResponse(BaseModel):

@@ -7,8 +7,9 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
@@ -16,20 +17,31 @@ from pydantic import BaseModel
 from starlette.types import Send
 
 from specexport.async_engine import AsyncEngine, AsyncStream
-from specexport.frontend import Choice
-from specexport.runtime import Chunk, SamplingParams, Stats, Stream
+from specexport.contract.errors import RequestError
+from specexport.runtime import Chunk, SamplingParams, Stream
+from specexport.runtime.speculative import Speculative
 from specexport.server.errors import ApiError, api_error
 from specexport.server.metrics import Metrics
-from specexport.server.schema import (
-    ChatRequest,
-    CompletionTokensDetails,
-    Generation,
-    SpeculationUsage,
-    Usage,
-)
+from specexport.server.schema import CompletionTokensDetails, Generation, SpeculationUsage, Usage
 
 _GONE = 499
 """Nginx's status for a client that hung up; nobody reads it."""
+_LEAST_LOGPROB = -9999.0
+
+
+def least(logprob: float) -> float:
+    """A log-probability as JSON can say it: OpenAI has -9999 for minus infinity."""
+    return max(logprob, _LEAST_LOGPROB)
+
+
+def speculation(given: Generation, default: Speculative) -> Speculative:
+    """How a request speculates: as it says, or else as the server does."""
+    keys = {} if given.speculative is None else given.speculative.model_dump(exclude_none=True)
+    if given.hypothesis is not None:
+        return Speculative.of({**keys, "hypothesis": given.hypothesis})
+    if not keys:
+        return default
+    return Speculative.of({"method": default.method, **keys})
 
 
 @dataclass
@@ -41,14 +53,15 @@ class Service:
         names: the model's; the first is what answers say.
         timeout: seconds a request may take, waiting included; None for no limit.
         created: when the server started, in seconds since 1970.
+        metrics: what it counts.
     """
 
     engine: AsyncEngine
     names: tuple[str, ...]
     timeout: float | None = None
-    created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
+        self.created = int(time.time())
         self.metrics = Metrics(self.engine, self.names[0])
 
     def require_model(self, name: str | None) -> str:
@@ -62,20 +75,21 @@ class Service:
             raise ApiError(404, f"model {name!r} is not served; there is {served}"[:300], "not_found_error", "model")
         return name or self.names[0]
 
-    async def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """A prompt's tokens. Long texts take long, so other requests go on meanwhile."""
-        return await asyncio.to_thread(self.engine.frontend.engine.encode, prompt)
+    def head(self, given: Generation, kind: str) -> dict[str, Any]:
+        """What every part of a request's answer begins with.
+
+        Raises:
+            ApiError: another model is asked for.
+        """
+        model = self.require_model(given.model)
+        return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def params(
         self, given: Generation, max_tokens: int | None, logprobs: int | None, json_schema: str | None = None
     ) -> SamplingParams:
         """How a request samples; what it does not say is the model's own."""
         frontend = self.engine.frontend
-        chosen = {
-            name: getattr(given, name)
-            for name in ("temperature", "top_p", "top_k", "min_p")
-            if getattr(given, name) is not None
-        }
+        chosen = given.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_none=True)
         return frontend.engine.defaults().replace(
             max_tokens=frontend.max_model_len if max_tokens is None else max_tokens,
             stop=given.stop or (),
@@ -89,15 +103,13 @@ class Service:
         )
 
     async def start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        given: Generation,
-        prediction: str | None = None,
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, given: Generation
     ) -> list[AsyncStream]:
         """Streams of all prompts' outputs, those of the first prompt first."""
-        chosen = self._choice(given, prediction)
+        if given.stream_options is not None and not given.stream:
+            raise RequestError("stream_options: given without stream", param="stream_options")
         frontend = self.engine.frontend
+        chosen = speculation(given, frontend.speculative)
         limits = [limit for limit in (self.timeout, given.timeout) if limit is not None]
 
         def made() -> list[Stream]:
@@ -106,61 +118,36 @@ class Service:
         # A schema or a prediction takes its time, so other requests go on meanwhile.
         return self.engine.start(await asyncio.to_thread(made), min(limits, default=None))
 
-    def _choice(self, given: Generation, prediction: str | None) -> Choice:
-        own, asked = self.engine.frontend.choice, given.speculative
-        method, tokens = (asked.method, asked.num_speculative_tokens) if asked is not None else (None, None)
-        for name, value in (("speculative.method", method), ("prediction", prediction)):
-            if tokens == 0 and value is not None:
-                raise ApiError(400, f"{name}: given with speculative.num_speculative_tokens 0", param=name)
-        if tokens == 0:
-            return Choice(speculation=False)
-        if prediction is not None:
-            return Choice(True, method, tokens, prediction)
-        if method is not None or tokens is not None:
-            return Choice(True, method or own.method, tokens)
-        return own
-
 
 class Format(Protocol):
-    """How one of the endpoints words what the streams say."""
+    """How an endpoint words what the streams say, streamed in parts or as a whole."""
 
-    def opening(self, index: int) -> BaseModel | None:
-        """What a streamed output begins with, before the model has said anything."""
+    def choice(self, index: int, chunk: Chunk, streamed: bool) -> BaseModel:
+        """What an output says next, or all of it."""
 
-    def piece(self, index: int, chunk: Chunk) -> BaseModel:
-        """A chunk as a choice of a streamed part."""
-
-    def whole(self, index: int, chunks: Sequence[Chunk]) -> BaseModel:
-        """A finished output as a choice."""
-
-    def part(self, id: str, choices: list[BaseModel], usage: Usage | None) -> BaseModel:
-        """One event of a streamed answer."""
-
-    def answer(self, id: str, choices: list[BaseModel], usage: Usage) -> BaseModel:
-        """The answer as a whole."""
+    def answer(self, choices: list[Any], usage: Usage | None, streamed: bool) -> BaseModel:
+        """One part of the answer, or all of it."""
 
 
 async def respond(
     service: Service, request: Request, given: Generation, streams: list[AsyncStream], form: Format, prompt_tokens: int
 ) -> Response:
     """Runs started streams to an answer, streamed or whole. A client that goes away takes its streams with it."""
-    name = f"{uuid.uuid4().hex}"
     if given.stream:
-        with_usage = given.stream_options is not None and given.stream_options.include_usage
-        return EventStream(_events(service, given, streams, form, name, prompt_tokens, with_usage))
+        return EventStream(_events(service, given, streams, form, prompt_tokens))
     work = asyncio.ensure_future(_collected(service, streams))
     gone = asyncio.ensure_future(_disconnected(request))
+    gone.add_done_callback(lambda _: work.cancel())
     try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
+        outputs = await work
+    except asyncio.CancelledError:
+        if gone.done():
             return Response(status_code=_GONE)
-        chunks = work.result()
+        raise
     finally:
-        for task in (work, gone):
-            task.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
-    choices = [form.whole(index, of_one) for index, of_one in enumerate(chunks)]
-    made = form.answer(name, choices, _usage(given, streams, prompt_tokens))
+        gone.cancel()
+    choices = [form.choice(index, chunk, False) for index, chunk in enumerate(outputs)]
+    made = form.answer(choices, _usage(given, streams, prompt_tokens), False)
     return Response(made.model_dump_json(exclude_unset=True), media_type="application/json")
 
 
@@ -178,66 +165,61 @@ class EventStream(StreamingResponse):
 
 
 async def _events(
-    service: Service,
-    given: Generation,
-    streams: list[AsyncStream],
-    form: Format,
-    name: str,
-    prompt_tokens: int,
-    with_usage: bool,
+    service: Service, given: Generation, streams: list[AsyncStream], form: Format, prompt_tokens: int
 ) -> AsyncGenerator[str, None]:
+    def event(model: BaseModel) -> str:
+        return f"data: {model.model_dump_json(exclude_unset=True)}\n\n"
+
     try:
-        for index in range(len(streams)):
-            opening = form.opening(index)
-            if opening is not None:
-                yield _event(form.part(name, [opening], None))
         async with contextlib.aclosing(_merged(service, streams)) as chunks:
             async for index, chunk in chunks:
                 if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
-                    yield _event(form.part(name, [form.piece(index, chunk)], None))
-        if with_usage:
-            yield _event(form.part(name, [], _usage(given, streams, prompt_tokens)))
+                    yield event(form.answer([form.choice(index, chunk, True)], None, True))
+        if given.stream_options is not None and given.stream_options.include_usage:
+            yield event(form.answer([], _usage(given, streams, prompt_tokens), True))
     except Exception as error:  # the answer has begun, so that its end has to say what went wrong
-        yield _event(api_error(error).body)
+        yield event(api_error(error).body)
     yield "data: [DONE]\n\n"
 
 
-def _event(model: BaseModel) -> str:
-    return f"data: {model.model_dump_json(exclude_unset=True)}\n\n"
-
-
-async def _collected(service: Service, streams: list[AsyncStream]) -> list[list[Chunk]]:
+async def _collected(service: Service, streams: list[AsyncStream]) -> list[Chunk]:
+    """Every stream's output as one chunk."""
     chunks: list[list[Chunk]] = [[] for _ in streams]
     async with contextlib.aclosing(_merged(service, streams)) as merged:
         async for index, chunk in merged:
             chunks[index].append(chunk)
-    return chunks
+    return [
+        Chunk(
+            "".join(chunk.text for chunk in of_one),
+            tuple(token for chunk in of_one for token in chunk.token_ids),
+            of_one[-1].finish_reason,
+            tuple(entry for chunk in of_one for entry in chunk.logprobs),
+        )
+        for of_one in chunks
+    ]
 
 
 async def _merged(service: Service, streams: list[AsyncStream]) -> AsyncGenerator[tuple[int, Chunk], None]:
     """Chunks of several streams as they come, with the stream's place; the first error ends them all."""
-    items: asyncio.Queue[tuple[int, Chunk] | Exception | None] = asyncio.Queue()
+    items: asyncio.Queue[tuple[int, Chunk] | asyncio.Future[None]] = asyncio.Queue()
 
     async def pump(index: int, stream: AsyncStream) -> None:
-        try:
-            async with contextlib.aclosing(service.metrics.watched(stream)) as chunks:
-                async for chunk in chunks:
-                    items.put_nowait((index, chunk))
-            items.put_nowait(None)
-        except Exception as error:  # goes on to whoever reads the queue
-            items.put_nowait(error)
+        async with contextlib.aclosing(service.metrics.watched(stream)) as chunks:
+            async for chunk in chunks:
+                items.put_nowait((index, chunk))
 
-    pumps = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
-    left = len(pumps)
+    pumps = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
+    for task in pumps:
+        task.add_done_callback(items.put_nowait)
     try:
+        left = len(pumps)
         while left:
             item = await items.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                left -= 1
-            else:
+            if isinstance(item, tuple):
                 yield item
+            else:
+                item.result()
+                left -= 1
     finally:
         for task in pumps:
             task.cancel()
@@ -251,27 +233,25 @@ async def _disconnected(request: Request) -> None:
 
 def _usage(given: Generation, streams: list[AsyncStream], prompt_tokens: int) -> Usage:
     """Tokens of a request; a prompt counts once, however many outputs it has."""
-    made = sum(stream.stats.output_tokens for stream in streams)
+    stats = [stream.stats for stream in streams]
+
+    def total(name: str) -> int:
+        return sum(getattr(one, name) for one in stats)
+
+    made, steps, drafted, accepted = map(total, ("output_tokens", "steps", "drafted", "accepted"))
     usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=made, total_tokens=prompt_tokens + made)
     if given.include_speculation:
-        usage.speculation = _speculation([stream.stats for stream in streams])
-    if isinstance(given, ChatRequest) and given.prediction is not None:
-        drafted, accepted = (sum(getattr(one.stats, name) for one in streams) for name in ("drafted", "accepted"))
+        usage.speculation = SpeculationUsage(
+            num_drafts=total("steps_with_draft"),
+            num_draft_tokens=drafted,
+            num_accepted_tokens=accepted,
+            num_accepted_tokens_per_pos=[
+                sum(counts) for counts in zip_longest(*(one.accepted_at for one in stats), fillvalue=0)
+            ],
+            acceptance_length=(accepted + steps) / steps if steps else 0.0,
+        )
+    if given.hypothesis is not None:
         usage.completion_tokens_details = CompletionTokensDetails(
             accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted
         )
     return usage
-
-
-def _speculation(stats: list[Stats]) -> SpeculationUsage:
-    steps, accepted = sum(one.steps for one in stats), sum(one.accepted for one in stats)
-    depth = max((len(one.accepted_at) for one in stats), default=0)
-    return SpeculationUsage(
-        num_drafts=sum(one.steps_with_draft for one in stats),
-        num_draft_tokens=sum(one.drafted for one in stats),
-        num_accepted_tokens=accepted,
-        num_accepted_tokens_per_pos=[
-            sum(one.accepted_at[at] for one in stats if at < len(one.accepted_at)) for at in range(depth)
-        ],
-        acceptance_length=(accepted + steps) / steps if steps else 0.0,
-    )

@@ -1,0 +1,81 @@
+"""What the benchmarks share: arguments, prompts, the machine, speeds, tables and files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+from rich.console import Console
+from rich.table import Table
+
+from specexport.runtime import Completion
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what every benchmark of the benchmark-size pair takes."""
+    parser.add_argument("--models", type=Path, default=Path("examples/models"), help="holds the demo models and heads")
+    parser.add_argument("--prompts", type=Path, default=Path("examples/prompts/held_out.jsonl"))
+    parser.add_argument("--work", type=Path, default=Path(".cache/bench"), help="keeps inflated models and bundles")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+
+
+def open_console() -> Console:
+    """Standard output, wide enough for the tables where it is a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def read_texts(prompts: Path) -> list[str]:
+    """The prompts of a file with a JSON object a line."""
+    return [json.loads(line)["text"] for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def machine(threads: int) -> dict[str, Any]:
+    """What the figures were taken on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return {
+        "cpu": next(names, platform.processor()),
+        "threads": threads,
+        "python": platform.python_version(),
+        "onnxruntime": onnxruntime.__version__,
+    }
+
+
+def speed(done: Sequence[Completion]) -> float:
+    """Tokens a second of decoding: all tokens over all seconds."""
+    return sum(run.stats.output_tokens for run in done) / sum(run.stats.decode_seconds for run in done)
+
+
+def acceptance_length(done: Sequence[Completion]) -> float:
+    """Tokens a step commits."""
+    return 1 + sum(run.stats.accepted for run in done) / sum(run.stats.steps for run in done)
+
+
+def same_texts(done: Sequence[Completion], others: Sequence[Completion]) -> int:
+    """How many of the texts are equal token for token."""
+    return sum(a.token_ids == b.token_ids for a, b in zip(done, others, strict=True))
+
+
+def new_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    """A table with columns of words, then of numbers."""
+    table = Table(title=title, title_justify="left")
+    for name in words:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+def write_report(path: Path | None, report: Any) -> None:
+    """Writes what was measured, if a file was named."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,87 @@
+"""The original models, run plainly by transformers: what graphs are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoModelForCausalLM
+
+from specexport.checkpoints.medusa import load_medusa
+from specexport.checkpoints.quiet import quiet
+from specexport.contract.errors import BundleError
+from specexport.contract.model import Model
+from specexport.graphs.layers import keep_first_layers
+
+Array = npt.NDArray[Any]
+
+
+def load_reference(path: Path, described: Model, layers: int | None = None) -> Any:
+    """Loads a checkpoint in fp32 as plain transformers runs it.
+
+    Args:
+        path: the checkpoint.
+        described: what it must be.
+        layers: keep only so many of its first layers; None for all.
+
+    Raises:
+        BundleError: it is not the model that was described.
+    """
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager", use_safetensors=True
+        ).eval()
+    if layers is not None:
+        keep_first_layers(model, layers)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    width = int(model.get_output_embeddings().weight.shape[0])
+    if (parameters, width) != (described.parameters, described.vocab_size):
+        raise BundleError(
+            f"{path} is another model: {parameters:,} parameters and {width:,} logits, where the bundle was built from "
+            f"{described.parameters:,} and {described.vocab_size:,}; pass the checkpoint the bundle was built from"
+        )
+    return model
+
+
+def reference_logits(model: Any, text: Array) -> Array:
+    """What a model says after each token of a text, float32 ``[N,V]``."""
+    with torch.no_grad():
+        logits: Array = model(torch.from_numpy(text)[None], use_cache=False).logits[0].float().numpy()
+    return logits
+
+
+def reference_states(model: Any, text: Array) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a model says after each token of a text, ``[N,V]``, and what its head made that of, ``[N,H]``."""
+    taken: list[torch.Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _module, args: taken.append(args[0]))
+    try:
+        logits = torch.from_numpy(reference_logits(model, text))
+    finally:
+        hook.remove()
+    return logits, taken[0][0].float()
+
+
+def reference_heads(model: Any, heads: Path, text: Array) -> Array:
+    """What a model and Medusa heads on it say after the last token of a text, float32 ``[1+N,V]``."""
+    head = model.get_output_embeddings()
+    own, hidden = reference_states(model, text)
+    loaded = load_medusa(heads, hidden=int(head.weight.shape[1]), vocab=int(head.weight.shape[0]))
+    with torch.no_grad():
+        logits: Array = torch.cat([own[-1:], loaded.logits(hidden[-1], head)]).numpy()
+    return logits
+
+
+def reference_embeds(model: Any, text: Array) -> Array:
+    """The embeddings of a text's tokens, float32 ``[N,H]``, as the model takes them in their place."""
+    with torch.no_grad():
+        embeds: Array = model.get_input_embeddings()(torch.from_numpy(text)).float().numpy()
+    return embeds
+
+
+def as_read(tokens: list[int], model: Any) -> Array:
+    """Tokens as a graph reads them: one that only the target has is read as the last one."""
+    read: Array = np.minimum(np.array(tokens), model.get_input_embeddings().weight.shape[0] - 1)
+    return read

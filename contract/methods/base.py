@@ -1,0 +1,277 @@
+"""What every way to speculate is: its options, its entry in the manifest, and what it is able to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from specexport.contract.model import Model, Size, StoredAs, Strict
+from specexport.contract.signature import GraphSignature, Signature
+from specexport.contract.tree import MAX_NODES, TokenTree
+
+Choices = Annotated[tuple[tuple[Annotated[int, Meta(ge=0, lt=MAX_NODES)], ...], ...], Meta(max_length=MAX_NODES)]
+"""A token tree as Medusa choices: the ranks on the path from the root, for each node but the root."""
+DraftTokens = Annotated[int, Meta(ge=1, le=32)]
+DEFAULT_DRAFT_TOKENS = 4
+"""Chosen for CPUs, where every node of a step costs; ``specexport tune tree`` measures what a device can take."""
+BYTES: dict[StoredAs, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.125, "int4": 0.625}
+"""Of a weight; quantized ones with their share of a scale."""
+
+
+SourceKind = Literal["checkpoint", "folder"]
+"""A model's folder or hub id, or a folder alone."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of ``specexport build`` that stands for a method or one of its keys.
+
+    Attributes:
+        name: such as ``--ngram``.
+        key: the key whose value it takes; None for one that takes no value and asks for the method.
+        help: for ``--help``.
+        metavar: what stands for the value there.
+        const: the value where the flag is given without one; None where it needs one.
+        asks: whether it asks for the method; otherwise it is given beside one that does.
+        claims: flags of other methods whose values are this method's if it is asked for: the key of each.
+        value: what the flag sets its key to, for one that takes no value.
+    """
+
+    name: str
+    key: str | None
+    help: str
+    metavar: str | None = None
+    const: str | None = None
+    asks: bool = True
+    claims: Mapping[str, str] | None = None
+    value: bool | None = None
+
+
+class Registered:
+    """What marks a method for msgspec: which struct it is says the registry, as third parties may add some."""
+
+
+class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
+    """A way to speculate. One record says all of it: a bundle's manifest holds it, and its keys are those of
+    ``build --method``, of ``speculative_config`` and of a request.
+
+    A build fills ``trees`` and the fields named in ``built``; users give the others.
+
+    Attributes:
+        num_speculative_tokens: draft tokens a step; of several the first is the default and requests may choose the
+            others. None for the method's default, and once ``trees`` says it.
+        trees: the trees a step may verify, the default first; no two have as many nodes, so that a request can choose
+            one by its number of draft tokens. A chain of K draft tokens is the tree ``[[0], [0, 0], ...]``.
+    """
+
+    num_speculative_tokens: DraftTokens | tuple[DraftTokens, ...] | None = None
+    trees: tuple[Choices, ...] = ()
+
+    built: ClassVar[frozenset[str]] = frozenset()
+    """Fields that the build fills, beside ``trees``."""
+    main: ClassVar[str] = "num_speculative_tokens"
+    """The key that is meant by VALUE in ``--method NAME:VALUE``."""
+    flags: ClassVar[tuple[Flag, ...]] = ()
+    sources: ClassVar[dict[str, SourceKind]] = {}
+    """Keys that name checkpoints."""
+    proposer: ClassVar[str] = ""
+    """Module with ``open_proposer``; empty for the one of this name in ``specexport.runtime.proposers``."""
+    exporter: ClassVar[str] = ""
+    """Module with ``EXPORTER``; empty for the one of this name in ``specexport.exporter.methods``."""
+
+    # --- capabilities: what others ask, instead of which method it is -------------------------------------------------
+    needs_graph: ClassVar[bool] = True
+    """False where it reads text alone: it then works in every bundle."""
+    needs_training: ClassVar[str | None] = None
+    """What somebody has to train for it first, if anything."""
+    engine_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys of a method without a graph that are said when a bundle is opened, and not by requests."""
+    takes_hypothesis: ClassVar[bool] = False
+    """Whether it proposes from a text that a request brings, and nothing without one."""
+    branching: ClassVar[Literal[0, 1, 2]] = 0
+    """Trees it fills: 0 chains only, 1 leaves beside a chain, 2 any."""
+    own_widths: ClassVar[bool] = False
+    """Whether its steps follow from options of its own, so that no number of draft tokens can be asked for."""
+    drafts_chain: ClassVar[bool] = False
+    """Whether its model drafts a chain that a device can keep; leaves beside it are put in by a fill graph."""
+
+    @property
+    def name(self) -> str:
+        """What a request chooses it by."""
+        return method_name(type(self))
+
+    @property
+    def models(self) -> dict[str, Model]:
+        """Its models beside the target by their role, which is the folder's name; at most one."""
+        return {}
+
+    @property
+    def signatures(self) -> dict[str, GraphSignature]:
+        """Of the graphs of its models."""
+        return {}
+
+    @property
+    def target_outputs(self) -> Signature:
+        """What it observes of the target, beside logits."""
+        return {}
+
+    @property
+    def support(self) -> int:
+        """M, the tokens that q of a draft token gives probability to; 0 where tokens are chosen without drawing."""
+        return 0
+
+    @property
+    def reads_embeddings(self) -> bool:
+        """Whether it can go on after a prompt with embeddings: a model that reads the text itself knows tokens only."""
+        return not any(model.cache for model in self.models.values())
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Files of the bundle that it needs beside its models'."""
+        return ()
+
+    @property
+    def stored_in_target(self) -> StoredAs | None:
+        """How the matrices are stored that it adds to the target's graph; None where it adds none."""
+        return None
+
+    def describe(self) -> str:
+        """A few words for people."""
+        return self.name
+
+    def with_models(self, models: Mapping[str, Model]) -> Method:
+        """The method with other models in the place of its own, the field ``draft``: compiled ones, say."""
+        own = [models[role] for role in self.models]
+        return msgspec.structs.replace(self, draft=own[0]) if own else self
+
+    # --- trees --------------------------------------------------------------------------------------------------------
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of draft tokens that were asked for, the default first; none where nobody did."""
+        asked = self.num_speculative_tokens
+        return () if asked is None else asked if isinstance(asked, tuple) else (asked,)
+
+    def default_trees(self) -> tuple[TokenTree, ...]:
+        """What it verifies where nobody says."""
+        return (TokenTree.chain(DEFAULT_DRAFT_TOKENS + 1),)
+
+    def token_trees(self) -> tuple[TokenTree, ...]:
+        """The trees, the default first."""
+        return tuple(TokenTree.from_choices(choices) for choices in self.trees)
+
+    def validate_tree(self, tree: TokenTree) -> str | None:
+        """Why it cannot fill a tree; None for one that it can."""
+        return None
+
+    def validate(self) -> str | None:
+        """What is wrong with a bundle's entry as a whole; None for nothing. Trees were looked at one by one."""
+        return None
+
+    def width(self, tree: TokenTree) -> int:
+        """T of a step that verifies one of its trees."""
+        return len(tree)
+
+    def widths(self) -> tuple[int, ...]:
+        """T of every step it may ask for, that of the default tree first."""
+        return tuple(self.width(tree) for tree in self.token_trees())
+
+    def drafted_lengths(self) -> frozenset[int] | None:
+        """K that its model's graph is there for; None where any will do."""
+        return None
+
+    def smaller_trees(self, target: Model) -> tuple[TokenTree, ...]:
+        """Trees that it can fill and the target's graph verifies at every batch size, the largest first: its own, and
+        chains of its most probable tokens.
+        """
+        trees = {len(tree): tree for tree in self.token_trees()}
+        deepest = max(tree.depth for tree in trees.values())
+        lengths = self.drafted_lengths()
+        for nodes in verified_widths(target):
+            chain = TokenTree.chain(nodes)
+            known = lengths is None or nodes - 1 in lengths
+            if 1 < nodes <= deepest + 1 and known and self.validate_tree(chain) is None:
+                trees.setdefault(nodes, chain)
+        return tuple(tree for _, tree in sorted(trees.items(), reverse=True))
+
+    def memory(self, files: Mapping[str, int], rows: int) -> int:
+        """Bytes it needs beside the target and its cache.
+
+        Args:
+            files: bytes of the bundle's files.
+            rows: of a cache for the longest text.
+        """
+        return sum(files[model.weights] + model.cache_row_bytes * rows for model in self.models.values())
+
+
+M = TypeVar("M", bound=Method)
+
+
+def method_name(kind: type[Method]) -> str:
+    """The name of a kind of method."""
+    return str(kind.__struct_config__.tag)
+
+
+def with_trees(method: M, trees: tuple[TokenTree, ...]) -> M:
+    """The method with the trees it is to be built for."""
+    return msgspec.structs.replace(method, trees=tuple(tree.choices for tree in trees), num_speculative_tokens=None)
+
+
+def verified_widths(target: Model) -> set[int]:
+    """T of the steps in which a target says what comes after every token."""
+    return {graph.point.tokens for graph in target.graph.points if graph.point.rows == graph.point.tokens}
+
+
+def not_a_chain(tree: TokenTree) -> str | None:
+    """Why a tree is no chain of most probable tokens: a single path of other ranks is none either."""
+    chain = TokenTree.chain(len(tree))
+    return f"the one of {len(tree) - 1} draft tokens is not a chain" if tree.choices != chain.choices else None
+
+
+class RankedMethod(Method, frozen=True, kw_only=True):
+    """A method whose model knows several tokens at each depth.
+
+    Attributes:
+        candidates: M, the tokens known at each depth, which ranks count; for a draft model also the support of q.
+    """
+
+    candidates: Size = 1
+
+    built: ClassVar[frozenset[str]] = frozenset({"candidates"})
+
+    def validate_tree(self, tree: TokenTree) -> str | None:
+        most = max(tree.ranks)
+        return f"rank {most}, with {self.candidates} candidates" if most >= self.candidates else None
+
+
+class TextMethod(Method, frozen=True, kw_only=True):
+    """A method that looks in text: chains, of which steps verify shorter ones where less is found.
+
+    It needs neither a graph nor files, so that it works in every bundle.
+    """
+
+    needs_graph: ClassVar[bool] = False
+    exporter: ClassVar[str] = "specexport.exporter.methods.text"
+    suits: ClassVar[str] = ""
+    """When it pays, for ``specexport suggest``; empty where that cannot be said."""
+    default_sizes: ClassVar[tuple[int, ...]] = (8, 4, 2)
+    """Draft tokens of its chains where it is asked for."""
+
+    def default_trees(self) -> tuple[TokenTree, ...]:
+        return tuple(TokenTree.chain(size + 1) for size in self.sizes or self.default_sizes)
+
+    def validate_tree(self, tree: TokenTree) -> str | None:
+        return not_a_chain(tree)
+
+    def smaller_trees(self, target: Model) -> tuple[TokenTree, ...]:
+        """See :class:`Method`; its own trees are all there is."""
+        return tuple(sorted(self.token_trees(), key=len, reverse=True))
+
+
+def for_bundle(method: Method, target: Model) -> Method:
+    """A method that needs no graph, for a bundle built without it: its chains that fit the target's steps."""
+    widest = max(verified_widths(target))
+    return with_trees(method, tuple(tree for tree in method.default_trees() if len(tree) <= widest))

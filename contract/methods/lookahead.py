@@ -1,0 +1,117 @@
+"""Speculation by lookahead decoding."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from specexport.contract.methods.base import Flag, Method
+from specexport.contract.tree import MAX_NODES, TokenTree
+
+PRESETS = {"cpu": (4, 3, 4), "small": (7, 5, 7), "medium": (10, 5, 10), "large": (15, 5, 15)}
+"""W, N and G. The larger ones are the paper's (arXiv 2402.02057) for models of 33B, 13B and 7B parameters: the larger
+the model, the fewer tokens a GPU computes for nothing. ``cpu`` is for devices where every node costs."""
+
+
+class Lookahead(Method, frozen=True, kw_only=True, tag="lookahead"):
+    """Jacobi iteration in the target's own steps makes n-grams, which it verifies (arXiv 2402.02057).
+
+    A step runs the window, W columns by N - 1 levels of which the root is the first, beside the guesses. A request's
+    tree is its most guesses, chains of N - 1 tokens; where guesses are fewer or share their beginnings, steps take the
+    smallest width that holds them.
+
+    Attributes:
+        preset: names W, N and G: one of ``PRESETS``, or ``gpu`` for the one that suits the target's size.
+        window: W, columns.
+        ngram: N, tokens of an n-gram; a guess is one without its first.
+        guesses: G, most guesses a step.
+        prompt_seeding: whether the pool starts with the prompt's n-grams.
+    """
+
+    preset: str | None = None
+    window: Annotated[int, Meta(ge=1, le=MAX_NODES)] | None = None
+    ngram: Annotated[int, Meta(ge=2, le=32)] | None = None
+    guesses: Annotated[int, Meta(ge=1, le=MAX_NODES)] | None = None
+    prompt_seeding: bool = True
+
+    main: ClassVar[str] = "preset"
+    own_widths: ClassVar[bool] = True
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag(
+            "--lookahead",
+            "preset",
+            "lookahead decoding: columns of the window, tokens of an n-gram, guesses a step; or gpu for the paper's "
+            "sizes (alone: 4,3,4, for CPUs)",
+            "W,N,G",
+            const="cpu",
+        ),
+        Flag(
+            "--no-lookahead-seeding",
+            "prompt_seeding",
+            "do not start --lookahead's pool with the prompt's n-grams",
+            asks=False,
+            value=False,
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens is not None:
+            raise ValueError("num_speculative_tokens was given; its steps follow from window, ngram and guesses")
+        given = [size for size in (self.window, self.ngram, self.guesses) if size is not None]
+        if given and (len(given) < 3 or self.preset is not None):
+            raise ValueError("window, ngram and guesses belong together, and exclude a preset; give all three or none")
+        if self.preset is not None and "," not in self.preset and self.preset not in (*PRESETS, "gpu"):
+            raise ValueError(f"preset is {self.preset!r}; expected W,N,G or one of gpu, {', '.join(PRESETS)}")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """W, N and G of a bundle's entry."""
+        assert self.window is not None
+        assert self.ngram is not None
+        assert self.guesses is not None
+        return self.window, self.ngram, self.guesses
+
+    @property
+    def window_nodes(self) -> int:
+        """Nodes of the window, the root included."""
+        W, N, _ = self.shape
+        return W * (N - 1)
+
+    def describe(self) -> str:
+        W, N, _ = self.shape
+        seeded = ", seeded from the prompt" if self.prompt_seeding else ""
+        return f"lookahead, window {W}, n-grams of {N}{seeded}"
+
+    def validate_tree(self, tree: TokenTree) -> str | None:
+        if self.window is None or self.ngram is None:
+            return "window, ngram and guesses are missing"
+        W, N, _ = self.shape
+        guesses = (len(tree) - 1) // (N - 1)
+        if tree.choices != guess_tree(guesses, N).choices:
+            return f"the one of {len(tree) - 1} draft tokens is not made of chains of {N - 1} off the root"
+        if W < N - 2:
+            return f"window {W}, with n-grams of {N}; the window fills only with {N - 2}"
+        if self.window_nodes + len(tree) - 1 > MAX_NODES:
+            return f"{self.window_nodes + len(tree) - 1} nodes a step, at most {MAX_NODES} are verified"
+        return None
+
+    def width(self, tree: TokenTree) -> int:
+        return self.window_nodes + len(tree) - 1
+
+    def widths(self) -> tuple[int, ...]:
+        return (*super().widths(), self.window_nodes)
+
+
+def guess_tree(guesses: int, ngram: int) -> TokenTree:
+    """G guesses of lookahead decoding: chains of N - 1 tokens off the root."""
+    return TokenTree.from_choices([(guess, *[0] * at) for guess in range(guesses) for at in range(ngram - 1)])
+
+
+def sized(method: Lookahead, window: int, ngram: int, guesses: int) -> Lookahead:
+    """The method with W, N and G, and its trees: a step may also verify G/2, G/4, ... guesses."""
+    counts = [guesses]
+    while counts[-1] > 1:
+        counts.append(counts[-1] // 2)
+    trees = tuple(guess_tree(count, ngram).choices for count in counts)
+    return Lookahead(trees=trees, window=window, ngram=ngram, guesses=guesses, prompt_seeding=method.prompt_seeding)

@@ -1,0 +1,98 @@
+"""Speculation by an MLP speculator."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
+
+from specexport.contract import tensors
+from specexport.contract.methods.base import Flag, RankedMethod, SourceKind
+from specexport.contract.model import Model, Size
+from specexport.contract.signature import SAMPLING, GraphSignature, Signature, Spec
+from specexport.contract.tree import TokenTree
+
+MAX_STAGES = 16
+
+
+class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator"):
+    """Stages over the target's hidden state and the last token (arXiv 2404.19124).
+
+    Each stage sees the token before its own, so that a tree's branches differ below their first tokens too.
+
+    Attributes:
+        model: folder or hub id of the speculator.
+        stages: how many; a tree is at most as deep.
+        hidden: H, the target's hidden size.
+        draft: the stages, as a propose graph without a cache.
+    """
+
+    model: str
+    stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)] = 1
+    hidden: Size = 1
+    draft: Model | None = None
+
+    main: ClassVar[str] = "model"
+    built: ClassVar[frozenset[str]] = RankedMethod.built | {"stages", "hidden", "draft"}
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag(
+            "--mlp-speculator",
+            "model",
+            "MLP speculator of the target: an ibm-fms accelerator, or from specexport train mlp-speculator",
+            "DIR_OR_ID",
+        ),
+    )
+    sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
+    needs_training: ClassVar[str | None] = "a speculator"
+    branching: ClassVar[Literal[0, 1, 2]] = 2
+
+    @property
+    def models(self) -> dict[str, Model]:
+        return {} if self.draft is None else {"speculator": self.draft}
+
+    @property
+    def support(self) -> int:
+        return self.candidates
+
+    @property
+    def target_outputs(self) -> Signature:
+        return {tensors.HIDDEN: Spec("float32", ("B", "R", self.hidden))}
+
+    @property
+    def signatures(self) -> dict[str, GraphSignature]:
+        levels = Spec("int64", ("B", self.stages, "T"))
+        inputs = {
+            tensors.HIDDEN_STATE: Spec("float32", ("B", self.hidden)),
+            tensors.INPUT_IDS: Spec("int64", ("B", 1)),
+            tensors.LEVEL_PARENTS: levels,
+            tensors.LEVEL_RANKS: levels,
+            tensors.UNIFORM: Spec("float32", levels.dims),
+            **SAMPLING,
+        }
+        outputs: Signature = {}
+        for stage in range(self.stages):
+            rows = "T" if stage else 1
+            for name, dtype, dims in (
+                (tensors.DRAFT_TOKENS, "int64", ("B", rows)),
+                (tensors.DRAFT_IDS, "int64", ("B", rows, self.candidates)),
+                (tensors.DRAFT_PROBS, "float32", ("B", rows, self.candidates)),
+            ):
+                outputs[tensors.of_stage(name, stage)] = Spec(dtype, dims, stage)  # type: ignore[arg-type]
+        return {"speculator": GraphSignature(inputs, outputs)}
+
+    def describe(self) -> str:
+        return f"mlp_speculator, {self.stages} stages"
+
+    def validate_tree(self, tree: TokenTree) -> str | None:
+        deep = f"depth {tree.depth}, with {self.stages} stages" if tree.depth > self.stages else None
+        return super().validate_tree(tree) or deep
+
+    def validate(self) -> str | None:
+        """See :class:`Method`: the stages run at the sizes that the trees need."""
+        if self.draft is None:
+            return None
+        trees, points = self.token_trees(), [graph.point for graph in self.draft.graph.points]
+        deepest, widest = max(tree.depth for tree in trees), max(tree.level_width for tree in trees)
+        if any(point.drafts >= deepest and point.tokens >= widest for point in points):
+            return None
+        return f"no shape point of the speculator fills trees {deepest} deep and {widest} nodes with children wide"

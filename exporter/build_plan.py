@@ -1,0 +1,94 @@
+"""What a build goes by, worked out once from its options and a few numbers of the target: trees, widths, shapes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from specexport.contract.manifest import Entry, Manifest
+from specexport.contract.methods import Method
+from specexport.contract.model import Strict
+from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint, batch_points, cache_buckets
+
+if TYPE_CHECKING:
+    from specexport.exporter.options import BuildOptions
+
+PREFILL_CHUNK = 64
+BATCH_DRAFT_TOKENS = (1, 2)
+"""Chains that a full batch may go back to, where a model proposes."""
+TEXT_DRAFT_TOKENS = (2, 4, 8)
+"""Chains that every bundle verifies, for methods that need no graph of their own."""
+
+
+class BuildPlan(Strict, frozen=True):
+    """The trees and shapes of a bundle.
+
+    Attributes:
+        methods: with the trees of each, the default method first.
+        widths: T of plain and verify steps, ascending.
+        chains: draft tokens of shorter chains, to which a full batch may go back.
+        batches: B of the graphs, ascending.
+        caches: S of the graphs, ascending.
+        max_seq_len: longest sequence, in tokens.
+    """
+
+    methods: tuple[Entry, ...]
+    widths: tuple[int, ...]
+    chains: tuple[int, ...]
+    batches: tuple[int, ...]
+    caches: tuple[int, ...]
+    max_seq_len: int
+
+    @classmethod
+    def of(cls, methods: tuple[Method, ...], options: BuildOptions, max_seq_len: int) -> BuildPlan:
+        """The plan for methods whose trees are known."""
+        batches = batch_points(options.max_batch_size)
+        deepest = max((tree.depth for one in methods if one.needs_graph for tree in one.token_trees()), default=0)
+        chains = tuple(k for k in BATCH_DRAFT_TOKENS if k < deepest) if batches[-1] > 1 else ()
+        own = {width for method in methods for width in (*method.widths(), *(len(t) for t in method.token_trees()))}
+        widths = tuple(sorted({1, *own, *(k + 1 for k in (*chains, *TEXT_DRAFT_TOKENS))}))
+        caches = cache_buckets(max_seq_len, max(*widths, PREFILL_CHUNK))
+        return cls(
+            methods=methods, widths=widths, chains=chains, batches=batches, caches=caches, max_seq_len=max_seq_len
+        )
+
+    @classmethod
+    def of_bundle(cls, manifest: Manifest) -> BuildPlan:
+        """The plan that a finished bundle was built by."""
+        points = [graph.point for graph in manifest.target.graph.points]
+        widths = tuple(sorted({point.tokens for point in points if point.rows == point.tokens}))
+        return cls(
+            methods=manifest.methods,
+            widths=widths,
+            chains=tuple(k for k in BATCH_DRAFT_TOKENS if k + 1 in widths) if len(manifest.batch_sizes) > 1 else (),
+            batches=manifest.batch_sizes,
+            caches=tuple(sorted({point.cache for point in points})),
+            max_seq_len=manifest.max_seq_len,
+        )
+
+    # --- shape points -------------------------------------------------------------------------------------------------
+    def target_points(self) -> tuple[ShapePoint, ...]:
+        """Of the target's step graph: verify steps at every batch size, prefill chunks of one slot."""
+        steps = ((batch, width, width, 0) for width in self.widths for batch in self.batches)
+        return self.pinned([*steps, (1, PREFILL_CHUNK, 1, 0)])
+
+    def propose_points(self, method: Method) -> tuple[ShapePoint, ...]:
+        """Of a propose graph: every depth of the method's trees, and the shorter chains."""
+        runs = [(batch, CATCH_UP_TOKENS, 0, depth) for depth in self.depths(method) for batch in self.batches]
+        return self.pinned([*runs, (1, PREFILL_CHUNK, 0, 1)])
+
+    def depths(self, method: Method) -> list[int]:
+        """Draft tokens a method's graph may be asked for in a row, ascending."""
+        own = {tree.depth for tree in method.token_trees()}
+        return [depth for depth in sorted({*own, *self.chains}) if depth <= max(own)]
+
+    def pinned(
+        self, shapes: Iterable[tuple[int, int, int, int]], caches: tuple[int, ...] | None = None
+    ) -> tuple[ShapePoint, ...]:
+        """(batch, tokens, rows, drafts) at every cache size."""
+        sizes = self.caches if caches is None else caches
+        return tuple(
+            ShapePoint(batch, tokens, cache, rows, drafts)
+            for (batch, tokens, rows, drafts), cache in itertools.product(shapes, sizes)
+        )

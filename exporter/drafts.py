@@ -1,0 +1,73 @@
+"""Draft models on their way into a bundle: what is alike whatever they propose by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+from tokenizers import Tokenizer
+
+from specexport.checkpoints import parity
+from specexport.checkpoints.checkpoint import Checkpoint, load_checkpoint, load_tokenizer, require_same_tokenizer
+from specexport.checkpoints.locate import locate
+from specexport.contract.errors import BuildError
+from specexport.contract.model import Model
+from specexport.contract.shapes import ShapePoint
+from specexport.exporter.methods import Build
+from specexport.exporter.writing import Part, write_models
+
+
+def require_tokenizer(source: str, target: Path, tokenizer: Tokenizer) -> None:
+    """Refuses a draft with another tokenizer than the target's."""
+    path = locate(source)
+    require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, target, path)
+
+
+def load_draft(source: str, build: Build) -> Checkpoint:
+    """Loads a draft and checks that our lowering computes what it does.
+
+    Raises:
+        BuildError: it was made for shorter texts, or cannot be lowered.
+    """
+    build.progress("loading the draft", 0, 1)
+    draft = load_checkpoint(source)
+    build.progress("loading the draft", 1, 1)
+    longest = build.plan.max_seq_len
+    if draft.max_positions < longest:
+        raise BuildError(
+            f"max_seq_len is {longest}, but the draft {draft.source} was made for {draft.max_positions} positions; "
+            f"pass --max-seq-len {draft.max_positions} or choose another draft"
+        )
+    build.progress("checking the draft's lowering", 0, 1)
+    parity.same_as_eager(draft, build.options.lowering)
+    build.progress("checking the draft's lowering", 1, 1)
+    return draft
+
+
+def write_draft(
+    draft: Checkpoint, build: Build, name: str, tracer: Callable[[], ir.Model], points: tuple[ShapePoint, ...]
+) -> Model:
+    """Traces a draft's graph and writes it into the bundle's folder ``draft``."""
+    build.progress("tracing the draft", 0, 1)
+    part = Part(name, traced(draft, tracer), points, draft.cache, draft.parameters)
+    build.progress("tracing the draft", 1, 1)
+    (model,) = write_models(build.folder / "draft", [part], draft, build.options.proposing, None, build.progress)
+    return model
+
+
+def traced(checkpoint: Checkpoint, tracer: Callable[[], ir.Model]) -> ir.Model:
+    """What a tracer makes of a checkpoint.
+
+    Raises:
+        BuildError: torch cannot trace the model.
+    """
+    try:
+        return tracer()
+    except BuildError:
+        raise
+    except Exception as error:  # torch.export raises many unrelated types
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BuildError(
+            f"{checkpoint.source}: model family '{checkpoint.family}' cannot be traced into a static graph: {reason}"
+        ) from error

@@ -1,0 +1,121 @@
+"""A smaller model in a bundle: its propose graph, and that graph compared with the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+import msgspec
+import numpy as np
+import onnx_ir as ir
+from tokenizers import Tokenizer
+
+from specexport.checkpoints.checkpoint import Checkpoint
+from specexport.checkpoints.reference import as_read, load_reference, reference_logits
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
+from specexport.contract.methods.draft_model import ChainDraft, DraftModel
+from specexport.contract.model import Model
+from specexport.contract.shapes import ShapePoint
+from specexport.exporter import compose, trace
+from specexport.exporter.build_plan import BuildPlan
+from specexport.exporter.drafts import load_draft, require_tokenizer, write_draft
+from specexport.exporter.methods import (
+    SMALLER,
+    Agreement,
+    Build,
+    MethodExporter,
+    Suggestion,
+    TargetOutline,
+    Verification,
+    Wanted,
+    vocabulary,
+)
+from specexport.graphs.propose import MAX_CANDIDATES
+
+_GPU_DRAFT_TOKENS = 5
+C = TypeVar("C", bound=ChainDraft)
+
+
+class ChainDraftExporter(MethodExporter[C]):
+    """Whatever drafts a chain, a pass a token."""
+
+    def outline(self, method: C, target: TargetOutline) -> C:
+        return msgspec.structs.replace(method, candidates=min(MAX_CANDIDATES, target.vocab))
+
+    def points(self, method: C, plan: BuildPlan) -> tuple[ShapePoint, ...]:
+        return plan.propose_points(method)
+
+    def compare_with(
+        self, method: C, run: Verification, checkpoint: Path, *, texts: list[list[int]], vocab: int, layers: int | None
+    ) -> tuple[str, Agreement] | None:
+        """Each draft token must be the original's most probable one after those before it."""
+        (draft,) = method.models.values()
+        made = run.drafted(method, texts)
+        if not made:
+            return None
+        model = load_reference(checkpoint, draft, layers)
+        agreement = run.agreement(draft.precision.weights)
+        for text, drafted in made:
+            tokens = as_read([*text, *drafted[:-1]], model)
+            agreement.count(reference_logits(model, tokens)[len(text) - 1 :, :vocab], np.array(drafted))
+        return "the draft graph proposes the draft model's own token", agreement
+
+
+class DraftModelExporter(ChainDraftExporter[DraftModel]):
+    """A smaller model with the target's tokenizer."""
+
+    stage: ClassVar[str | None] = "draft"
+
+    def check(self, method: DraftModel, target: Path, tokenizer: Tokenizer) -> None:
+        require_tokenizer(method.model, target, tokenizer)
+
+    def export(self, method: DraftModel, build: Build) -> DraftModel:
+        draft = load_draft(method.model, build)
+        vocab = min(draft.vocab_size, build.target.vocab_size)
+        model = write_propose_graph(method, draft, vocab, build)
+        return msgspec.structs.replace(method, candidates=min(MAX_CANDIDATES, vocab), draft=model, model=model.source)
+
+    def suggest(self, kind: type[DraftModel], wanted: Wanted) -> Suggestion | None:
+        K = DEFAULT_DRAFT_TOKENS if wanted.device == "cpu" else _GPU_DRAFT_TOKENS
+        least, most = SMALLER
+        if not wanted.drafts:
+            low, high = wanted.parameters / most / 1e6, wanted.parameters / least / 1e6
+            why = (
+                f"look for a model of the same family and tokenizer with {low:,.4g} to {high:,.4g} million parameters, "
+                "and pass it with --draft; 'specexport train draft' makes it agree with this target more often"
+            )
+            return Suggestion("draft_model", f"K = {K}", why, 0)
+        name, ratio = wanted.drafts[0]
+        why = f"{ratio:.1f} times smaller, the same tokenizer"
+        if not least <= ratio <= most:
+            why += f"; {least:g} to {most:g} times would be better"
+        flags = ("--draft", name, "--num-speculative-tokens", str(K))
+        return Suggestion("draft_model", f"{name}, K = {K}", why, 0, flags)
+
+    def compare(self, method: DraftModel, run: Verification) -> tuple[str, Agreement] | None:
+        (draft,) = method.models.values()
+        vocab = vocabulary(run.bundle.manifest, draft)
+        return self.compare_with(method, run, run.source(method), texts=run.texts, vocab=vocab, layers=None)
+
+
+def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build: Build) -> Model:
+    """Traces one pass of a draft, puts it into a loop, and writes it.
+
+    Args:
+        method: of the plan.
+        draft: the model.
+        vocab: tokens it may propose.
+        build: the build.
+    """
+    lowering = build.options.lowering
+
+    def tracer() -> ir.Model:
+        one_pass = trace.trace_draft_pass(
+            draft.model, draft.cache, vocab, draft.input_vocab, draft.max_positions, lowering
+        )
+        return compose.propose_graph(one_pass, draft.cache, lowering)
+
+    return write_draft(draft, build, "propose", tracer, build.plan.propose_points(method))
+
+
+EXPORTER = DraftModelExporter()

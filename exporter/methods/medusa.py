@@ -1,0 +1,130 @@
+"""Medusa heads in a bundle: they become part of the target's graph, and are compared with the original heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from specexport.checkpoints.checkpoint import Checkpoint
+from specexport.checkpoints.medusa import HeadsOutline, load_medusa, read_outline
+from specexport.checkpoints.reference import as_read, load_reference, reference_heads
+from specexport.contract.methods.medusa import Medusa
+from specexport.contract.model import Model
+from specexport.contract.tree import TokenTree
+from specexport.exporter.methods import (
+    Agreement,
+    MethodExporter,
+    Suggestion,
+    TargetOutline,
+    Verification,
+    Wanted,
+    vocabulary,
+)
+from specexport.exporter.options import BuildOptions
+from specexport.graphs.medusa import MAX_TOP_K, MedusaHeads
+
+PUBLISHED_ACCURACY = (0.56, 0.32, 0.20, 0.15)
+"""Share of tokens that were a head's best guess, heads 1 to 4 of Vicuna-7B (arXiv 2401.10774)."""
+_PUBLISHED_TREES = ((10e9, "mc_sim_7b_63"), (20e9, "vicuna_13b_stage1"), (math.inf, "vicuna_33b_stage1"))
+"""By the size of the model they were searched for (FasterDecoding/Medusa)."""
+NEXT_RANK = 0.3
+"""Without a measurement, a guess is taken to be right this often compared with the guess before it."""
+
+
+class MedusaExporter(MethodExporter[Medusa]):
+    """Heads of the target."""
+
+    def outline(self, method: Medusa, target: TargetOutline) -> Medusa:
+        heads = read_outline(folder_of(method.model))
+        return msgspec.structs.replace(method, heads=heads.count, candidates=min(MAX_TOP_K, target.vocab))
+
+    def sized(self, method: Medusa, size: int) -> TokenTree:
+        """See :class:`MethodExporter`; the best of that size by what was measured of the heads, or published."""
+        heads = read_outline(folder_of(method.model))
+        return TokenTree.best(path_weight(heads), size + 1, method.candidates, heads.count)
+
+    def default_trees(self, method: Medusa) -> tuple[TokenTree, ...]:
+        """See :class:`MethodExporter`; what the heads bring, if anything."""
+        own = read_outline(folder_of(method.model)).tree
+        return (own,) if own is not None else (self.sized(method, len(method.default_trees()[0]) - 1),)
+
+    def heads(self, method: Medusa, target: Checkpoint) -> MedusaHeads | None:
+        return heads_of(method.model, target)
+
+    def in_target(
+        self, method: Medusa, options: BuildOptions, heads: MedusaHeads | None, model: Model | None
+    ) -> Medusa:
+        assert heads is not None
+        return msgspec.structs.replace(
+            method,
+            model=str(folder_of(method.model).resolve()),
+            weights=options.proposing.kind,
+            parameters=sum(parameter.numel() for parameter in heads.parameters()),
+        )
+
+    def suggest(self, kind: type[Medusa], wanted: Wanted) -> Suggestion | None:
+        """See :class:`MethodExporter`; they must be trained for this very target, so a draft at hand comes first."""
+        if wanted.device == "gpu":
+            tree = next(tree for limit, tree in _PUBLISHED_TREES if wanted.parameters < limit)
+            return Suggestion("medusa", f"tree {tree}", "four heads and a wide tree, where nodes are nearly free", 1)
+        tree = "the tree that 'specexport tune tree' finds, 4 to 8 nodes"
+        why = "no second model; heads have to be trained, and a CPU pays for every node"
+        return Suggestion("medusa", tree, why, 1)
+
+    def compare(self, method: Medusa, run: Verification) -> tuple[str, Agreement] | None:
+        target, heads = run.bundle.manifest.target, run.source(method)
+        made = run.recorded(method)
+        model = load_reference(run.source(None), target)
+        agreement = run.agreement(target.precision.weights, method.weights)
+        for text, tokens in made:
+            # The heads saw the target's cache, which holds all tokens but the last; theirs follow the head's own.
+            said = reference_heads(model, heads, as_read(text[:-1], model))
+            agreement.count(said[1:, : vocabulary(run.bundle.manifest, target)], tokens)
+        return "the heads in the target's graph propose the original heads' own token", agreement
+
+
+def folder_of(source: str) -> Path:
+    """The folder of heads."""
+    return Path(source).expanduser()
+
+
+def heads_of(source: str, model: Checkpoint) -> MedusaHeads:
+    """The heads of a model.
+
+    Raises:
+        BuildError: they are for another one.
+    """
+    return load_medusa(folder_of(source), hidden=hidden_size(model), vocab=model.vocab_size)
+
+
+def hidden_size(checkpoint: Checkpoint) -> int:
+    """H, of what the language-model head reads."""
+    return int(checkpoint.model.get_output_embeddings().weight.shape[1])
+
+
+def path_weight(heads: HeadsOutline, own: tuple[float, ...] = ()) -> Callable[[tuple[int, ...]], float]:
+    """The chance that a path of ranks comes true: as measured of the heads, else a product of what was published.
+
+    Args:
+        heads: of a model.
+        own: chances of the depths that come before those of the heads.
+    """
+
+    def weight(path: tuple[int, ...]) -> float:
+        first = math.prod(chance * NEXT_RANK**rank for chance, rank in zip(own, path, strict=False))
+        ahead = path[len(own) :]
+        if not ahead:
+            return first
+        if heads.accuracy is not None:
+            return first * heads.accuracy.paths.get(ahead, 0.0)
+        last = len(PUBLISHED_ACCURACY) - 1
+        chances = (PUBLISHED_ACCURACY[min(at, last)] * NEXT_RANK**rank for at, rank in enumerate(ahead))
+        return math.prod(chances, start=first)
+
+    return weight
+
+
+EXPORTER = MedusaExporter()

@@ -1,0 +1,57 @@
+"""The target's own first layers in a bundle: a propose graph beside the target's, over the same weights."""
+
+from __future__ import annotations
+
+import msgspec
+
+from specexport.checkpoints.checkpoint import Checkpoint
+from specexport.contract.errors import BuildError
+from specexport.contract.methods.self_draft import SelfDraft
+from specexport.contract.model import Model
+from specexport.exporter import compose, trace
+from specexport.exporter.build_plan import BuildPlan
+from specexport.exporter.drafts import traced
+from specexport.exporter.methods import Agreement, Verification, vocabulary
+from specexport.exporter.methods.draft_model import ChainDraftExporter
+from specexport.exporter.options import BuildOptions
+from specexport.exporter.writing import Part
+from specexport.graphs.layers import first_layers
+from specexport.graphs.medusa import MedusaHeads
+
+
+class SelfDraftExporter(ChainDraftExporter[SelfDraft]):
+    """It is written together with the target."""
+
+    def part(self, method: SelfDraft, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> Part | None:
+        """See :class:`MethodExporter`.
+
+        Raises:
+            BuildError: the target has no such layers.
+        """
+        cache = target.cache[: method.layers]
+        try:
+            with first_layers(target.model, method.layers):
+                parameters = sum(parameter.numel() for parameter in target.model.parameters())
+                one_pass = traced(
+                    target,
+                    lambda: trace.trace_draft_pass(
+                        target.model, cache, target.vocab_size, target.input_vocab, target.max_positions, build.lowering
+                    ),
+                )
+        except ValueError as error:
+            raise BuildError(f"self_draft: layers is {method.layers}, but of {target.source}: {error}") from error
+        graph = compose.propose_graph(one_pass, cache, build.lowering)
+        return Part("self_draft", graph, plan.propose_points(method), cache, parameters)
+
+    def in_target(
+        self, method: SelfDraft, options: BuildOptions, heads: MedusaHeads | None, model: Model | None
+    ) -> SelfDraft:
+        return msgspec.structs.replace(method, draft=model)
+
+    def compare(self, method: SelfDraft, run: Verification) -> tuple[str, Agreement] | None:
+        (draft,) = method.models.values()
+        vocab = vocabulary(run.bundle.manifest, draft)
+        return self.compare_with(method, run, run.source(None), texts=run.texts, vocab=vocab, layers=method.layers)
+
+
+EXPORTER = SelfDraftExporter()

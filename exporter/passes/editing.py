@@ -1,0 +1,46 @@
+"""What the rewrites ask of a graph, and the nodes and constants they add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy.typing as npt
+import onnx_ir as ir
+
+
+def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The node that makes ``value``, if it is an ``op_type``."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == op_type and node.domain == "" else None
+
+
+def ancestors(values: Iterable[ir.Value | None]) -> set[ir.Value]:
+    """The values, and all that they are computed from."""
+    found: set[ir.Value] = set()
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if value is not None and value not in found:
+            found.add(value)
+            node = value.producer()
+            waiting += node.inputs if node is not None else ()
+    return found
+
+
+def needed_only_for(graph: ir.Graph, output: str) -> set[ir.Value]:
+    """The values that one output of a graph depends on and no other output does."""
+    wanted = [value for value in graph.outputs if value.name == output]
+    return ancestors(wanted) - ancestors(value for value in graph.outputs if value.name != output)
+
+
+def constant(graph: ir.Graph, name: str, array: npt.NDArray[Any]) -> ir.Value:
+    """An initializer that holds an array; one that is there already by that name is used again."""
+    if name not in graph.initializers:
+        graph.register_initializer(ir.val(name, const_value=ir.Tensor(array, name=name)))
+    return graph.initializers[name]
+
+
+def op(op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes: Any) -> ir.Node:
+    """A node with one output of that name; the node has another, as TensorRT wants no two of one name."""
+    return ir.node(op_type, inputs, attributes, outputs=[ir.val(name)], name=f"{name}.node")

@@ -1,0 +1,299 @@
+"""How much each request of a batch may speculate: K shrinks as the batch fills, to 0 if need be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from specexport.contract.manifest import Manifest
+from specexport.contract.shapes import window
+from specexport.contract.tree import TokenTree
+from specexport.runtime.costs import Costs
+from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation
+from specexport.runtime.request import Request
+
+MARGIN = 1.03
+"""By how much speculation must promise to be faster than plain decoding: a measured curve is not exact."""
+PROBE_SHARE = 0.01
+"""The share of time that trying to speculate again may cost where it did not pay."""
+READ_SHARE = 0.01
+"""The share beside it where a draft has to read what it missed first."""
+
+
+class SpeculationPolicy:
+    """Chooses the tree each request verifies in a step, by a rule.
+
+    A request alone gets what it asked for. In a batch its share of a step is what its method's default tree, made for
+    one, would be for each of them: so a step verifies hardly more tokens than the bundle was built to verify at once.
+    """
+
+    def __init__(self, manifest: Manifest, speculations: Mapping[str, Speculation]) -> None:
+        self._tokens = {name: len(one.method.token_trees()[0]) for name, one in speculations.items()}
+        self._smaller = {name: one.method.smaller_trees(manifest.target) for name, one in speculations.items()}
+
+    def assign(self, requests: Sequence[Request]) -> None:
+        """Sets the tree of each request's next step."""
+        for request in requests:
+            # The last token of an output needs no draft.
+            request.view.tree = PLAIN_TREE if request.room <= 1 else self._share(request, len(requests))
+
+    def learn(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
+        """Takes in what the step did that the last :meth:`assign` was for; a rule learns nothing."""
+
+    def _share(self, request: Request, others: int) -> TokenTree:
+        method = request.view.method
+        if method is None or others == 1:
+            return request.tree
+        nodes = min(self._tokens[method] // others, len(request.tree))
+        return next((tree for tree in self._smaller[method] if len(tree) <= nodes), PLAIN_TREE)
+
+
+class MeasuredPolicy(SpeculationPolicy):
+    """Chooses the trees that are expected to commit most tokens a second on this device.
+
+    What is expected to be accepted comes from the request's own steps so far, and what a step costs from the bundle's
+    curve; no clock is read, so a request alone runs the same way every time. All slots of a step pay for the widest
+    tree among them, and those of one method for its largest: see :func:`best`.
+
+    Where a method is left out, its requests save up ``PROBE_SHARE`` of the time, with a draft ``READ_SHARE`` too, and
+    spend it on trying its smallest tree. What is accepted pays back, so that a try that succeeds is followed by
+    the next.
+    """
+
+    def __init__(
+        self, manifest: Manifest, speculations: Mapping[str, Speculation], costs: Costs, sizes: Sequence[int]
+    ) -> None:
+        super().__init__(manifest, speculations)
+        self._costs = costs
+        self._sizes = sizes
+        self._chunk = manifest.prefill_chunk
+        points = [graph.point for graph in manifest.target.graph.points]
+        self._caches = sorted({point.cache for point in points})
+        self._widths = sorted({point.tokens for point in points if point.rows == point.tokens})
+        self._fits = {
+            name: [Fit(tree, one.method.width(tree)) for tree in self._smaller[name]]
+            for name, one in speculations.items()
+        }
+        self._chosen: dict[Request, Fit] = {}
+        self._idle: list[_Idle] = []
+
+    def assign(self, requests: Sequence[Request]) -> None:
+        self._chosen, self._idle = {}, []
+        groups: dict[str, list[Request]] = {}
+        for request in requests:
+            # The last token of an output needs no draft.
+            if request.view.method is not None and len(request.tree) > 1 and request.room > 1:
+                groups.setdefault(request.view.method, []).append(request)
+        if groups:
+            self._choose(groups, requests)
+        for request in requests:
+            fit = self._chosen.get(request)
+            request.view.tree = PLAIN_TREE if fit is None else fit.tree
+
+    def _choose(self, groups: Mapping[str, list[Request]], requests: Sequence[Request]) -> None:
+        rows = _at_least(self._caches, max(len(request.view.tokens) for request in requests))
+        batch = self._batch(requests)
+
+        def verify(width: int) -> float:
+            return self._costs.step(batch, _at_least(self._widths, width), rows)
+
+        options = [self._options(name, members, rows) for name, members in groups.items()]
+        picks = best(options, len(requests), verify)
+        width = max((pick.width for pick in picks if pick is not None), default=1)
+        for (name, members), pick in zip(groups.items(), picks, strict=True):
+            if pick is not None:
+                self._chosen |= pick.fits
+            else:
+                self._idle.append(self._idling(name, members, width, rows, len(requests), verify))
+        tried = next((idle for idle in self._idle if idle.affordable), None)
+        if tried is not None:
+            tried.trying = True
+            self._chosen |= tried.fits
+
+    def _options(self, name: str, members: Sequence[Request], rows: int) -> list[Option]:
+        """What a method may do in a step: one option for each limit on the width of its trees."""
+        gains = {request: [(_gain(request, fit), fit) for fit in self._within(name, request)] for request in members}
+        found = []
+        for width in sorted({fit.width for known in gains.values() for _, fit in known}):
+            # Of trees that promise the same the largest, which comes first.
+            most = {
+                request: max(fitting, key=lambda pair: pair[0])
+                for request, known in gains.items()
+                if (fitting := [(gain, fit) for gain, fit in known if fit.width <= width])
+            }
+            fits = {request: fit for request, (_, fit) in most.items()}
+            gain = sum(gain for gain, _ in most.values())
+            found.append(Option(width, gain, self._propose(name, fits, rows), fits))
+        return found
+
+    def _idling(
+        self, name: str, members: list[Request], width: int, rows: int, running: int, verify: Callable[[int], float]
+    ) -> _Idle:
+        """What it takes to try a method that was left out of a step of some width."""
+        read = self._costs.read(name)
+        # A draft reads what it has missed, so one request tries it at a time.
+        trying = [max(members, key=lambda request: request.history.unread)] if read else members
+        fits = {request: self._within(name, request)[-1] for request in trying}
+        chunks = math.ceil(trying[0].history.unread / self._chunk)
+        wider = max(width, *(fit.width for fit in fits.values()))
+        cost = verify(wider) - verify(width) + self._propose(name, fits, rows) + read * chunks
+        share = PROBE_SHARE + (READ_SHARE if read else 0.0)
+        return _Idle(members, fits, cost, read, verify(1) / running, share * verify(width) / running)
+
+    def _within(self, name: str, request: Request) -> list[Fit]:
+        """The trees a request may verify, those of at most the size it asked for, the largest first."""
+        return [fit for fit in self._fits[name] if len(fit.tree) <= len(request.tree)]
+
+    def _batch(self, requests: Collection[Request]) -> int:
+        return len(window([request.view.slot for request in requests], self._sizes))
+
+    def _propose(self, name: str, fits: Mapping[Request, Fit], rows: int) -> float:
+        return self._costs.propose(name, self._batch(fits), max(len(fit.tree) for fit in fits.values()), rows)
+
+    def learn(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
+        made = dict(zip(requests, outcomes, strict=True))
+        for request, outcome in made.items():
+            fit, history = self._chosen.get(request), request.history
+            if fit is None:
+                history.unread += len(outcome.tokens)
+            elif outcome.drafted or fit.windowed:
+                history.acceptance(fit.alike).learn(outcome.depth or fit.tree.depth, outcome.accepted)
+                history.unread = 0
+            else:
+                history.unread = max(0, history.unread - self._chunk) + len(outcome.tokens)
+        for idle in self._idle:
+            idle.settle(made)
+
+
+def open_policy(
+    manifest: Manifest, speculations: Mapping[str, Speculation], device: str | None, sizes: Sequence[int]
+) -> SpeculationPolicy:
+    """The policy of an engine of these batch sizes: by the curve of its device, or by the rule where there is none.
+
+    ``device`` is what the engine runs on, as backends name it; None for the rule in any case.
+    """
+    curve = manifest.curve(device) if device is not None else None
+    if curve is None or max(cost.batch for cost in curve.steps) < sizes[-1]:
+        return SpeculationPolicy(manifest, speculations)
+    return MeasuredPolicy(manifest, speculations, Costs(curve), sizes)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A tree that a request may verify, and T of a step that verifies it."""
+
+    tree: TokenTree
+    width: int
+
+    @property
+    def alike(self) -> int:
+        """The same for trees whose draft tokens are accepted alike: chains, whatever their length."""
+        return 0 if self.tree.is_chain else len(self.tree)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether such a step is wide even where nothing was proposed."""
+        return self.width > len(self.tree)
+
+
+@dataclass(frozen=True)
+class Option:
+    """What one method may do in a step.
+
+    Attributes:
+        width: T of the widest of its trees at most.
+        gain: draft tokens that are expected to be accepted.
+        seconds: of proposing.
+        fits: the trees of its requests.
+    """
+
+    width: int
+    gain: float
+    seconds: float
+    fits: Mapping[Request, Fit]
+
+
+def best(
+    options: Sequence[Sequence[Option]], requests: int, verify: Callable[[int], float]
+) -> tuple[Option | None, ...]:
+    """The choice of at most one option of each method that is expected to commit most tokens a second.
+
+    At a width of the step the rate is (requests + sum of gains) / (verify + sum of seconds), and the best choice is
+    found as ratios are maximised (Dinkelbach 1967): a method's best option at a rate is the one of largest gain less
+    rate times seconds, whatever the other methods do, and the rate of that choice is the next to try.
+
+    Args:
+        options: of each method.
+        requests: how many; each commits one token in any case.
+        verify: seconds of a step of some width, without proposing.
+
+    Returns:
+        An option or None for each method; None for all unless the best is faster than plain decoding by ``MARGIN``.
+    """
+    rate = MARGIN * requests / verify(1)
+    chosen: tuple[Option | None, ...] = (None,) * len(options)
+    for width in sorted({option.width for known in options for option in known}):
+        while True:
+            picks = tuple(_pick([one for one in known if one.width <= width], rate) for known in options)
+            taken = [pick for pick in picks if pick is not None]
+            tokens = requests + sum(pick.gain for pick in taken)
+            found = tokens / (verify(width) + sum(pick.seconds for pick in taken))
+            if found <= rate * (1 + 1e-12):
+                break
+            rate, chosen = found, picks
+    return chosen
+
+
+def _pick(options: Sequence[Option], rate: float) -> Option | None:
+    most = max(options, key=lambda one: one.gain - rate * one.seconds, default=None)
+    return most if most is not None and most.gain > rate * most.seconds else None
+
+
+def _gain(request: Request, fit: Fit) -> float:
+    """Draft tokens of a tree that are expected to be accepted; what is beyond the output's end is none."""
+    return min(request.history.acceptance(fit.alike).expected(fit.tree.depth), request.room - 1.0)
+
+
+def _at_least(sizes: Sequence[int], wanted: int) -> int:
+    """The smallest of ascending sizes that is large enough, or the largest."""
+    return next((size for size in sizes if size >= wanted), sizes[-1])
+
+
+@dataclass
+class _Idle:
+    """A method that a step leaves out.
+
+    Attributes:
+        requests: its own.
+        fits: what they would try.
+        cost: seconds that this would add to the step, reading included.
+        read: seconds of a chunk that its draft is behind in.
+        token: seconds that a token takes in plain decoding.
+        income: seconds that each of its requests saves up in the step.
+        trying: whether the step tries it nevertheless.
+    """
+
+    requests: Sequence[Request]
+    fits: Mapping[Request, Fit]
+    cost: float
+    read: float
+    token: float
+    income: float
+    trying: bool = False
+
+    @property
+    def affordable(self) -> bool:
+        """Whether its requests have saved up what a try costs."""
+        return sum(request.history.credit for request in self.requests) >= self.cost
+
+    def settle(self, made: Mapping[Request, Outcome]) -> None:
+        """Takes what a try cost from what was saved up, gives back what it was worth, and saves up for the next."""
+        spent = 0.0
+        if self.trying:
+            verified = any(made[request].drafted or fit.windowed for request, fit in self.fits.items())
+            accepted = sum(made[request].accepted for request in self.fits)
+            spent = (self.cost if verified else self.read) - accepted * self.token
+        for request in self.requests:
+            saved = request.history.credit + self.income - spent / len(self.requests)
+            request.history.credit = min(saved, self.cost / len(self.requests))

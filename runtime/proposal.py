@@ -1,0 +1,215 @@
+"""What every proposer is given and gives back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport.contract.methods import Method
+from specexport.contract.tree import TokenTree
+from specexport.runtime.constraint import Constraint
+from specexport.runtime.embeds import Embeddings
+from specexport.runtime.graph import Array, Graph
+from specexport.runtime.logprobs import TokenLogprobs
+from specexport.runtime.params import SamplingParams
+from specexport.runtime.sampling import Distributions, Floats
+
+Ints = npt.NDArray[np.int64]
+State = TypeVar("State")
+
+
+@dataclass
+class SlotView:
+    """What a proposer sees of one slot.
+
+    Attributes:
+        slot: which slot of every cache is its own, for now: a request may be moved between steps.
+        tokens: prompt and output so far; the last one, the step's root, is not in the target's cache yet.
+        params: how it samples.
+        random: its own noise.
+        tree: the tree it wants filled in this step; the root alone where it decodes plainly.
+        hypothesis: tokens the output is expected to be; empty where the request brought none.
+        method: how it speculates; None decodes plainly.
+        options: what the request says of its method, where that is not what the proposer was opened with.
+        constraint: what its output is bound to; None for nothing.
+        embeddings: what the prompt has in the place of tokens, whose numbers are negative there; None for nothing.
+        prompt: how many of the tokens are the prompt.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as it is read, if the request asks for them.
+    """
+
+    slot: int
+    tokens: list[int]
+    params: SamplingParams
+    random: np.random.Generator
+    tree: TokenTree
+    hypothesis: Sequence[int] = ()
+    method: str | None = None
+    options: Method | None = None
+    constraint: Constraint | None = None
+    embeddings: Embeddings | None = None
+    prompt: int = field(init=False)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A step's tokens where it looks at more than the draft tokens.
+
+    Attributes:
+        tokens: int64 ``[T-1]``, those of the nodes 1..T-1: the draft tokens, then the others.
+        tree: their shape; its first nodes are the proposal's tree.
+    """
+
+    tokens: Ints
+    tree: TokenTree
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft tokens for one slot.
+
+    Attributes:
+        tokens: int64 ``[K]``, those of the tree's nodes 1..K.
+        tree: their shape; node 0 is the last committed token.
+        q: the distributions they were drawn from; None where they were chosen without drawing (q = 1).
+        candidates: int64 ``[depths,M]``, the tokens known at each depth of the tree, most probable first.
+        window: what the step looks at beside them, of which nothing is accepted; None for nothing.
+    """
+
+    tokens: Ints
+    tree: TokenTree
+    q: Distributions | None
+    candidates: Ints
+    window: Window | None = None
+
+
+class DeviceDraft(Protocol):
+    """A draft whose run may be a part of a step on a device.
+
+    Attributes:
+        graph: the propose graph; it drafts a chain.
+    """
+
+    graph: Graph
+
+    def is_ready(self, view: SlotView) -> bool:
+        """Whether the draft has read all of a text that it needs to go on with it."""
+
+    def ask(self, views: Sequence[SlotView], K: int, /) -> range:
+        """Writes the graph's inputs for slots that are ready, for which it is to draft K tokens; returns the window."""
+
+    def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
+        """Keeps the rows of a run: those of the text, and of the first of the tokens it drafted."""
+
+
+class Proposer(ABC):
+    """Proposes draft tokens for several slots at once. Its state is per slot.
+
+    A way to propose says how in :meth:`propose`, and of the rest what it needs: by default nothing is done.
+
+    Attributes:
+        observes: which of the target's outputs :meth:`observe` looks at.
+    """
+
+    observes: frozenset[str] = frozenset()
+
+    @property
+    def device_draft(self) -> DeviceDraft | None:
+        """The draft that proposes on a device as a part of the step; None where the host has to propose."""
+        return None
+
+    @abstractmethod
+    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
+        """Proposals by slot; a slot it has nothing for is left out and decodes plainly this step."""
+
+    def prefill(self, view: SlotView) -> bool:
+        """Reads up to one chunk of a slot's text, before its first step; whether there is more to read."""
+        return False
+
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
+        """Called after the target ran for a slot.
+
+        Args:
+            slot: the slot.
+            outputs: what the target's graph made for it, without the batch dimension; copy what is kept.
+            row: the row of it that belongs to the last token in the target's cache.
+        """
+
+    def move(self, source: int, to: int) -> None:
+        """A request goes on in another slot, which was free."""
+
+    def share(self, source: int, to: int, tokens: int) -> None:
+        """The text in slot ``to`` begins with the same tokens as the one in ``source``, this many."""
+
+    def shrink_cache(self, rows: int) -> None:
+        """The longest text running will have at most so many tokens: a larger cache may be given up."""
+
+    def release(self, slot: int) -> None:
+        """Forgets a slot: its request ended. What only the text's tokens say may be kept for a text alike."""
+
+
+def moved(state: dict[int, State], source: int, to: int) -> None:
+    """Moves what is known of a slot to another one."""
+    state.pop(to, None)
+    if source in state:
+        state[to] = state.pop(source)
+
+
+class Chains:
+    """The chains a bundle verifies, for proposers that find now more tokens and now fewer.
+
+    Args:
+        trees: chains of different lengths.
+    """
+
+    def __init__(self, trees: Sequence[TokenTree]) -> None:
+        self._longest_first = sorted(trees, key=len, reverse=True)
+
+    def within(self, tree: TokenTree, found: int) -> TokenTree | None:
+        """The longest of at most ``found`` draft tokens and at most those of a request's tree; None without one."""
+        most = min(found, len(tree) - 1)
+        return next((chain for chain in self._longest_first if len(chain) - 1 <= most), None)
+
+
+def fill(tree: TokenTree, candidates: Ints) -> Ints:
+    """The tokens ``[K]`` of a tree's nodes: of each, the candidate ``[depths,M]`` at its depth with its rank."""
+    depths, ranks = tree.depths[1:], np.asarray(tree.ranks[1:])
+    tokens: Ints = candidates[depths - 1, ranks]
+    return tokens
+
+
+def drawn(tree: TokenTree, rows: Ints, tokens: Ints, ids: Ints, probs: Floats) -> tuple[Ints, Distributions, Ints]:
+    """The tokens of a tree in which those of rank 0 were drawn from q; others are the most probable beside them.
+
+    Given that the drawn token was rejected, the next is chosen without noise (q = 1), so multi-round rejection stays
+    exact.
+
+    Args:
+        tree: the tree.
+        rows: int64 ``[K]``, of each node but the root: which of the R distributions its parent has.
+        tokens: int64 ``[R]``, drawn from each.
+        ids: int64 ``[R,M]``, the tokens each gives probability to, most probable first.
+        probs: float32 ``[R,M]``.
+
+    Returns:
+        The tokens of the nodes, int64 ``[K]``; q of each; and the candidates by their ranks, int64 ``[R,M]``.
+    """
+    is_drawn = ids == tokens[:, None]
+    # The drawn token takes rank 0, those before it move back by one.
+    order = np.argsort(~is_drawn, axis=1, kind="stable")
+    candidates = np.take_along_axis(ids, order, 1)
+    if tree.is_chain and not any(tree.ranks):
+        return tokens, Distributions(ids, probs), candidates
+    ranks = np.asarray(tree.ranks[1:])
+    taken: Ints = candidates[rows, ranks]
+    chosen = (candidates[rows] == taken[:, None]).astype(np.float32)
+    q = np.where(ranks[:, None] == 0, np.take_along_axis(probs, order, 1)[rows], chosen)
+    return taken, Distributions(candidates[rows], q), candidates

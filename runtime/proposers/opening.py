@@ -1,0 +1,47 @@
+"""Opens what a method proposes by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specexport.contract.methods import Method, part
+from specexport.runtime.backend import Backend
+from specexport.runtime.buffers import buffers
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.graph import Graph
+from specexport.runtime.proposal import Proposer
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What proposers are opened with.
+
+    Attributes:
+        bundle: the bundle.
+        backend: runs graphs.
+        slots: how many.
+    """
+
+    bundle: Bundle
+    backend: Backend
+    slots: int
+
+    def graph(self, method: Method) -> Graph:
+        """Loads the graph of a method's own model.
+
+        Raises:
+            BackendError: the backend refuses it.
+        """
+        ((role, model),) = method.models.items()
+        return self.backend.open(model, self.slots, buffers(method.signatures[role]))
+
+
+def open_proposer(method: Method, opening: Opening) -> Proposer:
+    """Loads what a method needs.
+
+    Raises:
+        BackendError: the backend refuses a graph.
+        RequestError: an option of the method makes no sense here.
+    """
+    proposer: Proposer = part(method, "proposer").open_proposer(method, opening)
+    return proposer

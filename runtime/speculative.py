@@ -1,0 +1,171 @@
+"""What a request chose: how it speculates, as one value that every face passes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from specexport.contract.errors import RequestError, SpecExportError
+from specexport.contract.methods import Method, method_type, read_method
+from specexport.contract.tree import TokenTree
+from specexport.runtime.params import SamplingParams
+from specexport.runtime.program import PLAIN_TREE
+
+
+class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a request speculates; left out is the engine's default.
+
+    Attributes:
+        method: one that the engine has.
+        num_speculative_tokens: draft tokens a step, which choose one of the method's trees; 0 decodes plainly.
+        hypothesis: what the output is expected to be, text or token ids; chooses a method that takes one.
+        hypothesis_entropy: how unsure whoever made it was where that was worst, in nats; for relaxed acceptance with an
+            ``entropy_threshold``.
+        options: the method's other keys, for a method that needs no graph; None for those it was opened with.
+    """
+
+    method: str | None = None
+    num_speculative_tokens: Annotated[int, Meta(ge=0)] | None = None
+    hypothesis: str | tuple[int, ...] | None = None
+    hypothesis_entropy: float | None = None
+    options: Method | None = None
+
+    @classmethod
+    def of(cls, given: Speculative | Mapping[str, Any] | str | None) -> Speculative:
+        """Reads what users may give: the value, a mapping with its keys and the method's, or the name of a method.
+
+        Raises:
+            RequestError: a key is not known, belongs to the build or the engine, or has a value of the wrong kind.
+        """
+        if given is None:
+            return DEFAULT
+        if isinstance(given, Speculative):
+            return given
+        mapping = {"method": given} if isinstance(given, str) else dict(given)
+        own = {key: mapping.pop(key) for key in _KEYS if key in mapping}
+        options = _options(own.get("method"), mapping) if mapping else None
+        try:
+            return msgspec.structs.replace(msgspec.convert(own, cls), options=options)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"speculative: {error}", param="speculative") from error
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is speculated."""
+        return self.num_speculative_tokens == 0
+
+
+_KEYS = tuple(key for key in Speculative.__struct_fields__ if key != "options")
+DEFAULT = Speculative()
+PLAIN = Speculative(num_speculative_tokens=0)
+"""Plain decoding, for comparison."""
+
+
+def _options(name: object, keys: Mapping[str, Any]) -> Method:
+    """A method's own keys, as far as a request may say them."""
+    if not isinstance(name, str):
+        key = next(iter(keys))
+        raise RequestError(
+            f"speculative: {key!r} was given without a method; expected some of {', '.join(_KEYS)}",
+            param=f"speculative.{key}",
+        )
+    try:
+        kind = method_type(name)
+        fixed = next((key for key in keys if kind.needs_graph or key == "trees" or key in kind.engine_keys), None)
+        if fixed is not None:
+            raise RequestError(
+                f"speculative: {fixed!r} of method {name!r} is said when the bundle is built or opened; a request may "
+                f"say {', '.join(_KEYS)}",
+                param="speculative",
+            )
+        return read_method({"method": name, **keys}, "speculative")
+    except SpecExportError as error:
+        raise RequestError(str(error), param="speculative") from error
+
+
+def choose(
+    asked: Speculative, methods: Mapping[str, Method], asked_for: Sequence[str], params: SamplingParams, embedded: bool
+) -> tuple[str | None, TokenTree]:
+    """The method and tree of a request; none where it decodes plainly, or nothing suits it.
+
+    Args:
+        asked: what the request says.
+        methods: of the engine, by name.
+        asked_for: those a request may get that names none, the default first.
+        params: how it samples.
+        embedded: whether its prompt holds embeddings.
+
+    Raises:
+        RequestError: the method or the tree is not there, the method's model cannot read embeddings, or a hypothesis
+            was given without a use for it or the other way round.
+    """
+    _check_hypothesis(asked, methods, params)
+    if asked.plain:
+        return None, PLAIN_TREE
+    able = [name for name, method in methods.items() if not embedded or method.reads_embeddings]
+    name = asked.method
+    if name is None and asked.hypothesis is not None:
+        name = next((name for name, method in methods.items() if method.takes_hypothesis), None)
+        if name is None:
+            raise RequestError("a hypothesis was given, but the bundle verifies no chains for one", param="hypothesis")
+    if name is None:
+        name = next((name for name in asked_for if name in able and not methods[name].takes_hypothesis), None)
+        if name is None and asked.num_speculative_tokens is None:
+            return None, PLAIN_TREE
+    if name is None:
+        after = " after a prompt with embeddings" if embedded and methods else ""
+        raise RequestError(
+            f"num_speculative_tokens is {asked.num_speculative_tokens}, but the bundle was built without a way to "
+            f"speculate{after}; name one that needs no graph: {', '.join(able) or 'none is there'}",
+            param="num_speculative_tokens",
+        )
+    if name not in methods:
+        raise RequestError(f"method is {name!r}; the bundle has {', '.join(methods) or 'none'}", param="method")
+    if name not in able:
+        raise RequestError(
+            f"method is {name!r}, whose model reads tokens alone, and the prompt has embeddings; leave it out or "
+            f"choose one that needs no model, of which the bundle has {', '.join(able) or 'none'}",
+            param="method",
+        )
+    trees = methods[name].token_trees()
+    if asked.num_speculative_tokens is None:
+        return name, trees[0]
+    tree = next((tree for tree in trees if len(tree) == asked.num_speculative_tokens + 1), None)
+    if tree is None:
+        built = ", ".join(map(str, sorted(len(tree) - 1 for tree in trees)))
+        raise RequestError(
+            f"num_speculative_tokens is {asked.num_speculative_tokens}; the bundle was built for {built}",
+            param="num_speculative_tokens",
+        )
+    return name, tree
+
+
+def _check_hypothesis(asked: Speculative, methods: Mapping[str, Method], params: SamplingParams) -> None:
+    """Checks that a request's hypothesis and what is said about it belong together."""
+    takes = {name for name, method in methods.items() if method.takes_hypothesis}
+    if asked.hypothesis is not None:
+        if asked.plain:
+            raise RequestError(
+                "a hypothesis was given with num_speculative_tokens 0; give one of them", param="hypothesis"
+            )
+        if asked.method is not None and asked.method not in takes:
+            raise RequestError(
+                f"a hypothesis was given with method {asked.method!r}; leave the method out", param="method"
+            )
+        if asked.hypothesis_entropy is not None and not asked.hypothesis_entropy >= 0:
+            raise RequestError(
+                f"hypothesis_entropy is {asked.hypothesis_entropy!r}; expected a number >= 0",
+                param="hypothesis_entropy",
+            )
+        return
+    if asked.method in takes:
+        raise RequestError(f"method is {asked.method!r}, but no hypothesis was given", param="method")
+    if asked.hypothesis_entropy is not None:
+        raise RequestError("hypothesis_entropy was given without a hypothesis", param="hypothesis_entropy")
+    if params.acceptance == "relaxed":
+        raise RequestError(
+            "acceptance is 'relaxed', but no hypothesis was given; it is for those alone", param="acceptance"
+        )

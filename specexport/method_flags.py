@@ -1,0 +1,177 @@
+"""``--method`` and the flags that stand for it, as the registry of methods makes them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from specexport.contract.errors import BuildError
+from specexport.contract.methods import Flag, Method, known, method_type, parse_method, read_method
+
+_Given = list[tuple[str, Any]]
+"""What of ``--method`` and the flags was given, with its value, in order: the first method is the default."""
+
+
+class _Remember(argparse.Action):
+    """Keeps a flag and its value in the order of the command line."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        given: _Given = list(getattr(namespace, self.dest) or ())
+        namespace.__dict__[self.dest] = [*given, (self.option_strings[0], self.const if values == [] else values)]
+
+
+def _flags() -> list[tuple[str, Flag]]:
+    """Every flag with the name of its method."""
+    return [(name, flag) for name in known() for flag in method_type(name).flags]
+
+
+def add_method_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares ``--method``, the flags that stand for it, and what they share."""
+    group = parser.add_argument_group(
+        "ways to speculate", "the first is the default; requests may choose the others by name"
+    )
+    group.add_argument(
+        "--method",
+        action=_Remember,
+        dest="methods",
+        metavar="NAME[:VALUE][,key=value]",
+        help=f"{', '.join(known())}; VALUE is the main key's, a key given twice has two values. The flags below are "
+        "the same, shorter",
+    )
+    for _, flag in _flags():
+        if flag.key is None or flag.value is not None:
+            group.add_argument(flag.name, action=_Remember, dest="methods", nargs=0, const=True, help=flag.help)
+        else:
+            optional: dict[str, Any] = {"nargs": "?", "const": flag.const} if flag.const is not None else {}
+            group.add_argument(
+                flag.name, action=_Remember, dest="methods", metavar=flag.metavar, help=flag.help, **optional
+            )
+    group.add_argument(
+        "--num-speculative-tokens",
+        type=_draft_tokens,
+        metavar="K[,K...]",
+        help="draft tokens a step of every method that does not say: a chain, or the tree of that size that suits it; "
+        "of several the first is the default",
+    )
+    group.add_argument(
+        "--tree",
+        action="append",
+        default=[],
+        metavar="FILE_OR_PRESET",
+        help="token tree to verify, of the methods that fill the widest: JSON or a preset's name; repeatable, the "
+        "first is the default",
+    )
+
+
+def asked_methods(arguments: argparse.Namespace) -> tuple[Method, ...]:
+    """The methods a command line asks for.
+
+    Raises:
+        BuildError: a flag is there without the one it belongs to, or a method's options are wrong.
+    """
+    given: _Given = list(arguments.methods or ())
+    claimed = {
+        other for _, flag in _flags() for other in flag.claims or {} if any(option == flag.name for option, _ in given)
+    }
+    spelled = [value.partition(":")[0] for option, value in given if option == "--method"]
+    beside = [name for name, flag in _flags() for option, _ in given if option == flag.name and option not in claimed]
+    if doubled := next((name for name in spelled if spelled.count(name) > 1 or name in beside), None):
+        raise BuildError(
+            f"--method {doubled}: it was asked for twice; give all its keys at once, {doubled}:key=value,..."
+        )
+    found: dict[str, dict[str, Any] | Method] = {}
+    for option, value in given:
+        if option == "--method":
+            method = parse_method(value)
+            found[method.name] = method
+            continue
+        name, flag = next((name, flag) for name, flag in _flags() if flag.name == option)
+        if not flag.asks or option in claimed:
+            continue
+        mapping: dict[str, Any] = {"method": name}
+        for own in method_type(name).flags:
+            said = [value for option, value in given if option == own.name]
+            if said and own.key is not None:
+                mapping[own.key] = said[-1] if own.value is None else own.value
+        for other, key in (flag.claims or {}).items():
+            said = [value for option, value in given if option == other]
+            if not said:
+                raise BuildError(f"{option} was given without {other}, which it is for")
+            mapping[key] = said[-1]
+        found[name] = mapping
+    for option, _ in given:
+        missing = [name for name, flag in _flags() if flag.name == option and not flag.asks and name not in found]
+        if missing:
+            raise BuildError(f"{option} was given without {method_type(missing[0]).flags[0].name}, which it is for")
+    methods = [
+        read_method(one, next(f.name for f in method_type(name).flags if f.asks), strict=False)
+        if isinstance(one, dict)
+        else one
+        for name, one in found.items()
+    ]
+    return _shared(methods, arguments.num_speculative_tokens, arguments.tree)
+
+
+def _shared(methods: Sequence[Method], sizes: tuple[int, ...] | None, trees: Sequence[str]) -> tuple[Method, ...]:
+    """Gives the methods what was said of all of them."""
+    if (sizes or trees) and not methods:
+        flag = "--num-speculative-tokens" if sizes else "--tree"
+        raise BuildError(f"{flag} was given without a way to speculate; nothing would propose those tokens")
+    if sizes and all(method.own_widths for method in methods):
+        raise BuildError(
+            f"--num-speculative-tokens was given, but the steps of {', '.join(m.name for m in methods)} follow from "
+            "other options"
+        )
+    made: list[Method] = []
+    widest = max((method.branching for method in methods), default=0)
+    if trees and not widest:
+        raise BuildError(f"--tree was given, but {', '.join(m.name for m in methods)} propose no trees")
+    for method in methods:
+        mapping: dict[str, Any] = {}
+        if sizes and not method.sizes and not method.own_widths:
+            mapping["num_speculative_tokens"] = sizes if len(sizes) > 1 else sizes[0]
+        if trees and method.branching == widest and not method.trees:
+            mapping["trees"] = list(trees)
+        made.append(changed(method, mapping))
+    return tuple(made)
+
+
+def changed(method: Method, keys: dict[str, Any]) -> Method:
+    """A method with other values of some keys."""
+    if not keys:
+        return method
+    kind = type(method)
+    own = {key: getattr(method, key) for key in kind.__struct_fields__ if key not in kind.built}
+    return read_method({"method": method.name, **own, **keys})
+
+
+def _draft_tokens(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number or several with commas between") from None
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags that name a method's checkpoints, for commands that look at them again."""
+    for name, flag in _flags():
+        if flag.key in method_type(name).sources:
+            what = flag.help.split("(")[0].split(",")[0].split(":")[0].strip()
+            parser.add_argument(
+                flag.name, metavar=flag.metavar, help=f"{what}, if it has moved since the build", default=None
+            )
+
+
+def source_arguments(arguments: argparse.Namespace) -> dict[str, str]:
+    """By ``METHOD.key``: where a checkpoint is now."""
+    found: dict[str, str] = {}
+    for name, flag in _flags():
+        value = getattr(arguments, flag.name[2:].replace("-", "_"), None)
+        if flag.key in method_type(name).sources and value is not None:
+            found[f"{name}.{flag.key}"] = value
+        for other, key in (flag.claims or {}).items():
+            value = getattr(arguments, other[2:].replace("-", "_"), None)
+            if value is not None:
+                found[f"{name}.{key}"] = value
+    return found

@@ -1,0 +1,181 @@
+"""Who drives, over a step program that only counts: no model, no bundle."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from specexport.runtime import SamplingParams
+from specexport.runtime.policy import SpeculationPolicy
+from specexport.runtime.program import PLAIN_TREE, Outcome, StepResult
+from specexport.runtime.proposal import SlotView
+from specexport.runtime.request import Request
+from specexport.runtime.scheduler import Scheduler
+from specexport.runtime.stream import Stream, completed
+from specexport.runtime.text import TextStream
+
+TOKENIZER = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+
+
+class Counting:
+    """A step program whose texts go on with zeros; ``released`` is called as a slot is."""
+
+    sizes = (1, 2, 4, 8)
+
+    def __init__(self, released: Callable[[int], None] = lambda slot: None) -> None:
+        self._released = released
+
+    def filled(self, slot: int) -> int:
+        return 0
+
+    def prefill(self, view: SlotView) -> bool:
+        return False
+
+    def step(self, views: Sequence[SlotView]) -> StepResult:
+        return StepResult([Outcome([0]) for _ in views], 0.0, 0.0, 0.0, "host")
+
+    def move(self, source: int, to: int, method: str | None) -> None: ...
+
+    def share(self, source: int, to: int, tokens: int) -> None: ...
+
+    def shrink_cache(self, rows: int) -> None: ...
+
+    def release(self, slot: int, method: str | None) -> None:
+        self._released(slot)
+
+
+class Plain(SpeculationPolicy):
+    """Nothing is speculated."""
+
+    def __init__(self) -> None: ...
+
+    def assign(self, requests: Sequence[Request]) -> None: ...
+
+    def learn(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None: ...
+
+
+def scheduler(program: Counting) -> Scheduler:
+    return Scheduler(program, Plain(), prefix_cache=False)
+
+
+def stream(runner: Any, room: int = 3) -> Stream:
+    view = SlotView(0, [1, 0], SamplingParams(), np.random.default_rng(0), PLAIN_TREE)
+    return Stream(runner, Request(view, TextStream(TOKENIZER), room, ()))
+
+
+def in_background(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+def test_a_request_may_start_while_another_thread_ends_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turn ends between two looks that the scheduler's clock takes at it."""
+    stepping, may_end, here = threading.Event(), threading.Event(), threading.get_ident()
+
+    class Slow(Counting):
+        def step(self, views: Sequence[SlotView]) -> StepResult:
+            stepping.set()
+            assert may_end.wait(10)
+            return super().step(views)
+
+    def now() -> float:
+        if threading.get_ident() == here:
+            may_end.set()
+            time.sleep(0.2)
+        return time.monotonic()
+
+    shared = scheduler(Slow())
+    reader, errors = in_background(lambda: completed(stream(shared, room=1)))
+    assert stepping.wait(10)
+    asked = stream(shared)
+    with monkeypatch.context() as patch:
+        patch.setattr("specexport.runtime.scheduler.time.perf_counter", now)
+        asked.start()
+    reader.join(10)
+    assert errors == []
+    assert len(completed(asked).token_ids) == 3
+
+
+def test_a_request_that_could_not_start_may_start_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = scheduler(Counting())
+    asked = stream(shared)
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "_clock", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            next(asked)
+    reader, errors = in_background(lambda: completed(asked))
+    reader.join(10)
+    assert not reader.is_alive()
+    assert errors == []
+
+
+def test_closing_waits_for_the_turn_that_another_thread_takes() -> None:
+    leaving, may_leave = threading.Event(), threading.Event()
+
+    def released(slot: int) -> None:
+        leaving.set()
+        assert may_leave.wait(10)
+
+    shared = scheduler(Counting(released))
+    reader, reader_errors = in_background(lambda: completed(stream(shared)))
+    assert leaving.wait(10)
+    closer, closer_errors = in_background(shared.close)
+    closer.join(0.3)
+    assert closer.is_alive()
+    may_leave.set()
+    for thread in (reader, closer):
+        thread.join(10)
+        assert not thread.is_alive()
+    assert reader_errors == closer_errors == []
+
+
+def test_closing_ends_every_request_of_its_thread_while_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's turn has a request leave between two looks of :meth:`Scheduler.close` at those running."""
+    looking, left = threading.Event(), threading.Event()
+
+    class Owner(int):
+        """The thread that closes; as it is looked at, the request may leave."""
+
+        def __eq__(self, other: object) -> bool:
+            looking.set()
+            left.wait(0.5)
+            return True
+
+        __hash__ = int.__hash__
+
+    shared = scheduler(Counting(lambda slot: left.set()))
+    streams = [stream(shared, room=10**6) for _ in range(3)]
+    for one in streams:
+        next(one)
+    streams[0]._request.owner = Owner()
+    streams[0].cancel()
+    reader, turn = stream(shared), shared._turn
+
+    def turn_while_another_looks() -> None:
+        assert looking.wait(10)
+        turn()
+
+    monkeypatch.setattr(shared, "_turn", turn_while_another_looks)
+    driver, _ = in_background(lambda: completed(reader))
+    while not shared._driving:
+        time.sleep(0.001)
+    shared.close()
+    driver.join(10)
+    assert not driver.is_alive()
+    assert [one._request.abandoned for one in streams] == [True] * 3

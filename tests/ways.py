@@ -1,0 +1,67 @@
+"""Ways to speculate for builds in tests, in the order of a bundle's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specexport.contract.methods import Method, read_methods
+from specexport.contract.tree import TokenTree
+
+
+def ways(
+    *,
+    draft: object = None,
+    universal_draft: object = None,
+    self_draft: int | None = None,
+    medusa: object = None,
+    draft_medusa: object = None,
+    mlp_speculator: object = None,
+    lookups: Sequence[str] = (),
+    prompt_lookup_min: int | None = None,
+    lookahead: tuple[int, int, int] | str | None = None,
+    sizes: Sequence[int] = (),
+    trees: Sequence[TokenTree | str] = (),
+) -> tuple[Method, ...]:
+    """Methods by their checkpoints.
+
+    Args:
+        draft: of ``draft_model``, or of ``medusa_draft`` beside ``draft_medusa``.
+        universal_draft: with another tokenizer.
+        self_draft: layers.
+        medusa: heads of the target.
+        draft_medusa: heads of the draft.
+        mlp_speculator: of the target.
+        lookups: names of methods that look in text.
+        prompt_lookup_min: of ``ngram``.
+        lookahead: W, N and G, or a preset.
+        sizes: draft tokens of every method, the default first.
+        trees: of the heads and the speculator where there are some, else of the draft.
+    """
+    found: list[dict[str, Any]] = []
+    if draft_medusa is not None:
+        found.append({"method": "medusa_draft", "model": str(draft), "medusa": str(draft_medusa)})
+    elif draft is not None:
+        found.append({"method": "draft_model", "model": str(draft)})
+    if universal_draft is not None:
+        found.append({"method": "universal_draft", "model": str(universal_draft)})
+    if self_draft is not None:
+        found.append({"method": "self_draft", "layers": self_draft})
+    if medusa is not None:
+        found.append({"method": "medusa", "model": str(medusa)})
+    if mlp_speculator is not None:
+        found.append({"method": "mlp_speculator", "model": str(mlp_speculator)})
+    found += [{"method": name} for name in lookups]
+    for one in found:
+        if sizes:
+            one["num_speculative_tokens"] = list(sizes)
+        if one["method"] == "ngram" and prompt_lookup_min is not None:
+            one["prompt_lookup_min"] = prompt_lookup_min
+    wide = [one for one in found if one["method"] in ("medusa", "mlp_speculator")]
+    for one in wide or found[:1]:
+        if trees:
+            one["trees"] = list(trees)
+    if lookahead is not None:
+        preset = lookahead if isinstance(lookahead, str) else ",".join(map(str, lookahead))
+        found.append({"method": "lookahead", "preset": preset})
+    return read_methods(found)

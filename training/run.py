@@ -1,0 +1,329 @@
+"""What every training has in common: device, models, data, the folder it goes on from, and what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Generic
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from specexport import __version__
+from specexport.checkpoints.locate import locate
+from specexport.checkpoints.quiet import quiet
+from specexport.contract.errors import TrainError
+from specexport.contract.folders import written_beside
+from specexport.training.data import Windows, read_windows, sampled_windows
+from specexport.training.distill import sample_texts
+from specexport.training.loop import Loss, Schedule, Watch, train
+from specexport.training.options import Options, RunOptions, within
+
+_MEASURED_TEXTS = 64
+"""Texts sampled to measure with, at most."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how finely numbers are computed.
+
+    Attributes:
+        device: of models and batches.
+        bf16: matrices are multiplied in bfloat16; what is trained stays in float32.
+    """
+
+    device: torch.device
+    bf16: bool
+
+    @property
+    def frozen_dtype(self) -> torch.dtype:
+        """Of weights that are not trained."""
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    def autocast(self) -> torch.autocast:
+        """The context to compute in."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+
+
+def choose_place(options: RunOptions) -> Place:
+    """The device and precision asked for; ``auto`` takes a GPU if there is one, and bfloat16 where it is fast.
+
+    Raises:
+        TrainError: there is no such device.
+    """
+    cuda = torch.cuda.is_available()
+    if options.device == "cuda" and not cuda:
+        raise TrainError("--device cuda: torch finds no CUDA device; pass --device cpu, or install torch with CUDA")
+    kind = "cuda" if cuda and options.device != "cpu" else "cpu"
+    bf16 = options.precision == "bf16"
+    if options.precision == "auto":
+        # Without these instructions a CPU emulates bfloat16, several times slower than float32.
+        bf16 = torch.cuda.is_bf16_supported() if kind == "cuda" else torch.cpu._is_avx512_bf16_supported()
+    return Place(torch.device(kind), bf16)
+
+
+@dataclass(frozen=True)
+class TrainingModel:
+    """A causal LM and its tokenizer.
+
+    Attributes:
+        path: the local folder; empty where the model was never stored.
+        model: in evaluation mode, so without dropout, whatever is trained; no parameter asks for a gradient.
+        tokenizer: a fast transformers tokenizer.
+        stored: dtype of the checkpoint's weights.
+        ends: tokens that end a text.
+        max_positions: longest text.
+    """
+
+    path: Path
+    model: Any
+    tokenizer: Any
+    stored: torch.dtype
+    ends: tuple[int, ...]
+    max_positions: int
+
+    def fingerprint(self) -> str:
+        """A hash that differs between checkpoints, from their settings and a sample of their weights."""
+        if self.path == Path():
+            return "new"
+        digest = hashlib.sha256((self.path / "config.json").read_bytes())
+        for file in sorted(self.path.glob("*.safetensors")):
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                stream.seek(max(0, size - (1 << 20)))
+                digest.update(f"{file.name} {size}".encode() + stream.read())
+        return digest.hexdigest()[:16]
+
+
+def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
+    """Loads a model to train with, or to train.
+
+    Args:
+        source: a folder or a hub id.
+        place: where to.
+        frozen: its weights will not be trained, and may be rounded.
+
+    Raises:
+        BuildError: it is not there.
+        TrainError: it cannot be loaded.
+    """
+    path = locate(source)
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(path)
+            stored, text = config.dtype, config.get_text_config()
+            # torch's own attention would leave Gemma 2's soft cap out without a word.
+            attention = "eager" if getattr(text, "attn_logit_softcapping", None) else "sdpa"
+            dtype = place.frozen_dtype if frozen else torch.float32
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, attn_implementation=attention, use_safetensors=True
+            )
+    except Exception as error:  # transformers raises whatever the model's code raises
+        raise TrainError(f"{path}: could not be loaded: {error}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # from missing files to malformed JSON
+        raise TrainError(f"{path}: its tokenizer could not be loaded: {error}") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise TrainError(f"{path}: its tokenizer ({type(tokenizer).__name__}) has no fast form")
+    if model.get_output_embeddings() is None:
+        raise TrainError(f"{path}: model family '{config.model_type}' has no language-model head; expected a causal LM")
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    longest = getattr(text, "max_position_embeddings", None)
+    return TrainingModel(
+        path=path,
+        model=model.to(place.device).eval().requires_grad_(False),
+        tokenizer=tokenizer,
+        stored=stored if isinstance(stored, torch.dtype) else torch.float32,
+        ends=(ends,) if isinstance(ends, int) else tuple(ends or ()),
+        max_positions=longest if isinstance(longest, int) else 1 << 30,
+    )
+
+
+def save_model(folder: Path, model: Any, tokenizer: Any, more: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Writes a Hugging Face folder, with ``more`` tensors among the weights."""
+    with quiet():
+        model.save_pretrained(folder, state_dict=model.state_dict() | dict(more or {}))
+        tokenizer.save_pretrained(folder)
+
+
+@dataclass
+class Run(Generic[Options]):
+    """One training, from data to a folder.
+
+    Attributes:
+        options: what was asked for.
+        watch: where it says how it goes.
+        place: where it computes.
+        target: the model whose texts count.
+        window: tokens a window.
+        prompt: tokens a prompt.
+        windows: to learn.
+        held_out: to measure with.
+        work: folder for checkpoints.
+        record: what the output holds as ``training.json``.
+    """
+
+    options: Options
+    watch: Watch
+    place: Place
+    target: TrainingModel
+    window: int
+    prompt: int
+    windows: Windows
+    held_out: Windows
+    work: Path
+    record: dict[str, Any] = field(default_factory=dict)
+
+    def describe_data(self) -> None:
+        """Logs what is learnt, and writes down what was first."""
+        learnt, tokens = int(self.windows.learn.sum()), self.windows.ids.numel()
+        self.watch.log(
+            f"data: {len(self.windows)} windows of {self.window} tokens, {learnt / tokens:.0%} of them to learn; "
+            f"{len(self.held_out)} windows held out"
+        )
+        counts = {"windows": len(self.windows), "tokens": tokens, "learnt_tokens": learnt}
+        self.record = counts | {"held_out_windows": len(self.held_out)} | self.record
+
+    def texts_of(self, model: TrainingModel, data: Windows, count: int, name: str) -> Windows:
+        """A model's own continuations of prompts cut from data: what is met when its texts are drafted."""
+        ids = sample_texts(
+            model.model,
+            lambda rows, generator: data.prompts(rows, self.prompt, generator),
+            count,
+            self.window - self.prompt,
+            seed=self.options.seed,
+            work=self.work / name,
+            rows=self.options.sample_batch,
+            console=self.watch.console,
+        )
+        return sampled_windows(ids, self.prompt, model.ends)
+
+    def self_distill(self, model: TrainingModel, count: int) -> None:
+        """Learns and measures with texts of the model from now on: so many, and an eighth as many, at most 64."""
+        self.windows = self.texts_of(model, self.windows, count, "sampled-train")
+        self.held_out = self.texts_of(model, self.held_out, min(_MEASURED_TEXTS, -(-count // 8)), "sampled-held-out")
+
+    def batch(self, number: int, seed: int) -> Windows:
+        """A batch to learn, on the device."""
+        return self.windows.rows(self.windows.order(number, self.options.batch_size, seed)).to(self.place.device)
+
+    def train(
+        self,
+        name: str,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizers: Sequence[torch.optim.Optimizer],
+        steps: int,
+        loss_at: Callable[[int], Loss],
+        evaluate: Callable[[], str] | None = None,
+    ) -> None:
+        """Trains, as :func:`specexport.training.loop.train`, and writes down how it went under its name."""
+        options = self.options
+        self.record[name] = asdict(
+            train(
+                name,
+                parameters,
+                optimizers,
+                Schedule(steps, round(options.warmup * steps)),
+                loss_at,
+                checkpoint=self.work / f"{name}.pt",
+                watch=self.watch,
+                evaluate=evaluate,
+                every=options.save_every,
+                accumulate=options.accumulate,
+            )
+        )
+
+    @contextlib.contextmanager
+    def output(self) -> Iterator[Path]:
+        """The folder to write, which appears when it is whole, with the record in it."""
+        with written_beside(self.options.output) as folder:
+            yield folder
+            (folder / "training.json").write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def open_run(
+    command: str, options: Options, place: Place, target: TrainingModel, watch: Watch, *drafts: TrainingModel
+) -> Iterator[Run[Options]]:
+    """Reads the data and opens the work folder, from which a second run with the same options goes on.
+
+    Args:
+        command: to write down.
+        options: of the training.
+        place: where to compute.
+        target: the model whose tokenizer reads the data.
+        watch: where to say how it goes.
+        drafts: further models the result depends on.
+
+    Raises:
+        TrainError: the data are missing, malformed or too few, or the work folder is of something else.
+    """
+    window, prompt = options.lengths(min(model.max_positions for model in (target, *drafts)))
+    windows, held_out = _read(options, target.tokenizer, window)
+    settings = options.settings() | {
+        "target": target.fingerprint(),
+        "drafts": [draft.fingerprint() for draft in drafts],
+        "data": windows.fingerprint(),
+        "held_out": held_out.fingerprint(),
+        "bf16": place.bf16,
+    }
+    with _work_folder(options, settings) as work:
+        run = Run(options, watch, place, target, window, prompt, windows, held_out, work)
+        run.record |= {
+            "command": command,
+            "specexport": __version__,
+            "torch": torch.__version__,
+            "options": json.loads(json.dumps(asdict(options), default=str)),
+            "device": str(place.device),
+            "bf16": place.bf16,
+        }
+        yield run
+
+
+def _read(options: RunOptions, tokenizer: Any, window: int) -> tuple[Windows, Windows]:
+    """The windows to learn, and those to measure with."""
+    windows = read_windows(options.data, tokenizer, seq_len=window, seed=options.seed)
+    try:
+        share = float(options.held_out)
+    except ValueError:
+        return windows, read_windows([Path(options.held_out)], tokenizer, seq_len=window, seed=options.seed)
+    within("held_out", share, None, 0.5, above=0)
+    return windows.hold_out(share)
+
+
+@contextlib.contextmanager
+def _work_folder(options: RunOptions, settings: Mapping[str, Any]) -> Iterator[Path]:
+    """The folder the user named, which is kept in the end, or ``OUTPUT.work``, which is not."""
+    work = options.work if options.work is not None else options.output.parent / f"{options.output.name}.work"
+    path = work / "settings.json"
+    wanted = json.loads(json.dumps(settings))
+    if path.is_file():
+        try:
+            found = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise TrainError(f"{path}: {error}; delete the folder to train from the start") from error
+        for name in [*wanted, *found]:
+            if found.get(name) != wanted.get(name):
+                raise TrainError(
+                    f"{work}: holds an unfinished training with {name} {found.get(name)}, and this one has "
+                    f"{wanted.get(name)}. Train with the same options to go on, delete the folder to start anew, or "
+                    "choose another with --work"
+                )
+    elif work.exists() and (not work.is_dir() or any(work.iterdir())):
+        raise TrainError(f"{work}: exists, and is not of a training; choose another folder with --work")
+    else:
+        work.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".tmp")
+        partial.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    yield work
+    if options.work is None:
+        shutil.rmtree(work)
