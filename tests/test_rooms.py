@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import specexport.contract
-from specexport.contract.methods import known, method_type
+from specexport.contract import methods
+from specexport.contract.errors import SpecExportError
+from specexport.contract.methods import TextMethod, known, method_type
 
 ROOT = Path(specexport.contract.__file__).parent.parent
 SOURCES = ("checkpoints", "contract", "exporter", "graphs", "runtime", "specexport", "training", "tuning", "verify")
@@ -56,3 +61,42 @@ def test_every_method_has_its_rooms() -> None:
         assert kind.__doc__
         for room, own in ((kind.proposer, "runtime/proposers"), (kind.exporter, "exporter/methods")):
             assert room or (ROOT / own / f"{name}.py").is_file(), (name, own)
+
+
+class _Entry:
+    """An entry point of somebody else's package."""
+
+    name = "theirs"
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self.load = load
+
+
+class Demanding(TextMethod, frozen=True, kw_only=True, tag="theirs"):
+    must: int
+
+
+def _broken() -> Any:
+    raise ImportError("no module named numbers_of_theirs")
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        (_broken, "cannot be loaded: ImportError: no module named numbers_of_theirs"),
+        (lambda: int, "expected a subclass of Method with tag='theirs'"),
+        (lambda: Demanding, "'must' has to have a default"),
+    ],
+)
+def test_somebody_else_s_package_is_named_if_it_does_not_fit(
+    load: Callable[[], Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(methods, "entry_points", lambda group: [_Entry(load)])
+    for cached in (methods.known, methods.method_type):
+        cached.cache_clear()
+    try:
+        with pytest.raises(SpecExportError, match=reason):
+            method_type("theirs")
+    finally:
+        for cached in (methods.known, methods.method_type):
+            cached.cache_clear()

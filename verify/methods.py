@@ -75,8 +75,6 @@ class MethodRun:
         manifest = self.bundle.manifest
         backend = open_backend(self.bundle, "onnxruntime", None, 1.0)
         proposer = open_proposer(method, Opening(self.bundle, backend, 1))
-        # A method that translates text is asked through the proposer of its draft.
-        proposer = getattr(proposer, "drafter", proposer)
         params, random = SamplingParams(temperature=0.0), np.random.default_rng(0)
         made = []
         for start, tree in paired(texts, [TokenTree.chain(tree.depth + 1) for tree in method.token_trees()]):

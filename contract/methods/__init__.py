@@ -85,11 +85,21 @@ def method_type(name: str) -> type[Method]:
         found = next((kind for kind in kinds if kind.__struct_config__.tag == name), None)
     else:
         assert entry is not None
-        found = entry.load()
+        try:
+            found = entry.load()
+        except Exception as error:  # somebody else's package may raise anything
+            raise SpecExportError(
+                f"the entry point {name!r} of {GROUP} cannot be loaded: {type(error).__name__}: {error}; repair or "
+                "uninstall its package"
+            ) from error
     if not isinstance(found, type) or not issubclass(found, Method) or method_name(found) != name:
         raise SpecExportError(
             f"the entry point {name!r} of {GROUP} is {found!r}; expected a subclass of Method with tag={name!r}"
         )
+    if issubclass(found, TextMethod):  # it works unasked, so nothing may have to be said
+        needed = next((field.name for field in msgspec.structs.fields(found) if field.required), None)
+        if needed is not None:
+            raise SpecExportError(f"method {name!r} needs no graph, so {needed!r} has to have a default; give it one")
     return found
 
 

@@ -46,7 +46,14 @@ class ChainDraftExporter(MethodExporter[C]):
         return plan.propose_points(method)
 
     def compare_with(
-        self, method: C, run: Verification, checkpoint: Path, *, texts: list[list[int]], vocab: int, layers: int | None
+        self,
+        method: ChainDraft,
+        run: Verification,
+        checkpoint: Path,
+        *,
+        texts: list[list[int]],
+        vocab: int,
+        layers: int | None,
     ) -> tuple[str, Agreement] | None:
         """Each draft token must be the original's most probable one after those before it."""
         (draft,) = method.models.values()

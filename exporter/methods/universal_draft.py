@@ -7,6 +7,7 @@ from typing import ClassVar
 import msgspec
 
 from specexport.checkpoints.checkpoint import load_tokenizer
+from specexport.contract.methods.draft_model import DraftModel
 from specexport.contract.methods.universal_draft import UniversalDraft
 from specexport.exporter.drafts import load_draft
 from specexport.exporter.methods import Agreement, Build, Verification
@@ -34,7 +35,9 @@ class UniversalDraftExporter(ChainDraftExporter[UniversalDraft]):
         (draft,) = method.models.values()
         target, own = run.bundle.tokenizer(), run.bundle.tokenizer(method.tokenizer)
         texts = [list(own.encode(target.decode(text)).ids) for text in run.texts]
-        return self.compare_with(method, run, run.source(method), texts=texts, vocab=draft.vocab_size, layers=None)
+        # In its own tokens it is a draft model like any other.
+        alone = DraftModel(model=method.model, draft=draft, candidates=method.candidates, trees=method.trees)
+        return self.compare_with(alone, run, run.source(method), texts=texts, vocab=draft.vocab_size, layers=None)
 
 
 EXPORTER = UniversalDraftExporter()

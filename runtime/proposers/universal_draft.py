@@ -65,7 +65,7 @@ class UniversalDraftProposer(Proposer):
     def __init__(
         self, drafter: Proposer, target: Tokenizer, draft: Tokenizer, trees: Sequence[TokenTree], longest: int
     ) -> None:
-        self.drafter = drafter
+        self._drafter = drafter
         self._target = target
         self._draft = draft
         self._chains = Chains(trees)
@@ -77,7 +77,7 @@ class UniversalDraftProposer(Proposer):
         translations = [translated for translated in map(self._translated, views) if translated is not None]
         texts = {translated.slot: translated.tokens for translated in translations}
         made = {}
-        for slot, proposal in self.drafter.propose(translations).items():
+        for slot, proposal in self._drafter.propose(translations).items():
             tokens = self._tokens(wanted[slot].tokens, texts[slot], proposal.tokens.tolist())
             tree = self._chains.within(wanted[slot].tree, len(tokens))
             if tree is not None:
@@ -87,7 +87,7 @@ class UniversalDraftProposer(Proposer):
 
     def prefill(self, view: SlotView) -> bool:
         translated = self._translated(view)
-        return translated is not None and self.drafter.prefill(translated)
+        return translated is not None and self._drafter.prefill(translated)
 
     def _translated(self, view: SlotView) -> SlotView | None:
         """What the draft sees of a slot; None where there is nothing it could go on with."""
@@ -126,14 +126,14 @@ class UniversalDraftProposer(Proposer):
 
     def move(self, source: int, to: int) -> None:
         moved(self._texts, source, to)
-        self.drafter.move(source, to)
+        self._drafter.move(source, to)
 
     def shrink_cache(self, rows: int) -> None:
-        self.drafter.shrink_cache(rows)
+        self._drafter.shrink_cache(rows)
 
     def release(self, slot: int) -> None:
         self._texts.pop(slot, None)
-        self.drafter.release(slot)
+        self._drafter.release(slot)
 
 
 def open_proposer(method: UniversalDraft, opening: Opening) -> Proposer:
