@@ -27,22 +27,40 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The prompt's text, special tokens included; ``variables`` are others that the template knows.
+    def render(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt's text, special tokens included.
+
+        Args:
+            messages: the conversation.
+            variables: others that the template knows. As requests name them, they are never a call's arguments.
+            add_generation_prompt: whether what introduces the model's answer comes last.
 
         Raises:
-            RequestError: the template refuses the messages, or fails on them.
+            RequestError: the template refuses the messages or fails on them, or a variable has a name that is taken.
             BundleError: it is not a template.
         """
         import jinja2
 
-        try:
-            return self._compiled.render(
-                **self._special_tokens,
-                **variables,
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
+        given = {
+            **self._special_tokens,
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        others = variables or {}
+        taken = next((name for name in others if name in given or name in self._compiled.environment.globals), None)
+        if taken is not None:
+            raise RequestError(
+                f"chat_template_kwargs: {taken} is set already, and is not a request's to set; leave it out",
+                param="chat_template_kwargs",
             )
+        try:
+            return self._compiled.render({**others, **given})
         except jinja2.TemplateError as error:
             raise RequestError(
                 f"messages: the model's chat template refuses them: {error}", param="messages"

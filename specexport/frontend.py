@@ -114,7 +114,13 @@ class Frontend:
         """Requests that run at once."""
         return self.engine.slots
 
-    def chat_tokens(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+    def chat_tokens(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         """The prompt of a conversation; see :meth:`~specexport.runtime.chat.ChatTemplate.render`.
 
         Raises:
@@ -123,7 +129,7 @@ class Frontend:
         template = self.engine.chat_template
         if template is None:
             raise RequestError("messages: the model has no chat template; send a prompt instead", param="messages")
-        text = template.render(messages, **variables)
+        text = template.render(messages, variables, add_generation_prompt=add_generation_prompt)
         return list(self.engine.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def streams(

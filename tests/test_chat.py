@@ -36,7 +36,7 @@ def test_templates_read_as_transformers_renders_them(name: str, prompted: bool) 
         CHAT, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=prompted, enable_thinking=True
     )
     template = ChatTemplate(TEMPLATES[name], TOKENS)
-    assert template.render(CHAT, add_generation_prompt=prompted, enable_thinking=True) == expected
+    assert template.render(CHAT, {"enable_thinking": True}, add_generation_prompt=prompted) == expected
 
 
 def test_a_template_refuses_in_its_own_words() -> None:
@@ -59,6 +59,17 @@ def test_a_template_refuses_in_its_own_words() -> None:
 def test_a_template_stays_in_its_sandbox(source: str) -> None:
     with pytest.raises(RequestError, match="chat template"):
         ChatTemplate(source, {}).render(CHAT)
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token", "raise_exception", "range"])
+def test_a_variable_does_not_take_a_name_that_is_taken(name: str) -> None:
+    with pytest.raises(RequestError, match=f"chat_template_kwargs: {name} is set already"):
+        ChatTemplate("{{ messages }}", TOKENS).render(CHAT, {name: 1})
+
+
+def test_a_variable_may_have_any_other_name() -> None:
+    names = ("self", "source", "variables", "args", "kwargs", "cls", "class", "__init__", "context", "environment")
+    assert ChatTemplate("{{ args }}{{ self is none }}", TOKENS).render(CHAT, dict.fromkeys(names, 1)) == "1False"
 
 
 def test_messages_a_template_fails_on_are_an_error_of_the_request() -> None:
