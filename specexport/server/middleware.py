@@ -116,7 +116,7 @@ class Edge:
         if size > self._most:
             why = f"the body has more than {self._most} bytes, the most this server takes"
             raise ApiError(413, why, code="body_too_large")
-        if self._bytes + size - counted > max(_IN_HAND, self._most):
+        if size > _SMALL and self._bytes + size - counted > max(_IN_HAND, self._most):
             why = "too many large requests are being answered; try again in 1 second"
             raise ApiError(429, why, "rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
 
