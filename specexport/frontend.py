@@ -19,8 +19,8 @@ from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import Method, known, listed, method_type, read_methods
 from specexport.runtime import Engine, SamplingParams, Stream
 from specexport.runtime.chat import Message
-from specexport.runtime.encoding import characters_per_token, encoded
 from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt
+from specexport.runtime.encoding import characters_per_token, encoded
 from specexport.runtime.engine import Prompt
 from specexport.runtime.opening import DEFAULT_UTILIZATION
 from specexport.runtime.speculative import DEFAULT, Speculative

@@ -34,7 +34,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn does, but a process that did what a signal told it to ends with 0: uvicorn would raise it again."""
+        """As uvicorn does, but a process that did as a signal told it ends with 0: uvicorn would raise it again."""
         with super().capture_signals():
             yield
             self._captured_signals.clear()
