@@ -45,7 +45,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {
         "model": ErrorResponse,
         "description": "400: the request is wrong; param names the field. 401: no API key, or a wrong one. "
-        "404: no such model or path. 413: the body is too large. 429: too many requests wait; Retry-After says when.",
+        "404: no such model or path. 405: no such method. 408: the body does not come. 413: it is too large. "
+        "429: too many requests wait; Retry-After says when.",
     },
     "5XX": {
         "model": ErrorResponse,
