@@ -17,7 +17,8 @@ from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
 from specexport.exporter.caches import after_call, new_caches, no_embeddings
 from specexport.graphs.attention import ATTENTION_NAME
-from specexport.runtime.ort import available_cores, open_session
+from specexport.runtime.machine import available_cores
+from specexport.runtime.ort import open_session
 
 Array = npt.NDArray[Any]
 

@@ -378,7 +378,7 @@ def test_a_smaller_tree_in_a_wider_step_says_the_same(bundle: Callable[[str], Pa
     from specexport.runtime.proposal import Proposal, SlotView
 
     with Engine.load(bundle("llama-near-batch"), threads=1) as one:
-        program = HostProgram(one.manifest, one._target, one.speculations)
+        program = HostProgram(one.manifest, one._target, one.speculations, one.widths)
         noise, tree = np.random.default_rng(0), TokenTree((-1, 0))
         views = {slot: SlotView(slot, [9 + slot, 20, 30 + slot], GREEDY, noise, tree) for slot in (1, 3, 6)}
         for view in views.values():

@@ -26,7 +26,8 @@ from specexport.contract.model import Model
 from specexport.contract.tree import TokenTree
 from specexport.exporter.caches import after_call, new_caches, no_embeddings
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.ort import available_cores, open_session
+from specexport.runtime.machine import available_cores
+from specexport.runtime.ort import open_session
 
 Array = npt.NDArray[Any]
 Feed = dict[str, Array]

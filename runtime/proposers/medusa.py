@@ -33,7 +33,7 @@ class MedusaProposer(Proposer):
                 made[view.slot] = Proposal(tokens, view.tree, None, candidates)
         return made
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:
         self._candidates[slot] = outputs[tensors.CANDIDATES][:, row].copy()
 
     def move(self, source: int, to: int) -> None:

@@ -63,7 +63,7 @@ class MlpSpeculatorProposer(Proposer):
             # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
             given[tensors.UNIFORM][at, :depth, :width] = view.random.random((depth, width), np.float32)
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:
         self._states[slot] = outputs[tensors.HIDDEN][row].copy()
 
     def move(self, source: int, to: int) -> None:
