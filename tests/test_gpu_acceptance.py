@@ -145,7 +145,7 @@ def _tensorrt_rtx(*members: str) -> Any:
 
 
 def test_every_library_that_is_there_is_found(monkeypatch: pytest.MonkeyPatch, gpu: OnnxRuntimeGpu) -> None:
-    def import_tensorrt(runtime: str, version_compatible: bool) -> Any:
+    def import_tensorrt(runtime: str) -> Any:
         if runtime == "tensorrt":
             raise BackendError("tensorrt is not installed")
         return _tensorrt_rtx("SM86", "SM89", "CURRENT")

@@ -130,9 +130,7 @@ class EngineLibrary:
             return []
 
     def _executor(self, engines: Sequence[CompiledEngine]) -> EngineExecutor:
-        trt: Any = import_tensorrt(
-            self._runtime, version_compatible=all(engine.version_compatible for engine in engines)
-        )
+        trt: Any = import_tensorrt(self._runtime)
         size = sum(self._bundle.file(engine.file).stat().st_size for engine in engines)
         self._budget.require(size, "loading its engines")
         return EngineExecutor(trt, self._stream, self._bundle.folder, engines)
