@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from specexport.contract.engines import CompiledEngine, ComputedIn, EngineRuntime
+from specexport.contract.engines import CompiledEngine, ComputedIn, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BackendError
+from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
+from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import CudaDevice
-from specexport.runtime.cuda.executor import Enqueue, Execution
-from specexport.runtime.cuda.memory import Region, Tensor
+from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
+from specexport.runtime.cuda.memory import Device, Region, Tensor
 from specexport.runtime.cuda.stream import CudaStream
 
 _CACHE: dict[ComputedIn, np.dtype[Any]] = {
@@ -165,3 +167,47 @@ class EngineExecutor:
     def close(self) -> None:
         self._contexts.clear()
         self._profiles.clear()
+
+
+class EngineLibrary:
+    """The engines of a bundle in TensorRT or TensorRT-RTX.
+
+    Attributes:
+        name: the backend's.
+        without_program: why the host drives steps, where it does.
+    """
+
+    def __init__(self, bundle: Bundle, device: Device, runtime: EngineRuntime) -> None:
+        self._bundle = bundle
+        self._device = device
+        self.name = runtime
+        self.without_program = ""
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """How many slots steps of the target were compiled for, ascending."""
+        engines = choose(self._bundle.manifest.target.engines, self.name, self._device.cuda.device)
+        return sorted({p.batch for engine in engines for p in engine.profiles if p.rows == p.tokens})
+
+    def model(self, model: Model) -> EngineExecutor:
+        """What runs a model's graph.
+
+        Raises:
+            BackendError: there are no engines for this device, or they cannot be loaded.
+        """
+        return self._executor(model.engines)
+
+    def program(self, slots: int) -> list[tuple[ProgramGraph, Executor]]:
+        """What runs the graphs of the step program; bundles that only decode plainly have none."""
+        try:
+            return [(graph, self._executor(graph.engines)) for graph in self._bundle.manifest.program if graph.engines]
+        except BackendError as error:
+            self.without_program = str(error)
+            return []
+
+    def _executor(self, engines: Sequence[CompiledEngine]) -> EngineExecutor:
+        chosen = choose(engines, self.name, self._device.cuda.device)
+        trt = import_tensorrt(self.name)
+        size = sum(self._bundle.file(engine.file).stat().st_size for engine in chosen)
+        self._device.budget.require(size, "loading its engines")
+        return EngineExecutor(trt, self._device.stream, self._bundle.folder, chosen)
