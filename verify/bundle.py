@@ -173,7 +173,8 @@ def _logits(run: MethodRun) -> Outcome:
         "rms_difference_relative": found.rms,
         **_counted(found.agreement),
     }
-    passed = found.finite and found.within and found.rms <= limits.rms and found.agreement.share >= limits.agreement
+    within = found.largest <= limits.largest * found.scale and found.rms <= limits.rms
+    passed = found.finite and within and found.agreement.share >= limits.agreement
     largest = f"at most {found.largest / found.scale:.2g} of the largest" + (
         f" (limit {limits.largest:g})" if math.isfinite(limits.largest) else ""
     )

@@ -126,8 +126,9 @@ class Steps:
         self, variant: StepVariant, inputs: BufferLayout, outputs: BufferLayout, filled: BufferLayout
     ) -> DeviceStep:
         """A step with its graphs prepared, run once, so that libraries have set themselves up before it is captured."""
-        kept = zip((inputs, outputs), ("inputs", "outputs"), strict=True)
-        step = DeviceStep(*(Staged(self._device, layout, self._memory[name]) for layout, name in kept))
+        kept = ((inputs, "inputs"), (outputs, "outputs"))
+        given, made = (Staged(self._device, layout, self._memory[name]) for layout, name in kept)
+        step = DeviceStep(given, made)
         verify = self._target.width(variant.tokens, variant.tokens, batch=self._slots)
         drafted = {name: step.inputs.device[name] for name in tensors.DRAFTED if name in step.inputs.device}
         propose: list[list[Enqueue]] = []
@@ -140,7 +141,7 @@ class Steps:
         for cache in self._target.cache_sizes:
             commit = self._commit(variant, verify, step, cache)
             groups = [*propose, [verify.enqueues[cache, 0]], [accept], *commit]
-            groups[0] = [*(given.upload for given in uploads), *groups[0]]
+            groups[0] = [*(staged.upload for staged in uploads), *groups[0]]
             groups[-1] = [*groups[-1], functools.partial(self._read_back, step, verify)]
             step.commits = bool(commit)
             step.parts[cache] = step.launches[cache] = [_together(group) for group in groups]
