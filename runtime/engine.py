@@ -36,6 +36,7 @@ from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.opening import Opening, open_proposer
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Scheduler
+from specexport.runtime.slots import Reuse
 from specexport.runtime.speculative import Speculative, choose
 from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
@@ -87,9 +88,10 @@ class Engine:
         self._built = tuple(method.name for method in self.manifest.methods if method.name in speculations)
         self.widths = backend.widths(target, exactness)
         program = backend.program(target, self.speculations, self.widths)
-        self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.speculations), prefix_cache=False))
+        self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.speculations), Reuse.NOTHING))
         budget = open_policy(self.manifest, self.speculations, backend.device if cost_curve else None, target.sizes)
-        self._scheduler = Scheduler(program, budget, prefix_cache)
+        texts = Reuse.TEXTS if self.widths.chunks else Reuse.PROMPTS
+        self._scheduler = Scheduler(program, budget, texts if prefix_cache else Reuse.NOTHING)
         self._closed = False
 
     @classmethod
@@ -122,9 +124,9 @@ class Engine:
             cost_curve: choose how much each step speculates by what steps cost on this device, if the bundle knows it
                 (``specexport tune batch``). A request's ``num_speculative_tokens`` is then the most it gets; otherwise,
                 alone, it is what it gets.
-            exactness: ``exact``, the default on a CPU, makes greedy text that of plain decoding bit for bit, whatever the
-                method, the tree and what runs beside it; ``fast``, all there is on a GPU, takes the narrowest steps, so
-                that texts may part where two tokens are about equally likely.
+            exactness: ``exact``, the default on a CPU, makes greedy text that of plain decoding bit for bit, whatever
+                the method, the tree and what runs beside it; ``fast``, all there is on a GPU, takes the narrowest
+                steps, so that texts may part where two tokens are about equally likely.
             backend: what runs it, one of ``contract.engines.BACKENDS``; None for what it was built for.
             gpu_memory_utilization: for GPU backends, the part of the device's memory that may be in use once the bundle
                 is loaded, other programs' included.

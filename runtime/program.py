@@ -38,6 +38,7 @@ class Outcome:
         depth: the longest path among them.
         accepted: draft tokens accepted; some of them may come with the next step's tokens.
         logprobs: of the tokens, if the request asks for them.
+        finite: whether the logits that the last token follows from are numbers; a device does not look.
     """
 
     tokens: list[int]
@@ -45,6 +46,7 @@ class Outcome:
     depth: int = 0
     accepted: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    finite: bool = True
 
 
 @dataclass(frozen=True)

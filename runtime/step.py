@@ -18,7 +18,7 @@ from specexport.runtime.embeds import is_embedding
 from specexport.runtime.graph import Array, Graph
 from specexport.runtime.logprobs import token_logprobs
 from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation, StepResult
-from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotView, Window, moved
+from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotView, Window
 from specexport.runtime.sampling import accept_greedy, accept_relaxed, accept_sampled, accept_typical
 from specexport.runtime.widths import Widths
 
@@ -74,8 +74,7 @@ class HostProgram:
         return StepResult(outcomes, proposed - start, verified - proposed, decided - verified, self._execution)
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """Proposals by slot, tokens that were held back at their start; each method proposes for all its slots at once.
-        """
+        """Proposals by slot, tokens that were held back at their start; each method proposes for all its slots at once."""
         by_method: dict[str, list[SlotView]] = {}
         for view in map(self._with_held, views):
             if view.method is not None and len(view.tree) > 1:
@@ -153,15 +152,17 @@ class HostProgram:
                 self.proposer(view.method).release(view.slot)
             self.proposer(view.method).observe(view.slot, outputs, path[-1] if path else 0, known)
         rows = [0, *path[:kept]]
+        # A row that is not finite accepts nothing, so that it is the last.
+        finite = bool(np.isfinite(outputs[tensors.LOGITS][rows[-1]].max()))
         self._target.commit(view.slot, len(view.tokens) - 1, rows)
         if view.constraint is not None:
             view.constraint.advance(new)
         top = view.params.logprobs
         logprobs = token_logprobs(outputs[tensors.LOGITS], rows, new, top) if top is not None else ()
         if proposal is None:
-            return Outcome(new, logprobs=logprobs)
+            return Outcome(new, logprobs=logprobs, finite=finite)
         drafted, depth = len(proposal.tokens) - known, proposal.tree.depth - known
-        return Outcome(new, drafted, depth, max(0, len(path) - known), logprobs)
+        return Outcome(new, drafted, depth, max(0, len(path) - known), logprobs, finite)
 
     def _may_hold(self, view: SlotView, count: int) -> bool:
         """Whether there is room for the widest step of a slot with so many tokens before it."""
@@ -170,8 +171,7 @@ class HostProgram:
         return wider <= MAX_NODES and len(view.tokens) + wider < self._longest
 
     def _exact(self, view: SlotView, path: Sequence[int]) -> int:
-        """How many of the nodes accepted lie side by side behind the root, all others counting where that is no matter.
-        """
+        """How many of the nodes accepted lie side by side behind the root, all others counting where that is no matter."""
         if not (self.widths.exact and view.params.greedy and view.params.acceptance == "lossless"):
             return len(path)
         return next((at for at, node in enumerate(path) if node != at + 1), len(path))
@@ -227,7 +227,8 @@ class HostProgram:
 
     def move(self, source: int, to: int, method: str | None) -> None:
         self._target.copy(source, to, self._target.filled(source))
-        moved(self._held, source, to)
+        if source in self._held:
+            self._held[to] = self._held.pop(source)
         if method is not None:
             self.proposer(method).move(source, to)
 

@@ -44,6 +44,10 @@ class Widths(Protocol):
 
     exact: bool
 
+    @property
+    def parted(self) -> int:
+        """For how many kinds of steps no width was found whose rows are exact."""
+
     def choose(self, slots: range, needed: int) -> int:
         """T for a window of slots whose largest tree has ``needed`` nodes."""
 
@@ -56,6 +60,7 @@ class BuiltWidths:
     """
 
     exact = False
+    parted = 0
 
     def __init__(self, target: Graph) -> None:
         self._widths = {size: target.widths(size) for size in target.sizes}
@@ -103,9 +108,8 @@ class ExactWidths:
         self.agreement = known if known is not None else self._begin()
 
     @property
-    def plain(self) -> int:
-        """T of a plain step of one slot."""
-        return self.choose(range(1), 1)
+    def parted(self) -> int:
+        return len(self.agreement.parted)
 
     def choose(self, slots: range, needed: int) -> int:
         found = self.agreement.widths.get(len(slots), {}).get(needed)

@@ -15,9 +15,8 @@ from specexport.contract.shapes import CATCH_UP_TOKENS
 from specexport.contract.tree import TokenTree
 from specexport.runtime.buffers import write_sampling
 from specexport.runtime.cuda.graph import DeviceGraph
-from specexport.runtime.cuda.step_variant import StepVariant
-from specexport.runtime.cuda.step_variants import StepVariants
-from specexport.runtime.cuda.steps import READ_BACK, Steps
+from specexport.runtime.cuda.step_variants import READ_BACK, StepVariant, StepVariants
+from specexport.runtime.cuda.steps import Steps
 from specexport.runtime.cuda.stream import CudaStream
 from specexport.runtime.graph import Array
 from specexport.runtime.program import PLAIN_TREE, Outcome, StepResult
