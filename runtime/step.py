@@ -74,7 +74,7 @@ class HostProgram:
         return StepResult(outcomes, proposed - start, verified - proposed, decided - verified, self._execution)
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """Proposals by slot, tokens that were held back at their start; each method proposes for all its slots at once."""
+        """Proposals by slot; each method proposes for all its slots at once. Tokens held back are put before them."""
         by_method: dict[str, list[SlotView]] = {}
         for view in map(self._with_held, views):
             if view.method is not None and len(view.tree) > 1:
@@ -171,7 +171,7 @@ class HostProgram:
         return wider <= MAX_NODES and len(view.tokens) + wider < self._longest
 
     def _exact(self, view: SlotView, path: Sequence[int]) -> int:
-        """How many of the nodes accepted lie side by side behind the root, all others counting where that is no matter."""
+        """How many of the nodes accepted lie side by side behind the root; all of them where that does not matter."""
         if not (self.widths.exact and view.params.greedy and view.params.acceptance == "lossless"):
             return len(path)
         return next((at for at, node in enumerate(path) if node != at + 1), len(path))

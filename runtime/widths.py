@@ -48,6 +48,10 @@ class Widths(Protocol):
     def parted(self) -> int:
         """For how many kinds of steps no width was found whose rows are exact."""
 
+    @property
+    def chunks(self) -> bool:
+        """Whether rows that a prefill chunk makes are those that steps make, or that does not matter."""
+
     def choose(self, slots: range, needed: int) -> int:
         """T for a window of slots whose largest tree has ``needed`` nodes."""
 
@@ -61,6 +65,7 @@ class BuiltWidths:
 
     exact = False
     parted = 0
+    chunks = True
 
     def __init__(self, target: Graph) -> None:
         self._widths = {size: target.widths(size) for size in target.sizes}
@@ -111,9 +116,13 @@ class ExactWidths:
     def parted(self) -> int:
         return len(self.agreement.parted)
 
+    @property
+    def chunks(self) -> bool:
+        return self.agreement.chunks
+
     def choose(self, slots: range, needed: int) -> int:
-        found = self.agreement.widths.get(len(slots), {}).get(needed)
-        return found if found is not None else self._find(slots, needed)
+        known = self.agreement.widths.get(len(slots), {})
+        return known[needed] if needed in known else self._find(slots, needed)
 
     def _begin(self) -> Agreement:
         """Compares prefill chunks with steps, then the widths of one slot."""

@@ -255,9 +255,7 @@ def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progre
     else:
         sentence = "the bundle has no way to speculate, so there is nothing to compare"
     if found.plain_width > 1:
-        sentence += (
-            f"; one row is rounded otherwise than several here, so plain steps run {found.plain_width} tokens wide"
-        )
+        sentence += f"; one row is rounded otherwise than several here: plain steps run {found.plain_width} tokens wide"
     if found.parted:
         numbers["parted"] = found.parted
         sentence += "; rows of some steps are rounded otherwise at every width tried"
