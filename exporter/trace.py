@@ -20,11 +20,10 @@ from specexport.exporter.passes.merge_linear import merge_linear
 from specexport.exporter.passes.names import name_weights
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
 from specexport.graphs.accept import AcceptModule, TypicalModule
-from specexport.graphs.commit import CommitModule
-from specexport.graphs.fill import FillModule
 from specexport.graphs.medusa import MedusaHeads
 from specexport.graphs.mlp_speculator import SpeculatorModule, SpeculatorStages
 from specexport.graphs.ops import translations
+from specexport.graphs.program import CommitModule, FillModule
 from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import CandidatesModule, StepModule
@@ -168,7 +167,7 @@ def trace_accept(rule: Literal["lossless", "typical"], max_children: int, candid
 
 
 def trace_fill(candidates: int) -> ir.Model:
-    """The fill graph (see ``specexport.graphs.fill``); ``candidates`` is M."""
+    """The fill graph (see ``specexport.graphs.program``); ``candidates`` is M."""
     depth, nodes = 3, 6
     b, k, drafts = (torch.export.Dim(name) for name in ("B", "K", "drafts"))
     ids = torch.arange(candidates).repeat(depth, _B, 1)
@@ -185,7 +184,7 @@ def trace_fill(candidates: int) -> ir.Model:
 
 
 def trace_commit(shapes: Sequence[CacheLayer]) -> ir.Model:
-    """The commit graph of a model lowered natively (see ``specexport.graphs.commit``)."""
+    """The commit graph of a model lowered natively (see ``specexport.graphs.program``)."""
     b, n = torch.export.Dim("B"), torch.export.Dim("N")
     inputs: _Inputs = {
         tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),

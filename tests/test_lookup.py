@@ -200,8 +200,9 @@ def test_outputs_too_short_to_match_are_not_stored() -> None:
 def test_the_longest_chain_that_fits() -> None:
     of = Chains([TokenTree.chain(size + 1) for size in (4, 8, 2)])
     for asked, found, size in ((8, 20, 8), (8, 7, 4), (4, 20, 4), (8, 2, 2), (8, 1, None), (2, 8, 2)):
-        tree = of.within(TokenTree.chain(asked + 1), found)
-        assert (None if tree is None else len(tree) - 1) == size
+        made = of.proposal(TokenTree.chain(asked + 1), range(found))
+        assert (None if made is None else len(made.tree) - 1) == size
+        assert made is None or made.tokens.tolist() == list(range(len(made.tree) - 1))
 
 
 def test_ngram_trusts_longer_matches_with_longer_chains() -> None:

@@ -122,11 +122,7 @@ def _losses(
 def head_accuracy(heads: MedusaHeads, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
     """Measures heads over windows they were not trained on."""
     lm_head = model.get_output_embeddings()
-
-    def ranks(hidden: torch.Tensor, batch: Windows) -> Iterator[torch.Tensor]:
-        return (found for _, found in _losses(heads, hidden, batch, lm_head))
-
-    return measured(ranks, len(heads), model, windows, place)
+    return measured(lambda hidden, batch: _losses(heads, hidden, batch, lm_head), len(heads), model, windows, place)
 
 
 def new_heads(count: int, layers: int, model: Any, *, tied: bool) -> MedusaHeads:

@@ -105,11 +105,7 @@ def _losses(
 
 def stage_accuracy(speculator: SpeculatorStages, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
     """Measures each stage, after true tokens, over windows it was not trained on."""
-
-    def ranks(hidden: torch.Tensor, batch: Windows) -> Iterator[torch.Tensor]:
-        return (found for _, found in _losses(speculator, hidden, batch))
-
-    return measured(ranks, len(speculator), model, windows, place)
+    return measured(lambda hidden, batch: _losses(speculator, hidden, batch), len(speculator), model, windows, place)
 
 
 def chain_length(accuracy: HeadAccuracy) -> float:
