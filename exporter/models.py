@@ -28,10 +28,7 @@ class WrittenTarget(Strict, frozen=True):
     """What the stage that writes the target leaves to those after it.
 
     Attributes:
-        model: the target.
         plan: of the whole build; its methods have what was written for them together with the target.
-        eos_token_ids: of the checkpoint.
-        generation: its sampling defaults.
     """
 
     model: Model

@@ -32,7 +32,6 @@ class ModelPlan:
     """What one model takes, in bytes.
 
     Attributes:
-        source: as it was named.
         parameters: tied ones counted once.
         weights: all that is stored in an engine.
         read: what of it one step reads: not the table that rows are looked up in.
@@ -59,9 +58,6 @@ class DevicePlan:
     """Whether models fit on a device, and how fast they may be.
 
     Attributes:
-        models: target, then draft if there is one.
-        needed: bytes of all of them.
-        available: bytes the device has for them.
         speeds: expected tokens a second of plain decoding, then, with a draft, at K = 1, 2, ...
     """
 

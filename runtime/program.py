@@ -17,12 +17,7 @@ PLAIN_TREE = TokenTree.chain(1)
 
 @dataclass(frozen=True)
 class Speculation:
-    """A way to propose, loaded.
-
-    Attributes:
-        method: its options and trees.
-        proposer: proposes.
-    """
+    """A way to propose, loaded."""
 
     method: Method
     proposer: Proposer
@@ -36,7 +31,6 @@ class Outcome:
         tokens: the accepted ones and the bonus token.
         drafted: draft tokens verified.
         depth: the longest path among them.
-        logprobs: of the tokens, if the request asks for them.
     """
 
     tokens: list[int]
@@ -55,7 +49,6 @@ class StepResult:
     """What a step did, and where its time went, in seconds.
 
     Attributes:
-        outcomes: one a slot.
         propose: time proposing.
         verify: time in the target.
         accept: time deciding what is accepted; nothing where that is part of the target's run.

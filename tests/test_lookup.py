@@ -307,7 +307,7 @@ def state(engine: Engine) -> list[dict[int, Any]]:
     ngram, suffix = (engine.speculations[name].proposer for name in ("ngram", "suffix"))
     assert isinstance(ngram, NgramProposer)
     assert isinstance(suffix, SuffixProposer)
-    return [ngram._indexes, suffix._texts]
+    return [ngram._slots, suffix._slots]
 
 
 def test_requests_mix_methods_and_leave_nothing_behind(engine: Engines) -> None:

@@ -55,12 +55,7 @@ def run_model(model: Any, ids: torch.Tensor, rows: torch.Tensor | None = None) -
 
 
 def weighted(losses: Iterable[tuple[torch.Tensor, torch.Tensor]], decay: float) -> Loss:
-    """Σ decay^i · the mean of loss i, and the shares that came first, and among the first five, of each.
-
-    Args:
-        losses: as :func:`summed_loss` gives them.
-        decay: of the weights.
-    """
+    """Σ decay^i · the mean of loss i, and the shares that came first, and among the first five, of each."""
     means: list[torch.Tensor] = []
     top: dict[str, list[torch.Tensor]] = {"top-1": [], "top-5": []}
     for total, ranks in losses:

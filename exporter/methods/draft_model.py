@@ -106,14 +106,7 @@ class DraftModelExporter(ChainDraftExporter[DraftModel]):
 
 
 def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build: Build) -> Model:
-    """Traces one pass of a draft, puts it into a loop, and writes it.
-
-    Args:
-        method: of the plan.
-        draft: the model.
-        vocab: tokens it may propose.
-        build: the build.
-    """
+    """Traces one pass of a draft, puts it into a loop, and writes it; ``vocab`` are the tokens it may propose."""
     lowering = build.options.lowering
 
     def tracer() -> ir.Model:
