@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from specexport.contract import tensors
 from specexport.contract.model import LoweredAs, Model
-from specexport.runtime.ort import available_cores, open_session
+from specexport.runtime.machine import available_cores
+from specexport.runtime.ort import open_session
 
 Array = npt.NDArray[Any]
 

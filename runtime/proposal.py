@@ -134,13 +134,14 @@ class Proposer(ABC):
         """Reads up to one chunk of a slot's text, before its first step; whether there is more to read."""
         return False
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:
         """Called after the target ran for a slot.
 
         Args:
             slot: the slot.
             outputs: what the target's graph made for it, without the batch dimension; copy what is kept.
-            row: the row of it that belongs to the last token in the target's cache.
+            row: the row of it that belongs to the last token but one of the text that the next proposal goes on from.
+            root: the row of the last proposal's root.
         """
 
     def move(self, source: int, to: int) -> None:

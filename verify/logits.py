@@ -27,14 +27,11 @@ class Limits:
         rms: root-mean-square difference of logits, relative to their spread. Also decides what a tie is: an error of
             this size is allowed, and it turns smaller preferences round.
         agreement: least share of positions where graph and model prefer the same token; ties count as the same.
-        rounding: largest difference of two logits, relative to the largest logit, that may change sign between two
-            shapes of the same graph.
     """
 
     largest: float
     rms: float
     agreement: float
-    rounding: float
 
 
 # Measured on a trained model of seven layers and on random ones of two, whose errors grow fastest. Two unrelated models
@@ -43,14 +40,13 @@ class Limits:
 # bf16: rms 4e-3, largest 3e-3, of the same. fp8: rms 0.07 trained, 0.08 random.
 # int8: rms 0.008 trained, 0.02 to 0.07 random, where single logits are off by up to 0.17.
 # int4: rms 0.09 trained, 0.2 to 0.6 random; the trained model's own token at 86 % of positions.
-# Shapes: onnxruntime sums in another order, 2e-6; where activations become int8, that flips single integers, 7e-3.
 LIMITS: dict[str, Limits] = {
-    "fp32": Limits(largest=1e-3, rms=1e-3, agreement=1.0, rounding=1e-4),
-    "fp16": Limits(largest=2e-2, rms=2e-2, agreement=1.0, rounding=1e-4),
-    "bf16": Limits(largest=0.1, rms=5e-2, agreement=0.95, rounding=1e-4),
-    "fp8": Limits(largest=np.inf, rms=0.3, agreement=0.8, rounding=1e-4),
-    "int8": Limits(largest=np.inf, rms=0.15, agreement=0.9, rounding=3e-2),
-    "int4": Limits(largest=np.inf, rms=0.7, agreement=0.5, rounding=3e-2),
+    "fp32": Limits(largest=1e-3, rms=1e-3, agreement=1.0),
+    "fp16": Limits(largest=2e-2, rms=2e-2, agreement=1.0),
+    "bf16": Limits(largest=0.1, rms=5e-2, agreement=0.95),
+    "fp8": Limits(largest=np.inf, rms=0.3, agreement=0.8),
+    "int8": Limits(largest=np.inf, rms=0.15, agreement=0.9),
+    "int4": Limits(largest=np.inf, rms=0.7, agreement=0.5),
 }
 
 
@@ -161,12 +157,3 @@ def compare_embeds(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]],
             logits = graph.logits(half_embedded(call.feed(bundle.manifest.target), embeds))
         agreement.count(expected[-len(logits) :], logits.argmax(axis=-1))
     return agreement
-
-
-def logit_gap(bundle: Bundle, text: Sequence[int], first: int, second: int) -> float:
-    """How far apart the step graph's logits of two tokens are after a text, relative to its largest logit there."""
-    calls = list(prefill_calls(bundle.manifest, text))
-    graph = open_step(bundle, calls)
-    for call in calls:
-        logits = graph.logits(call.feed(bundle.manifest.target))[-1]
-    return abs(float(logits[first] - logits[second])) / _scale(logits)

@@ -20,6 +20,7 @@ from specexport.runtime.cuda.trt import EngineLibrary
 from specexport.runtime.graph import Buffers, Graph
 from specexport.runtime.program import Speculation, StepProgram
 from specexport.runtime.step import HostProgram
+from specexport.runtime.widths import BuiltWidths, Exactness, Widths
 
 Runtime = Literal["onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 
@@ -91,11 +92,20 @@ class CudaBackend:
         self.graphs.append(graph)
         return graph
 
-    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
+    def widths(self, target: Graph, exactness: Exactness | None = None) -> Widths:
+        """See :class:`~specexport.runtime.backend.Backend`; whether rows of a device agree is not looked at."""
+        if exactness == "exact":
+            raise BackendError(
+                f"exactness is 'exact', which backend {self._bundle.manifest.backend!r} cannot promise: a device's "
+                "kernels were not compared row by row; leave it out, or run the bundle with backend 'onnxruntime'"
+            )
+        return BuiltWidths(target)
+
+    def program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> StepProgram:
         """See :class:`~specexport.runtime.backend.Backend`; on the device where the library runs its graphs."""
         manifest = self._bundle.manifest
         graphs = self._library.program(target.sizes[-1])
-        host = HostProgram(manifest, target, speculations, self.execution)
+        host = HostProgram(manifest, target, speculations, widths, self.execution)
         if not graphs or not isinstance(target, DeviceGraph):
             return host
         try:

@@ -158,7 +158,7 @@ class DeviceProgram:
             outputs = self._target.width(variant.tokens, variant.tokens, batch=self.sizes[-1]).outputs.host
             seen = {name: outputs[name][view.slot] for name in READ_BACK & outputs.keys()}
             self._host.proposer(view.method).observe(view.slot, seen, path[-1] if path else 0)
-        return Outcome(new, len(tree) - 1, tree.depth)
+        return Outcome(new, len(tree) - 1, tree.depth, accepted)
 
 
 @lru_cache(maxsize=256)

@@ -60,7 +60,7 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
             # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
             given[tensors.UNIFORM][at, :depth, :width] = view.random.random((depth, width), np.float32)
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:
         self._slots[slot] = outputs[tensors.HIDDEN][row].copy()
 
 
