@@ -90,10 +90,10 @@ def observe(
     total, steps = Stats(), 0
     with recorded(engine, name) as recorder:
         for index, prompt in enumerate(prompts):
-            recorder.made.clear()
+            recorder.clear()
             done = engine.generate(prompt, params, {"method": name, "num_speculative_tokens": len(deepest) - 1})
             whole = [*prompt, *done.token_ids]
-            for length, proposal in recorder.made:
+            for length, proposal in recorder:
                 ahead = whole[length : length + len(proposal.candidates)]
                 if len(ahead) == len(proposal.candidates):  # the end of a text is no rejection
                     steps += 1

@@ -102,9 +102,9 @@ class MethodRun:
             recorded(engine, method.name) as recorder,
         ):
             for text in self.texts:
-                recorder.made.clear()
+                recorder.clear()
                 whole = [*text, *engine.generate(text, params, method.name).token_ids]
-                made += [(whole[:length], proposal.candidates[:, 0]) for length, proposal in recorder.made]
+                made += [(whole[:length], proposal.candidates[:, 0]) for length, proposal in recorder]
         return made
 
     def agreement(self, *stored: str) -> Agreement:
