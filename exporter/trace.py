@@ -15,8 +15,7 @@ from specexport.checkpoints.quiet import quiet
 from specexport.contract import tensors
 from specexport.contract.model import OPSETS, CacheLayer, LoweredAs
 from specexport.contract.tensors import cache_names, returned_names
-from specexport.exporter.passes.linear import canonical_weights, transposes_weight
-from specexport.exporter.passes.merge_linear import merge_linear
+from specexport.exporter.passes.linear import canonical_weights, merge_linear, transposes_weight
 from specexport.exporter.passes.names import name_weights
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
 from specexport.graphs.accept import AcceptModule, TypicalModule

@@ -28,4 +28,4 @@ def recorded(engine: Engine, method: str) -> Iterator[list[tuple[int, Proposal]]
     try:
         yield made
     finally:
-        del proposer.propose  # type: ignore[method-assign]
+        del proposer.propose
