@@ -24,11 +24,6 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
 
     Graphs are written first and the manifest is exchanged at the end, so that a bundle is whole at every moment.
 
-    Args:
-        folder: the bundle.
-        name: of the method.
-        tree: one the method can fill.
-
     Returns:
         The new manifest.
 

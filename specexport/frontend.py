@@ -32,8 +32,6 @@ class Frontend:
     """An engine and the defaults of its requests. Safe to use from several threads.
 
     Attributes:
-        engine: runs them.
-        name: the model's or the bundle's, as it was named.
         max_model_len: most tokens of a prompt and its output together.
         speculative: how a request speculates that does not say.
         seed: makes requests without a seed of their own reproducible, by their order; None draws fresh ones.
