@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
@@ -15,6 +15,7 @@ from msgspec import Meta
 from specexport.contract import tensors
 from specexport.contract.costs import Cost, CostCurve
 from specexport.contract.errors import BundleError, SpecExportError
+from specexport.contract.folders import claimed, writing
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
 from specexport.contract.methods import Method, decode_hook
 from specexport.contract.shapes import ShapePoint
@@ -22,19 +23,54 @@ from specexport.contract.tree import TokenTree
 
 _MAX_MANIFEST_BYTES = 16 << 20
 _MAX_CACHE_BYTES = 1 << 40
+_PART = f"{MANIFEST_NAME}.part"
+_REPLACEABLE = (".onnx", ".engine", ".bin", ".part")
+"""Suffixes of graphs, engines, weights converted for them, and of what takes its name when it is whole."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes ``specexport.json`` into a folder."""
-    (folder / MANIFEST_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+    (folder / MANIFEST_NAME).write_bytes(_encoded(manifest))
+
+
+def _encoded(manifest: Manifest) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+
+
+@contextlib.contextmanager
+def changing(folder: Path) -> Iterator[Manifest]:
+    """Gives the manifest of a bundle that gets other graphs and engines; one process at a time may.
+
+    Files come first and the manifest last (:func:`exchange_manifest`), so that the bundle is whole at every moment.
+    Graphs and engines that no manifest lists go, before and after: what a killed process left, and what was replaced.
+
+    Raises:
+        BundleError: the bundle is not whole.
+        BuildError: another process changes it, or the system refuses to write; names the path.
+    """
+    manifest = read_manifest(folder)
+    with writing(folder), claimed(folder):
+        manifest = read_manifest(folder)
+        _sweep(folder, manifest)
+        try:
+            yield manifest
+        finally:
+            _sweep(folder, read_manifest(folder))
+
+
+def _sweep(folder: Path, manifest: Manifest) -> None:
+    listed = {folder / entry.path for entry in manifest.files}
+    for path in list(folder.rglob("*")):
+        if path.suffix in _REPLACEABLE and path not in listed:
+            path.unlink(missing_ok=True)
 
 
 def exchange_manifest(folder: Path, manifest: Manifest) -> None:
-    """Checks a manifest as a reader would, then puts it in the place of the old one."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.manifest-") as beside:
-        write_manifest(Path(beside), manifest)
-        read_manifest(Path(beside))
-        (Path(beside) / MANIFEST_NAME).replace(folder / MANIFEST_NAME)
+    """Checks a manifest as a reader would, then puts it in the place of the old one; to be called while changing."""
+    part = folder / _PART
+    part.write_bytes(_encoded(manifest))
+    _read(part)
+    part.replace(folder / MANIFEST_NAME)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -48,6 +84,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"{folder}: no such folder; expected a bundle made by 'specexport build'")
     if not path.is_file():
         raise BundleError(f"{folder}: no {MANIFEST_NAME}; expected a bundle made by 'specexport build'")
+    return _read(path)
+
+
+def _read(path: Path) -> Manifest:
     size = path.stat().st_size
     if size > _MAX_MANIFEST_BYTES:
         raise BundleError(f"{path}: {size} bytes; a manifest has at most {_MAX_MANIFEST_BYTES}")

@@ -11,7 +11,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import Method, with_trees
 from specexport.contract.model import Model, PointGraph
-from specexport.contract.reading import check_files, exchange_manifest, file_entry, read_manifest
+from specexport.contract.reading import changing, check_files, exchange_manifest, file_entry, read_manifest
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter import static
@@ -58,7 +58,12 @@ def exchange_method(folder: Path, changed: Method) -> Manifest:
             that are made for the trees it has.
         BundleError: the bundle is not whole, or the method cannot fill a tree.
     """
-    manifest, plan = _changeable(folder, changed)
+    with changing(folder) as manifest:
+        return _exchanged(folder, manifest, changed)
+
+
+def _exchanged(folder: Path, manifest: Manifest, changed: Method) -> Manifest:
+    plan = _plan(folder, manifest, changed)
     target = manifest.target
     for width in changed.widths():
         target = _with_points(folder, target, plan.pinned([(batch, width, width, 0) for batch in plan.batches]))
@@ -78,8 +83,7 @@ def exchange_method(folder: Path, changed: Method) -> Manifest:
     return new
 
 
-def _changeable(folder: Path, changed: Method) -> tuple[Manifest, BuildPlan]:
-    manifest = read_manifest(folder)
+def _plan(folder: Path, manifest: Manifest, changed: Method) -> BuildPlan:
     check_files(folder, manifest, hashes=False)
     if manifest.method(changed.name) is None:
         raise BuildError(f"{folder}: has no method {changed.name!r}")
@@ -96,7 +100,7 @@ def _changeable(folder: Path, changed: Method) -> tuple[Manifest, BuildPlan]:
             f"{folder}: a step of {widest} tokens does not fit behind a context of {manifest.max_seq_len} in {rows} "
             "cache rows; build the bundle for such steps instead"
         )
-    return manifest, plan
+    return plan
 
 
 def _with_points(folder: Path, model: Model, wanted: Sequence[ShapePoint]) -> Model:

@@ -244,7 +244,7 @@ class Run(Generic[Options]):
     @contextlib.contextmanager
     def output(self) -> Iterator[Path]:
         """The folder to write, which appears when it is whole, with the record in it."""
-        with written_beside(self.options.output) as folder:
+        with written_beside(self.options.output, overwrite=self.options.overwrite) as folder:
             yield folder
             (folder / "training.json").write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
 
