@@ -154,13 +154,13 @@ def written_beside(output: Path, *, overwrite: bool = False, resume: bool = Fals
                     elif not _exchanged(folder, output):
                         output.rename(retired)
                         folder.rename(output)
-                        _remove(retired)
+                        remove(retired)
                 except KeyboardInterrupt:
                     kept = resume
                     raise
                 finally:
                     if not kept:
-                        _remove(folder)
+                        remove(folder)
     except BaseException:
         with contextlib.suppress(OSError):
             for parent in made:
@@ -172,9 +172,9 @@ def _recover(output: Path, retired: Path) -> None:
     """Puts back what a killed process was about to replace, and removes what it was writing; the claim is held."""
     if retired.exists() and not output.exists():
         retired.rename(output)
-    _remove(retired)
+    remove(retired)
     for stale in output.parent.glob(f".{glob.escape(output.name)}.building-*"):
-        _remove(stale)
+        remove(stale)
 
 
 def _exchanged(one: Path, other: Path) -> bool:
@@ -186,5 +186,6 @@ def _exchanged(one: Path, other: Path) -> bool:
     return exchange is not None and exchange(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder with all it holds, as far as the system lets it."""
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
