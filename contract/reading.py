@@ -18,7 +18,7 @@ from specexport.contract.errors import BundleError, SpecExportError
 from specexport.contract.folders import claimed, writing
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
 from specexport.contract.methods import Method, decode_hook
-from specexport.contract.shapes import ShapePoint
+from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 from specexport.contract.tree import TokenTree
 
 _MAX_MANIFEST_BYTES = 16 << 20
@@ -149,6 +149,23 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
     for method in manifest.methods:
         if method.signatures.keys() != method.models.keys():
             raise BundleError(f"{path}: {method.name}: its model is not there; build the bundle again")
+    target = manifest.target
+    beyond = [token for token in manifest.tokenizer.eos_token_ids if token >= target.vocab_size]
+    if beyond:
+        raise BundleError(
+            f"{path}: tokenizer.eos_token_ids: {beyond[0]} is no token of {target.vocab_size}; build the bundle again"
+        )
+    if manifest.max_seq_len > target.max_positions:
+        raise BundleError(
+            f"{path}: max_seq_len is {manifest.max_seq_len}, but target.max_positions {target.max_positions}; build "
+            "the bundle again"
+        )
+    for name, method in zip(names, manifest.methods, strict=True):
+        if method.num_speculative_tokens is not None:
+            raise BundleError(f"{path}: {name}: num_speculative_tokens is given beside trees; build the bundle again")
+        for role, model in method.models.items():
+            if model.embedding_size is not None:
+                raise BundleError(f"{path}: embedding_size of the {role}: expected null; build the bundle again")
     verified = {1}
     for name, method in zip(names, manifest.methods, strict=True):
         verified |= _tree_sizes(path, name, method)
@@ -160,6 +177,7 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
     }
     for role, model in manifest.models.items():
         points = [graph.point for graph in model.graph.points]
+        _check_points(path, role, points, role in proposing, manifest)
         width = sum(layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
         size = 4 * width * max((point.batch * point.cache for point in points), default=0)
         if model.cache and not all(point.cache for point in points):
@@ -182,6 +200,30 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
                         f"{path}: engine {engine.file}: no shape point of the {role} is like its profile {profile}; "
                         "compile the bundle again"
                     )
+
+
+def _check_points(path: Path, role: str, points: Sequence[ShapePoint], proposes: bool, manifest: Manifest) -> None:
+    """Each is there once, and is one that a graph of its kind can have; the cache holds the longest text and a step."""
+    if not points:
+        raise BundleError(f"{path}: there is no shape point of the {role}; build the bundle again")
+    cached = bool(manifest.models[role].cache)
+    doubled = len(set(points)) != len(points)
+    for point in points:
+        fits = point.rows in (1, point.tokens) and not point.drafts
+        if proposes:
+            fed = not cached or point.tokens in (CATCH_UP_TOKENS, manifest.prefill_chunk)
+            fits = not point.rows and point.drafts > 0 and fed
+        if doubled or not fits:
+            raise BundleError(
+                f"{path}: graph.points of the {role}: {point} is there twice, or is no shape of such a graph; build "
+                "the bundle again"
+            )
+    widest, rows = max(point.tokens for point in points), max(point.cache for point in points)
+    if role == "target" and manifest.max_seq_len + widest > rows + 1:
+        raise BundleError(
+            f"{path}: max_seq_len is {manifest.max_seq_len}, and the largest cache of {rows} rows has no room for a "
+            f"step of {widest} tokens behind it; build the bundle again"
+        )
 
 
 def _check_batches(path: Path, role: str, points: Sequence[ShapePoint], manifest: Manifest) -> None:
