@@ -15,6 +15,7 @@ from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.declared import require_declared
 from specexport.runtime.graph import FIRST, Array, Buffers, Graph, SlotGraph, caches_by_shape
 from specexport.runtime.machine import Remembered, available_cores, cpu_name
 from specexport.runtime.program import Speculation
@@ -127,6 +128,7 @@ class OnnxRuntimeGraph(SlotGraph):
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
+        BundleError: the graph does not take or return what the manifest says.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class OnnxRuntimeGraph(SlotGraph):
         self.sizes = tuple(sorted({point.batch for point in self._points}))
         self._ort = _import_onnxruntime(lowering)
         self._session = open_session(path, threads, lowering, model.precision.weights)
+        require_declared(path, self._session, model, lowering, buffers)
         self._layers = model.cache
         self._in_place = lowering == "native"
         self._buffers = buffers

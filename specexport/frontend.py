@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from specexport.cache import cached_bundle, locked
+from specexport.cache import cached_bundle, its_turn
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, ContextLengthError, RequestError
 from specexport.contract.manifest import MANIFEST_NAME
@@ -86,7 +86,8 @@ class Frontend:
                 loaded, chosen = _of_bundle(speculative_config)
         else:
             methods = read_methods(speculative_config) if speculative_config is not None else ()
-            folder = _built(str(model), methods, max_model_len, backend, build)
+            folder = _built(str(model), methods, max_model_len, backend, check_hashes, build)
+            check_hashes = False  # the cache did, or was not to
         if measure or (measure is None and model is not None and speculative_config is not None):
             _measure(folder, threads, backend, shared=model is not None)
         engine = Engine.load(
@@ -206,6 +207,7 @@ def _built(
     methods: tuple[Method, ...],
     max_model_len: int | None,
     backend: str | None,
+    check_hashes: bool,
     build: dict[str, Any],
 ) -> Path:
     options: dict[str, Any] = {"target": model, "methods": methods}
@@ -216,7 +218,7 @@ def _built(
     doubled = next((name for name in build if name in options), None)
     if doubled is not None:
         raise BuildError(f"{doubled} was given beside what says it already; leave it out")
-    return cached_bundle(options | build, _build)
+    return cached_bundle(options | build, _build, check_hashes=check_hashes)
 
 
 def _build(options: dict[str, Any], output: Path) -> None:
@@ -251,7 +253,7 @@ def _measure(folder: Path, threads: int | None, backend: str | None, *, shared: 
         return
     from specexport.building import progress_bars
 
-    with locked(folder) if shared else nullcontext():
+    with its_turn(folder) if shared else nullcontext():
         if not is_measured(folder, threads, backend):
             with progress_bars() as progress:
                 measure_into(folder, threads=threads, backend=backend, progress=progress)
