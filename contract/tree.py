@@ -64,7 +64,8 @@ class TokenTree:
     def from_choices(cls, choices: Sequence[Sequence[int]]) -> TokenTree:
         """Builds a tree from Medusa choices: a path of ranks from the root for each node but the root.
 
-        Nodes are ordered by depth, siblings by rank.
+        The path of the first choices comes first, as its nodes then lie side by side in the cache; the others follow by
+        depth, siblings by rank.
 
         Raises:
             SpecExportError: a path is empty, given twice, has a negative rank, or the path before it is missing.
@@ -73,7 +74,7 @@ class TokenTree:
         for path in paths:
             if not path or any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in path):
                 raise SpecExportError(f"the choice {list(path)} is no path of ranks; expected whole numbers >= 0")
-        ordered = [(), *sorted(set(paths), key=lambda path: (len(path), path))]
+        ordered = [(), *sorted(set(paths), key=lambda path: (any(path), len(path), path))]
         if len(ordered) != len(paths) + 1:
             twice = next(path for path in paths if paths.count(path) > 1)
             raise SpecExportError(f"the choice {list(twice)} is given twice")
@@ -133,7 +134,7 @@ class TokenTree:
                 return cls(tuple(msgspec.convert(found["parents"], list[int])))
             choices = found["choices"] if isinstance(found, dict) and found.keys() == {"choices"} else found
             return cls.from_choices(msgspec.convert(choices, list[list[int]]))
-        except (SpecExportError, msgspec.MsgspecError) as error:
+        except (SpecExportError, msgspec.MsgspecError, RecursionError) as error:
             raise SpecExportError(
                 f"{path}: {error}; expected a list of choices such as [[0], [1], [0, 0]], or an object with "
                 '"choices" or "parents"'

@@ -17,12 +17,7 @@ PLAIN_TREE = TokenTree.chain(1)
 
 @dataclass(frozen=True)
 class Speculation:
-    """A way to propose, loaded.
-
-    Attributes:
-        method: its options and trees.
-        proposer: proposes.
-    """
+    """A way to propose, loaded."""
 
     method: Method
     proposer: Proposer
@@ -36,18 +31,16 @@ class Outcome:
         tokens: the accepted ones and the bonus token.
         drafted: draft tokens verified.
         depth: the longest path among them.
-        logprobs: of the tokens, if the request asks for them.
+        accepted: draft tokens accepted; some of them may come with the next step's tokens.
+        finite: whether the logits that the last token follows from are numbers; a device does not look.
     """
 
     tokens: list[int]
     drafted: int = 0
     depth: int = 0
+    accepted: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
-
-    @property
-    def accepted(self) -> int:
-        """Draft tokens accepted."""
-        return len(self.tokens) - 1
+    finite: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,7 +48,6 @@ class StepResult:
     """What a step did, and where its time went, in seconds.
 
     Attributes:
-        outcomes: one a slot.
         propose: time proposing.
         verify: time in the target.
         accept: time deciding what is accepted; nothing where that is part of the target's run.

@@ -12,7 +12,7 @@ from typing import Any, cast, overload
 import msgspec
 import numpy as np
 
-from specexport.cache import cached_bundle, locked
+from specexport.cache import cached_bundle, its_turn
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, ContextLengthError, RequestError
 from specexport.contract.manifest import MANIFEST_NAME
@@ -24,6 +24,7 @@ from specexport.runtime.encoding import characters_per_token, encoded
 from specexport.runtime.engine import Prompt
 from specexport.runtime.opening import DEFAULT_UTILIZATION
 from specexport.runtime.speculative import DEFAULT, Speculative
+from specexport.runtime.widths import Exactness
 
 SpeculativeConfig = Mapping[str, Any] | Method | str | Sequence[Mapping[str, Any] | Method | str]
 """One or several ways to speculate, as :func:`~specexport.contract.methods.read_methods` takes them."""
@@ -34,8 +35,6 @@ class Frontend:
     """An engine and the defaults of its requests. Safe to use from several threads.
 
     Attributes:
-        engine: runs them.
-        name: the model's or the bundle's, as it was named.
         max_model_len: most tokens of a prompt and its output together.
         speculative: how a request speculates that does not say.
         seed: makes requests without a seed of their own reproducible, by their order; None draws fresh ones.
@@ -67,6 +66,7 @@ class Frontend:
         backend: str | None = None,
         threads: int | None = None,
         measure: bool | None = None,
+        exactness: Exactness | None = None,
         check_hashes: bool = True,
         **build: Any,
     ) -> Frontend:
@@ -94,7 +94,8 @@ class Frontend:
                 loaded, chosen = _of_bundle(speculative_config)
         else:
             methods = read_methods(speculative_config) if speculative_config is not None else ()
-            folder = _built(str(model), methods, max_model_len, backend, build)
+            folder = _built(str(model), methods, max_model_len, backend, check_hashes, build)
+            check_hashes = False  # the cache did, or was not to
         if measure or (measure is None and model is not None and speculative_config is not None):
             _measure(folder, threads, backend, shared=model is not None)
         engine = Engine.load(
@@ -102,6 +103,7 @@ class Frontend:
             threads=threads,
             check_hashes=check_hashes,
             methods=loaded,
+            exactness=exactness,
             backend=backend,
             gpu_memory_utilization=gpu_memory_utilization or DEFAULT_UTILIZATION,
         )
@@ -250,6 +252,7 @@ def _built(
     methods: tuple[Method, ...],
     max_model_len: int | None,
     backend: str | None,
+    check_hashes: bool,
     build: dict[str, Any],
 ) -> Path:
     options: dict[str, Any] = {"target": model, "methods": methods}
@@ -260,7 +263,7 @@ def _built(
     doubled = next((name for name in build if name in options), None)
     if doubled is not None:
         raise BuildError(f"{doubled} was given beside what says it already; leave it out")
-    return cached_bundle(options | build, _build)
+    return cached_bundle(options | build, _build, check_hashes=check_hashes)
 
 
 def _build(options: dict[str, Any], output: Path) -> None:
@@ -295,7 +298,7 @@ def _measure(folder: Path, threads: int | None, backend: str | None, *, shared: 
         return
     from specexport.building import progress_bars
 
-    with locked(folder) if shared else nullcontext():
+    with its_turn(folder) if shared else nullcontext():
         if not is_measured(folder, threads, backend):
             with progress_bars() as progress:
                 measure_into(folder, threads=threads, backend=backend, progress=progress)

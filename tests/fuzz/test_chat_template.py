@@ -22,28 +22,10 @@ _ATOMS = (
     | st.sampled_from(["range", "namespace", "raise_exception", "strftime_now", "lipsum", "cycler", "dict"])
     | _NUMBERS
 )
-_FILTERS = st.sampled_from(
-    [
-        "tojson",
-        "length",
-        "list",
-        "join",
-        "upper",
-        "center(N)",
-        "indent(N)",
-        "tojson(indent=N)",
-        "batch(N)",
-        "map('upper')",
-        "sort",
-        "reverse",
-        "wordwrap(N)",
-        "format(N)",
-        "attr('__class__')",
-        "selectattr('role')",
-        "sum",
-        "string",
-        "random",
-    ]
+_FILTERS = (
+    st.sampled_from(["tojson", "length", "list", "join", "upper", "center(N)", "indent(N)", "tojson(indent=N)"])
+    | st.sampled_from(["batch(N)", "map('upper')", "sort", "reverse", "wordwrap(N)", "format(N)", "sum", "random"])
+    | st.sampled_from(["attr('__class__')", "selectattr('role')", "string"])
 )
 
 
