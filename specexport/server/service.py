@@ -27,6 +27,8 @@ from specexport.server.schema import CompletionTokensDetails, Generation, Specul
 _GONE = 499
 """Nginx's status for a client that hung up; nobody reads it."""
 _LEAST_LOGPROB = -9999.0
+_LINES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
+"""What some clients take for the end of a line, and JSON leaves as it is in a text: escaped in events."""
 _NO_CHOICES = '"choices":[]'
 """How an answer without outputs says so; a name that a caller chose would have its quotes escaped."""
 
@@ -177,7 +179,7 @@ async def _events(
     service: Service, given: Generation, streams: list[AsyncStream], form: Format, prompt_tokens: int
 ) -> AsyncGenerator[str, None]:
     def event(model: BaseModel) -> str:
-        return f"data: {model.model_dump_json(exclude_unset=True)}\n\n"
+        return f"data: {model.model_dump_json(exclude_unset=True).translate(_LINES)}\n\n"
 
     def piece(index: int, chunk: Chunk) -> str:
         return event(form.answer([form.choice(index, chunk, True)], None, True))

@@ -37,7 +37,7 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
     ],
     "/tokenize": [{"prompt": "one two", "add_special_tokens": False}, {"messages": _MESSAGES}],
 }
-PATHS = st.sampled_from(sorted(SEEDS)) | st.sampled_from(["/v1/models", "/v1/nothing", "/health"])
+PATHS = st.sampled_from([*sorted(SEEDS) * 5, "/v1/models", "/v1/nothing"])
 KNOWN = {200, 400, 404, 405, 413, 429, 504}
 
 
