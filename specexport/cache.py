@@ -22,19 +22,12 @@ from specexport.contract.folders import locked, remove, writing
 from specexport.contract.methods import Method
 from specexport.contract.reading import check_files, read_manifest, sha256
 from specexport.fingerprint import fingerprint
+from specexport.runtime.machine import cache_folder
 
 _READ = (".json", ".safetensors", ".jinja", ".txt", ".model", ".pt")
 """Files of a checkpoint that a build may read."""
 _FORGOTTEN = 7 * 24 * 3600
 """Seconds."""
-
-
-def cache_folder() -> Path:
-    """``$SPECEXPORT_CACHE``, or ``specexport`` in the user's cache folder."""
-    own = os.environ.get("SPECEXPORT_CACHE")
-    if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specexport"
 
 
 def cached_bundle(

@@ -25,7 +25,7 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
 from specexport.runtime.costs import Costs
-from specexport.runtime.ort import cpu_name
+from specexport.runtime.machine import cpu_name
 from specexport.runtime.policy import (
     MARGIN,
     PROBE_SHARE,
