@@ -129,7 +129,8 @@ def _check_references(path: Path, manifest: Manifest) -> None:
         if entry.path in listed:
             raise BundleError(f"{path}: files: {entry.path!r} is listed twice")
         listed.add(entry.path)
-    used = [manifest.tokenizer.file, *([manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else [])]
+    template = manifest.tokenizer.chat_template
+    used = [manifest.tokenizer.file, *([] if template is None else [template])]
     used += [file for method in manifest.methods for file in method.files]
     for model in manifest.models.values():
         used += [model.weights, model.graph.master, *(p.file for p in model.graph.points)]

@@ -389,6 +389,11 @@ def test_files_that_are_used_must_be_listed(copy: Path, place: str) -> None:
     refused(copy, "'extra' is used but not listed")
 
 
+def test_a_chat_template_without_a_name_is_none(copy: Path) -> None:
+    rewritten(copy, lambda document: document["tokenizer"].update(chat_template=""))
+    refused(copy, "'' is used but not listed")
+
+
 def test_a_file_listed_twice_is_refused(copy: Path) -> None:
     rewritten(copy, lambda document: document["files"].append(document["files"][0]))
     refused(copy, "listed twice")
