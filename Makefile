@@ -12,7 +12,7 @@ QUICK := $(patsubst %,tests/test_%.py,tree sampling text engine batch budget sch
 .PHONY: demo test quick lint types package unit fuzz compat bench clean
 
 demo: $(VENV)/.demo
-	$(BIN)/specexport demo
+	$(BIN)/python scripts/demo.py
 
 test: lint types unit
 

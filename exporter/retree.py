@@ -24,24 +24,19 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
 
     Graphs are written first and the manifest is exchanged at the end, so that a bundle is whole at every moment.
 
-    Args:
-        folder: the bundle.
-        name: of the method.
-        tree: one the method can fill.
-
     Returns:
         The new manifest.
 
     Raises:
         BuildError: the bundle lacks the method, its cache has no room for so wide a step, or it has graphs and engines
-            that are made for the trees it has; another process changes it, or it cannot be written.
+            that are made for the trees it has.
         BundleError: the bundle is not whole, or the method cannot fill the tree.
     """
     with changing(folder) as manifest:
-        return _retreed(folder, manifest, name, tree)
+        return _exchanged(folder, manifest, name, tree)
 
 
-def _retreed(folder: Path, manifest: Manifest, name: str, tree: TokenTree) -> Manifest:
+def _exchanged(folder: Path, manifest: Manifest, name: str, tree: TokenTree) -> Manifest:
     check_files(folder, manifest, hashes=False)
     method = manifest.method(name)
     if method is None:

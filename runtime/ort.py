@@ -103,7 +103,13 @@ class OnnxRuntimeBackend:
         manifest = self._bundle.manifest
         files = hashlib.sha256(msgspec.json.encode(manifest.files)).hexdigest()
         version = _import_onnxruntime(manifest.lowering).__version__
-        return ExactWidths(target, manifest, Remembered("widths", (files, self.device, version), Agreement))
+        widths = ExactWidths(target, manifest, Remembered("widths", (files, self.device, version), Agreement))
+        if exactness == "exact" and not widths.exact:
+            raise BackendError(
+                f"exactness is 'exact', which this bundle cannot be here: lowered {manifest.lowering}, its rows round "
+                "otherwise in a step than in the cache; leave it out, or build it with --lowering native"
+            )
+        return widths
 
     def program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> HostProgram:
         return HostProgram(self._bundle.manifest, target, speculations, widths)

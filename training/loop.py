@@ -33,8 +33,6 @@ class Schedule:
     The constant middle makes the first steps of a long and of a short run the same (Hägele et al., arXiv 2405.18392).
 
     Attributes:
-        steps: of the optimizers.
-        warmup: steps of warm-up.
         decay: share of the steps at the end over which a constant rate decays to zero; None is the cosine.
     """
 
@@ -77,12 +75,7 @@ def muon_and_adamw(model: Any, rate: float, *, heads: torch.nn.Module | None = N
 
 @dataclass(frozen=True)
 class Watch:
-    """Where a training says how it goes.
-
-    Attributes:
-        log: given lines.
-        console: where bars are drawn.
-    """
+    """Where a training says how it goes: in lines, and in bars."""
 
     log: Callable[[str], None]
     console: Console | None = None

@@ -75,10 +75,8 @@ class TrainingModel:
     Attributes:
         path: the local folder; empty where the model was never stored.
         model: in evaluation mode, so without dropout, whatever is trained; no parameter asks for a gradient.
-        tokenizer: a fast transformers tokenizer.
         stored: dtype of the checkpoint's weights.
         ends: tokens that end a text.
-        max_positions: longest text.
     """
 
     path: Path
@@ -102,12 +100,7 @@ class TrainingModel:
 
 
 def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
-    """Loads a model to train with, or to train.
-
-    Args:
-        source: a folder or a hub id.
-        place: where to.
-        frozen: its weights will not be trained, and may be rounded.
+    """Loads a model to train with, or to train; the weights of a frozen one may be rounded.
 
     Raises:
         BuildError: it is not there.
@@ -168,15 +161,11 @@ class Run(Generic[Options]):
     """One training, from data to a folder.
 
     Attributes:
-        options: what was asked for.
-        watch: where it says how it goes.
-        place: where it computes.
         target: the model whose texts count.
         window: tokens a window.
         prompt: tokens a prompt.
         windows: to learn.
         held_out: to measure with.
-        work: folder for checkpoints.
         record: what the output holds as ``training.json``.
     """
 
@@ -264,13 +253,7 @@ def open_run(
 ) -> Iterator[Run[Options]]:
     """Reads the data and opens the work folder, from which a second run with the same options goes on.
 
-    Args:
-        command: to write down.
-        options: of the training.
-        place: where to compute.
-        target: the model whose tokenizer reads the data.
-        watch: where to say how it goes.
-        drafts: further models the result depends on.
+    The target's tokenizer reads the data; ``drafts`` are further models the result depends on.
 
     Raises:
         TrainError: the data are missing, malformed or too few, or the work folder is of something else.

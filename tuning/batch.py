@@ -63,13 +63,6 @@ def measure_into(
 ) -> CostCurve:
     """Measures a bundle on this device and writes the curve into its manifest, in place of an older one of the device.
 
-    Args:
-        folder: the bundle.
-        threads: CPU threads; None for every core this process may use.
-        backend: what runs it; None for what it was built for.
-        seconds: see :func:`measure`.
-        progress: called with a name, how much is done and how much there is.
-
     Returns:
         The curve.
 
@@ -95,14 +88,10 @@ def measure(
 ) -> CostCurve:
     """Times steps and proposals of a bundle at its smallest cache size and at its largest, at most ``LARGEST_CACHE``.
 
+    ``seconds`` is about how long it may take, beside warming up; nothing else may use the backend meanwhile.
+
     All are taken in turns, so that a device whose speed drifts treats them alike; a figure is the least of 25
     turns, or of as many as there is time for, at least three.
-
-    Args:
-        bundle: the bundle.
-        backend: opened for it; nothing else may use it meanwhile.
-        seconds: about how long it may take, beside warming up.
-        progress: called with a name, how much is done and how much there is.
     """
     manifest = bundle.manifest
     sizes = tuple(size for size in manifest.batch_sizes if size <= backend.default_slots)

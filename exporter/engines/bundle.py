@@ -33,14 +33,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What was compiled.
-
-    Attributes:
-        engines: an entry an engine.
-        runtime: the library.
-        version: of it.
-        compute_capabilities: devices they run on.
-    """
+    """What was compiled."""
 
     engines: tuple[EngineReport, ...]
     runtime: EngineRuntime
@@ -53,11 +46,6 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
 
     Engines of other devices and libraries that are there stay; those of the same are replaced. The manifest is changed
     at the end, in one act: a compilation that fails or is killed leaves the bundle as it was.
-
-    Args:
-        folder: the bundle.
-        options: how to compile.
-        progress: see :data:`Progress`.
 
     Raises:
         BuildError: the library is not installed, has no such device, or refuses a graph; the bundle's prompts may hold
