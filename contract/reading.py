@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from specexport.contract import tensors
 from specexport.contract.costs import Cost, CostCurve
-from specexport.contract.errors import BundleError, SpecExportError
+from specexport.contract.errors import UNREADABLE, BundleError, SpecExportError
 from specexport.contract.folders import claimed, writing
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
 from specexport.contract.methods import Method, decode_hook
@@ -105,7 +105,7 @@ def _read(path: Path) -> Manifest:
                 "the bundle again"
             )
         manifest = msgspec.json.decode(raw, type=Manifest, dec_hook=decode_hook)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BundleError(f"{path}: not a valid manifest: {error}; build the bundle again") from error
     _check_references(path, manifest)
     _check_shapes(path, manifest)

@@ -183,6 +183,7 @@ def test_a_newer_format_is_refused_whatever_else_it_says(copy: Path, version: in
         (b'{"format_version": "1"}', "format_version"),
         (b'{"format_version": true}', "format_version"),
         (CURRENT + b', "x": "\xff"}', "x"),
+        (CURRENT + b', "\xff": 1}', "utf-8"),
         (CURRENT + b', "x": ' + b"[" * 100_000, "recursion"),
         (b" " * (17 << 20), "bytes; a manifest has at most"),
     ],
