@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import batch, decode, losslessness, lookup, methods, peers, serve, soak, turns
+from benchmarks import batch, decode, lookup, losslessness, methods, peers, serve, soak, turns
 
 
 def parser() -> argparse.ArgumentParser:

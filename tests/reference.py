@@ -92,9 +92,7 @@ def prefix_p_values(texts: Sequence[Text], exact: dict[Text, float]) -> list[flo
     return found
 
 
-def exact_texts(
-    next_logits: dict[str, Sequence[float]], params: SamplingParams, length: int
-) -> dict[Text, float]:
+def exact_texts(next_logits: dict[str, Sequence[float]], params: SamplingParams, length: int) -> dict[Text, float]:
     """How probable each text is.
 
     Args:

@@ -21,7 +21,6 @@ from specexport.contract.errors import BundleError
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import method_name
 from specexport.contract.reading import check_files, exchange_manifest, read_manifest
-from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
 from specexport.runtime.costs import Costs

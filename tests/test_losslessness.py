@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from benchmarks import losslessness
+from specexport.contract import methods as all_methods
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime import step as step_module
@@ -213,7 +218,10 @@ def test_an_engine_without_the_residual_is_found_out(
     monkeypatch.setattr(step_module, "accept_sampled", without_residual)
     setting = ENGINE_SETTINGS[1]
     texts, _ = engine_texts(engine(f"dice-{setting.draft}"), setting, RUNS // 4)
-    assert chi_square_p(texts, exact_texts(oracle(f"dice-{setting.draft}")["next_logits"], setting.params, LENGTH)) < SIGNIFICANCE**2
+    assert (
+        chi_square_p(texts, exact_texts(oracle(f"dice-{setting.draft}")["next_logits"], setting.params, LENGTH))
+        < SIGNIFICANCE**2
+    )
 
 
 def engine_texts(engine: Engine, setting: Setting, runs: int) -> tuple[list[Text], float]:
@@ -407,3 +415,68 @@ def test_a_wrong_acceptance_is_found_out(draft: str, wrong: Accept) -> None:
     tables, setting = Tables(draft), Setting(draft, 3, SamplingParams())
     with pytest.raises(AssertionError):
         assert_distributed(tables.texts(setting, RUNS // 2, wrong), tables.exact(setting.params))
+
+
+# --- the benchmark that does this at a size that settles it -----------------------------------------------------------
+
+
+@pytest.mark.exporter
+@pytest.mark.slow
+def test_the_benchmark_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*flags: str) -> int:
+        arguments = argparse.ArgumentParser()
+        losslessness.add_arguments(arguments)
+        always = ("--work", str(tmp_path), "--json", str(tmp_path / "found.json"))
+        return losslessness.main(arguments.parse_args([*always, *flags]))
+
+    assert run("--samples", "1000", "--only", "suffix, chain, batch, T") == 0
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert [row["sampling"] for row in found["rows"]] == ["T 0.7", "T 1.0"]
+    for row in found["rows"]:
+        assert row["accepted_at"][0] > row["accepted_at"][1] > 0
+        assert {"1", "3"} <= row["drafts"].keys()  # as many as the batch allows
+    assert run("--samples", "1000", "--only", "suffix, chain, batch") == 0
+    more = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert more["rows"][:2] == found["rows"]
+    assert len(more["rows"]) == 5
+    assert "3 cells to go" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"found\.json: rows of \[1000\] samples, and --samples is 400"):
+        run("--samples", "400")
+
+
+def test_every_cell_of_the_benchmark_is_there_once_and_none_has_the_seeds_of_another() -> None:
+    cells = losslessness.cells()
+    true = [cell for cell in cells if not cell.bias]
+    assert len(set(true)) == len(true) == len(losslessness.WAYS) * 2 * len(losslessness.SAMPLING)
+    assert {cell.way for cell in true[:15]} == set(losslessness.WAYS)
+    assert len({(cell.way, cell.load) for cell in true[:30]}) == 30
+    assert len({zlib.crc32(str(cell).encode()) for cell in cells}) == len(cells)
+    methods = {way.method for way in losslessness.WAYS.values()}
+    assert methods == set(all_methods.known())
+
+
+@pytest.mark.parametrize(("bias", "share"), [("", 0.5), (losslessness.SHIFT, 0.51), (losslessness.FACTOR, 0.505)])
+def test_a_biased_acceptance_is_off_by_what_it_says(bias: str, share: float) -> None:
+    logits, q = np.zeros((2, 2), np.float32), Distributions(np.array([[0, 1]]), np.array([[1.0, 0.0]], np.float32))
+    steps = [
+        losslessness.ACCEPT[bias](
+            logits, TokenTree.chain(2), np.array([0]), q, SamplingParams(), np.array([(at + 0.5) / 1000, 0.5])
+        )
+        for at in range(1000)
+    ]
+    assert np.mean([len(path) for path, _ in steps]) == pytest.approx(share)
+
+
+def test_p_values_that_are_too_small_or_not_uniform_are_found() -> None:
+    def rows(p: npt.NDArray[np.float64]) -> list[losslessness.Row]:
+        return [
+            losslessness.Row("ngram, chain", "alone", "T 1.0", "", 1, column.tolist(), 1, 1, [1, 0, 0], {}, 0.0)
+            for column in p
+        ]
+
+    uniform = np.random.default_rng(0).random((60, 3))
+    assert losslessness.summary(rows(uniform))["overall"] > 0.05
+    one = uniform.copy()
+    one[7, 1] = 1e-6
+    assert losslessness.summary(rows(one))["overall"] < losslessness.LEVEL
+    assert losslessness.summary(rows(uniform**2))["overall"] < losslessness.LEVEL
