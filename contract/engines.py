@@ -38,9 +38,6 @@ class CompiledEngine(_Strict, frozen=True, kw_only=True):
         runtime: the library that runs it.
         version: of that library, as it calls itself.
         compute_capabilities: the devices it was compiled for.
-        hardware_compatible: it also runs on every device of a higher capability than the lowest of these.
-        version_compatible: it also runs on later versions of the library with the same major number.
-        stripped: it holds no weights; those of ``source`` have to be put in when it is loaded.
         compute: what activations and the KV cache are.
         profiles: the shapes it runs at, in the order of its optimization profiles, each with min = opt = max. A propose
             graph is compiled for K = 1: to draft K tokens it is called K times, each time with the last two tokens of
@@ -54,16 +51,12 @@ class CompiledEngine(_Strict, frozen=True, kw_only=True):
     runtime: EngineRuntime
     version: str
     compute_capabilities: Annotated[tuple[Capability, ...], Meta(min_length=1, max_length=32)]
-    hardware_compatible: bool = False
-    version_compatible: bool = False
-    stripped: bool = False
     compute: ComputedIn
     profiles: Annotated[tuple[ShapePoint, ...], Meta(min_length=1, max_length=4096)]
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether it was compiled for a device of this compute capability."""
-        built_for = [tuple(map(int, text.split("."))) for text in self.compute_capabilities]
-        return capability in built_for or (self.hardware_compatible and capability >= min(built_for))
+        return "{}.{}".format(*capability) in self.compute_capabilities
 
 
 class _ProgramGraph(_Strict, frozen=True, kw_only=True):

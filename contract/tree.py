@@ -64,7 +64,8 @@ class TokenTree:
     def from_choices(cls, choices: Sequence[Sequence[int]]) -> TokenTree:
         """Builds a tree from Medusa choices: a path of ranks from the root for each node but the root.
 
-        Nodes are ordered by depth, siblings by rank.
+        The path of the first choices comes first, as its nodes then lie side by side in the cache; the others follow by
+        depth, siblings by rank.
 
         Raises:
             SpecExportError: a path is empty, given twice, has a negative rank, or the path before it is missing.
@@ -73,7 +74,7 @@ class TokenTree:
         for path in paths:
             if not path or any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in path):
                 raise SpecExportError(f"the choice {list(path)} is no path of ranks; expected whole numbers >= 0")
-        ordered = [(), *sorted(set(paths), key=lambda path: (len(path), path))]
+        ordered = [(), *sorted(set(paths), key=lambda path: (any(path), len(path), path))]
         if len(ordered) != len(paths) + 1:
             twice = next(path for path in paths if paths.count(path) > 1)
             raise SpecExportError(f"the choice {list(twice)} is given twice")

@@ -15,9 +15,8 @@ from specexport.checkpoints.quiet import quiet
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
-from specexport.exporter.caches import after_call, new_caches, no_embeddings
+from specexport.exporter.step_session import StepSession
 from specexport.graphs.attention import ATTENTION_NAME
-from specexport.runtime.ort import available_cores, open_session
 
 Array = npt.NDArray[Any]
 
@@ -66,11 +65,9 @@ def logits_error(master: Path, lowering: LoweredAs, model: Model, expected: Refe
         model prefer the same one; None where onnxruntime is not installed.
     """
     try:
-        session = open_session(master, available_cores(), lowering, model.precision.weights)
+        session = StepSession(master, lowering, model, len(expected.tokens), 0.0)
     except BackendError:
         return None
-    caches = new_caches(model.cache, len(expected.tokens), 0.0)
-    names = [output.name for output in session.get_outputs()]
     found = []
     for position, token in enumerate(expected.tokens.tolist()):
         given = {
@@ -79,12 +76,8 @@ def logits_error(master: Path, lowering: LoweredAs, model: Model, expected: Refe
             tensors.TREE_MASK: np.ones((1, 1, 1), np.bool_),
             tensors.PAST_LENGTH: np.array([position]),
             tensors.LOGITS_ROWS: np.array([[0]]),
-            **no_embeddings(model, 1),
-            **caches,
         }
-        outputs = dict(zip(names, session.run(None, given), strict=True))
-        caches = after_call(caches, outputs, position)
-        found.append(outputs[tensors.LOGITS][0, 0])
+        found.append(session.logits(given)[0])
     logits = np.stack(found)
     same = float((logits.argmax(-1) == expected.logits.argmax(-1)).mean())
     return relative_rms(energy(logits - expected.logits), energy(expected.logits)), same

@@ -1,4 +1,4 @@
-"""Gives a method of a finished bundle other trees: pins the graphs they need, then exchanges the manifest."""
+"""Gives a method of a finished bundle another tree: pins the graphs it needs, then exchanges the manifest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import Method, with_trees
+from specexport.contract.methods import with_trees
 from specexport.contract.model import Model, PointGraph
 from specexport.contract.reading import check_files, exchange_manifest, file_entry, read_manifest
 from specexport.contract.shapes import ShapePoint
@@ -22,6 +22,8 @@ from specexport.exporter.methods import exporter_of
 def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
     """Makes a tree the default of a method; the trees there were can still be chosen.
 
+    Graphs are written first and the manifest is exchanged at the end, so that a bundle is whole at every moment.
+
     Args:
         folder: the bundle.
         name: of the method.
@@ -31,44 +33,35 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
         The new manifest.
 
     Raises:
-        BuildError: the bundle lacks the method, or see :func:`exchange_method`.
-        BundleError: the bundle is not whole, or the method cannot fill the tree.
-    """
-    method = read_manifest(folder).method(name)
-    if method is None:
-        raise BuildError(f"{folder}: has no method {name!r}")
-    others = [other for other in method.token_trees() if len(other) != len(tree)]
-    return exchange_method(folder, with_trees(method, (tree, *others)))
-
-
-def exchange_method(folder: Path, changed: Method) -> Manifest:
-    """Puts a method with other trees in the place of the one of its name.
-
-    Graphs are written first and the manifest is exchanged at the end, so that a bundle is whole at every moment.
-
-    Args:
-        folder: the bundle.
-        changed: the method.
-
-    Returns:
-        The new manifest.
-
-    Raises:
         BuildError: the bundle lacks the method, its cache has no room for so wide a step, or it has graphs and engines
             that are made for the trees it has.
-        BundleError: the bundle is not whole, or the method cannot fill a tree.
+        BundleError: the bundle is not whole, or the method cannot fill the tree.
     """
-    manifest, plan = _changeable(folder, changed)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, hashes=False)
+    method = manifest.method(name)
+    if method is None:
+        raise BuildError(f"{folder}: has no method {name!r}")
+    if manifest.program or manifest.engines:
+        raise BuildError(
+            f"{folder}: is built for {manifest.backend}; its step program and engines are made for its trees, so that "
+            "none can be exchanged. Tune a bundle built for onnxruntime and build this one with the tree found"
+        )
+    method = with_trees(method, (tree, *(other for other in method.token_trees() if len(other) != len(tree))))
+    plan = msgspec.structs.replace(BuildPlan.of_bundle(manifest), methods=(method,))
+    widest, rows = max(method.widths()), plan.caches[-1]
+    if manifest.max_seq_len + widest > rows + 1:
+        raise BuildError(
+            f"{folder}: a step of {widest} tokens does not fit behind a context of {manifest.max_seq_len} in {rows} "
+            "cache rows; build the bundle for such steps instead"
+        )
     target = manifest.target
-    for width in changed.widths():
+    for width in method.widths():
         target = _with_points(folder, target, plan.pinned([(batch, width, width, 0) for batch in plan.batches]))
-    plan = msgspec.structs.replace(plan, methods=(changed,))
-    models = {
-        role: _with_points(folder, model, exporter_of(changed).points(changed, plan))
-        for role, model in changed.models.items()
-    }
-    changed = changed.with_models(models) if models else changed
-    methods = tuple(changed if one.name == changed.name else one for one in manifest.methods)
+    points = exporter_of(method).points(method, plan)
+    if method.models:
+        method = method.with_models({r: _with_points(folder, model, points) for r, model in method.models.items()})
+    methods = tuple(method if one.name == name else one for one in manifest.methods)
     new = msgspec.structs.replace(manifest, target=target, methods=methods)
     listed = {entry.path for entry in manifest.files}
     used = [graph.file for model in new.models.values() for graph in model.graph.points]
@@ -76,27 +69,6 @@ def exchange_method(folder: Path, changed: Method) -> Manifest:
     new = msgspec.structs.replace(new, files=(*manifest.files, *added))
     exchange_manifest(folder, new)
     return new
-
-
-def _changeable(folder: Path, changed: Method) -> tuple[Manifest, BuildPlan]:
-    manifest = read_manifest(folder)
-    check_files(folder, manifest, hashes=False)
-    if manifest.method(changed.name) is None:
-        raise BuildError(f"{folder}: has no method {changed.name!r}")
-    if manifest.program or manifest.engines:
-        trees = [[list(path) for path in tree.choices] for tree in changed.token_trees()]
-        raise BuildError(
-            f"{folder}: is built for {manifest.backend}; its step program and engines are made for its trees, so "
-            f"build it again with these: {trees}"
-        )
-    plan = BuildPlan.of_bundle(manifest)
-    widest, rows = max(changed.widths()), plan.caches[-1]
-    if manifest.max_seq_len + widest > rows + 1:
-        raise BuildError(
-            f"{folder}: a step of {widest} tokens does not fit behind a context of {manifest.max_seq_len} in {rows} "
-            "cache rows; build the bundle for such steps instead"
-        )
-    return manifest, plan
 
 
 def _with_points(folder: Path, model: Model, wanted: Sequence[ShapePoint]) -> Model:

@@ -8,6 +8,7 @@ from typing import Protocol
 from specexport.contract.model import Model
 from specexport.runtime.graph import Buffers, Graph
 from specexport.runtime.program import Speculation, StepProgram
+from specexport.runtime.widths import Exactness, Widths
 
 
 class Backend(Protocol):
@@ -36,7 +37,18 @@ class Backend(Protocol):
             BackendError: the graph is refused, or does not fit.
         """
 
-    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
+    def widths(self, target: Graph, exactness: Exactness | None = None) -> Widths:
+        """What chooses how wide steps are.
+
+        Args:
+            target: the target's graph; its slots are empty.
+            exactness: None for the backend's own: the best it can do.
+
+        Raises:
+            BackendError: it cannot be exact, and that was asked for.
+        """
+
+    def program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> StepProgram:
         """What runs the steps of the graphs that were opened.
 
         Raises:

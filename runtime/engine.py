@@ -36,9 +36,11 @@ from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.opening import Opening, open_proposer
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Scheduler
+from specexport.runtime.slots import Reuse
 from specexport.runtime.speculative import Speculative, choose
 from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
+from specexport.runtime.widths import EXACTNESS, Exactness
 
 Prompt = str | Sequence[int] | EmbedsPrompt | EncodedPrompt
 """What a request continues."""
@@ -60,6 +62,7 @@ class Engine:
         speculations: the loaded ways to propose, by the name of their method: those the bundle was built for, the
             default first, then those that need no graph of their own.
         slots: requests that run at once.
+        widths: how wide its steps are, and whether they are exact.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Engine:
         speculations: Mapping[str, Speculation],
         prefix_cache: bool = True,
         cost_curve: bool = True,
+        exactness: Exactness | None = None,
     ) -> None:
         self.manifest: Manifest = bundle.manifest
         self.tokenizer = bundle.tokenizer()
@@ -82,10 +86,12 @@ class Engine:
         self.slots = target.sizes[-1]
         self.speculations = dict(speculations)
         self._built = tuple(method.name for method in self.manifest.methods if method.name in speculations)
-        program = backend.program(target, self.speculations)
-        self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.speculations), prefix_cache=False))
+        self.widths = backend.widths(target, exactness)
+        program = backend.program(target, self.speculations, self.widths)
+        self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.speculations), Reuse.NOTHING))
         budget = open_policy(self.manifest, self.speculations, backend.device if cost_curve else None, target.sizes)
-        self._scheduler = Scheduler(program, budget, prefix_cache)
+        texts = Reuse.TEXTS if self.widths.chunks else Reuse.PROMPTS
+        self._scheduler = Scheduler(program, budget, texts if prefix_cache else Reuse.NOTHING)
         self._closed = False
 
     @classmethod
@@ -99,6 +105,7 @@ class Engine:
         max_batch_size: int | None = None,
         prefix_cache: bool = True,
         cost_curve: bool = True,
+        exactness: Exactness | None = None,
         backend: str | None = None,
         gpu_memory_utilization: float = DEFAULT_UTILIZATION,
     ) -> Engine:
@@ -117,6 +124,9 @@ class Engine:
             cost_curve: choose how much each step speculates by what steps cost on this device, if the bundle knows it
                 (``specexport tune batch``). A request's ``num_speculative_tokens`` is then the most it gets; otherwise,
                 alone, it is what it gets.
+            exactness: ``exact``, the default on a CPU, makes greedy text that of plain decoding bit for bit, whatever
+                the method, the tree and what runs beside it; ``fast``, all there is on a GPU, takes the narrowest
+                steps, so that texts may part where two tokens are about equally likely.
             backend: what runs it, one of ``contract.engines.BACKENDS``; None for what it was built for.
             gpu_memory_utilization: for GPU backends, the part of the device's memory that may be in use once the bundle
                 is loaded, other programs' included.
@@ -127,6 +137,8 @@ class Engine:
             BuildError: a method's options are wrong, or it needs a graph.
             RequestError: the bundle was not built for the batch size.
         """
+        if exactness not in (None, *EXACTNESS):
+            raise RequestError(f"exactness is {exactness!r}; expected 'exact' or 'fast'", param="exactness")
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, check_hashes=check_hashes)
         manifest = opened.manifest
         available = available_methods(manifest, read_methods(methods))
@@ -141,7 +153,7 @@ class Engine:
             target = running.open(manifest.target, slots, buffers(manifest.target_signature))
             opening = Opening(opened, running, slots)
             speculations = {method.name: Speculation(method, open_proposer(method, opening)) for method in available}
-            return cls(opened, running, target, speculations, prefix_cache, cost_curve)
+            return cls(opened, running, target, speculations, prefix_cache, cost_curve, exactness)
         except BaseException:
             running.close()
             raise

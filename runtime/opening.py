@@ -40,7 +40,7 @@ def open_backend(bundle: Bundle, name: str | None, threads: int | None, gpu_memo
         return OnnxRuntimeBackend(bundle, threads)
     from specexport.runtime.cuda.backend import CudaBackend
 
-    return CudaBackend.load(bundle, chosen, gpu_memory_utilization)
+    return CudaBackend(bundle, chosen, gpu_memory_utilization)
 
 
 def open_graph(bundle: Bundle, model: Model, slots: int, buffers: Buffers, threads: int | None) -> Graph:

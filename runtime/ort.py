@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import platform
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from specexport.contract.errors import BackendError
@@ -16,8 +16,10 @@ from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.graph import FIRST, Array, Buffers, Graph, SlotGraph, caches_by_shape
+from specexport.runtime.machine import Remembered, available_cores, cpu_name
 from specexport.runtime.program import Speculation
 from specexport.runtime.step import HostProgram
+from specexport.runtime.widths import Agreement, BuiltWidths, Exactness, ExactWidths, Widths
 
 _Shape = tuple[int, int, int, int]
 """Batch, tokens, rows and drafts: a shape point at any cache size."""
@@ -44,21 +46,6 @@ def _import_onnxruntime(lowering: LoweredAs) -> Any:
             + (instead if found >= MINIMUM["portable"] else "")
         )
     return onnxruntime
-
-
-def available_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cpu_name() -> str:
-    """The processor, as Linux names it, elsewhere at least its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
 
 
 def open_session(path: Path, threads: int, lowering: LoweredAs, weights: StoredAs) -> Any:
@@ -108,8 +95,17 @@ class OnnxRuntimeBackend:
         master, lowering = self._bundle.file(model.graph.master), self._bundle.manifest.lowering
         return OnnxRuntimeGraph(master, model, lowering, slots, buffers, self._threads)
 
-    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> HostProgram:
-        return HostProgram(self._bundle.manifest, target, speculations)
+    def widths(self, target: Graph, exactness: Exactness | None = None) -> Widths:
+        """See :class:`~specexport.runtime.backend.Backend`; exact unless speed is asked for."""
+        if exactness == "fast":
+            return BuiltWidths(target)
+        manifest = self._bundle.manifest
+        files = hashlib.sha256(msgspec.json.encode(manifest.files)).hexdigest()
+        version = _import_onnxruntime(manifest.lowering).__version__
+        return ExactWidths(target, manifest, Remembered("widths", (files, self.device, version), Agreement))
+
+    def program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> HostProgram:
+        return HostProgram(self._bundle.manifest, target, speculations, widths)
 
     def close(self) -> None:
         """See :class:`~specexport.runtime.backend.Backend`; graphs go when nothing refers to them."""
@@ -149,6 +145,13 @@ class OnnxRuntimeGraph(SlotGraph):
     @property
     def cache_bytes(self) -> int:
         return sum(cache.nbytes for cache in self._caches.values())
+
+    def _require(self, point: ShapePoint) -> ShapePoint:
+        # The session runs the master, whose dimensions are free: a step may be of any width.
+        if (built := self.widths(point.batch)) and point.rows == point.tokens and not point.drafts:
+            super()._require(msgspec.structs.replace(point, tokens=built[0], rows=built[0]))
+            return point
+        return super()._require(point)
 
     def reserve(self, rows: int) -> None:
         if rows > self._rows and self._layers:

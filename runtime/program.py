@@ -36,18 +36,17 @@ class Outcome:
         tokens: the accepted ones and the bonus token.
         drafted: draft tokens verified.
         depth: the longest path among them.
+        accepted: draft tokens accepted; some of them may come with the next step's tokens.
         logprobs: of the tokens, if the request asks for them.
+        finite: whether the logits that the last token follows from are numbers; a device does not look.
     """
 
     tokens: list[int]
     drafted: int = 0
     depth: int = 0
+    accepted: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
-
-    @property
-    def accepted(self) -> int:
-        """Draft tokens accepted."""
-        return len(self.tokens) - 1
+    finite: bool = True
 
 
 @dataclass(frozen=True)

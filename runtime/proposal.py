@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -134,13 +134,14 @@ class Proposer(ABC):
         """Reads up to one chunk of a slot's text, before its first step; whether there is more to read."""
         return False
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:
         """Called after the target ran for a slot.
 
         Args:
             slot: the slot.
             outputs: what the target's graph made for it, without the batch dimension; copy what is kept.
-            row: the row of it that belongs to the last token in the target's cache.
+            row: the row of it that belongs to the last token but one of the text that the next proposal goes on from.
+            root: the row of the last proposal's root.
         """
 
     def move(self, source: int, to: int) -> None:
@@ -156,11 +157,19 @@ class Proposer(ABC):
         """Forgets a slot: its request ended. What only the text's tokens say may be kept for a text alike."""
 
 
-def moved(state: dict[int, State], source: int, to: int) -> None:
-    """Moves what is known of a slot to another one."""
-    state.pop(to, None)
-    if source in state:
-        state[to] = state.pop(source)
+class SlotProposer(Proposer, Generic[State]):
+    """A proposer that knows something of each slot, in ``_slots``, which moves and ends with the slot's request."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, State] = {}
+
+    def move(self, source: int, to: int) -> None:
+        self._slots.pop(to, None)
+        if source in self._slots:
+            self._slots[to] = self._slots.pop(source)
+
+    def release(self, slot: int) -> None:
+        self._slots.pop(slot, None)
 
 
 class Chains:
@@ -173,10 +182,37 @@ class Chains:
     def __init__(self, trees: Sequence[TokenTree]) -> None:
         self._longest_first = sorted(trees, key=len, reverse=True)
 
-    def within(self, tree: TokenTree, found: int) -> TokenTree | None:
-        """The longest of at most ``found`` draft tokens and at most those of a request's tree; None without one."""
-        most = min(found, len(tree) - 1)
-        return next((chain for chain in self._longest_first if len(chain) - 1 <= most), None)
+    def proposal(self, tree: TokenTree, found: Sequence[int]) -> Proposal | None:
+        """The first tokens of what was found, in the longest chain that they fill and a request's tree has room for.
+
+        Tokens are chosen without drawing (q = 1). None where no chain is so short.
+        """
+        most = min(len(found), len(tree) - 1)
+        chain = next((chain for chain in self._longest_first if len(chain) - 1 <= most), None)
+        if chain is None:
+            return None
+        tokens = np.array(found[: len(chain) - 1], np.int64)
+        return Proposal(tokens, chain, None, tokens[:, None])
+
+
+class TextProposer(SlotProposer[State]):
+    """Proposes chains that are found in text.
+
+    Args:
+        method: its trees are the chains.
+    """
+
+    def __init__(self, method: Method) -> None:
+        super().__init__()
+        self._chains = Chains(method.token_trees())
+
+    @abstractmethod
+    def ahead(self, view: SlotView) -> Sequence[int]:
+        """What may come next in a slot, as far as it is worth verifying; empty for a plain step."""
+
+    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
+        made = {view.slot: self._chains.proposal(view.tree, self.ahead(view)) for view in views}
+        return {slot: proposal for slot, proposal in made.items() if proposal is not None}
 
 
 def fill(tree: TokenTree, candidates: Ints) -> Ints:

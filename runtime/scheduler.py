@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from specexport.contract.errors import RequestError
+from specexport.contract.errors import BackendError, RequestError
 from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.program import Outcome, StepProgram
 from specexport.runtime.request import Chunk, Request
-from specexport.runtime.slots import Slots
+from specexport.runtime.slots import Reuse, Slots
 
 
 class Scheduler:
@@ -24,10 +24,10 @@ class Scheduler:
     A turn reads at most one chunk of one prompt and takes one step, so that decoding never stalls for longer than that.
     """
 
-    def __init__(self, program: StepProgram, policy: SpeculationPolicy, prefix_cache: bool) -> None:
+    def __init__(self, program: StepProgram, policy: SpeculationPolicy, reuse: Reuse) -> None:
         self._program = program
         self._policy = policy
-        self._slots = Slots(program, prefix_cache)
+        self._slots = Slots(program, reuse)
         # Reentrant, as the garbage collector may drop a stream while its thread holds it.
         self._lock = threading.RLock()
         # Whether the wait of a thread that waits is over, and what wakes it.
@@ -250,6 +250,11 @@ def _take(request: Request, outcome: Outcome) -> Chunk | None:
     try:
         if request.view.constraint is not None:
             request.view.constraint.check()
+        if not outcome.finite:
+            raise BackendError(
+                f"the target's logits after {len(request.view.tokens)} tokens are not finite, so there is no text to "
+                "go on with; 'specexport verify BUNDLE' says whether its graphs are right"
+            )
         request.stats.count_step(outcome.drafted, outcome.depth, outcome.accepted)
         return request.take(outcome.tokens, outcome.logprobs)
     except Exception as error:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from enum import Enum, auto
 
 from specexport.contract.shapes import window
 from specexport.runtime.program import StepProgram
 from specexport.runtime.proposers.reader import common_prefix
+
+
+class Reuse(Enum):
+    """What the prefix cache takes over from another text: nothing, what was read of a prompt, or output as well."""
+
+    NOTHING = auto()
+    PROMPTS = auto()
+    TEXTS = auto()
 
 
 class Slots:
@@ -16,10 +25,11 @@ class Slots:
     is left keeps its text: a prompt that begins like it, or like a text that is running, is not read again.
     """
 
-    def __init__(self, program: StepProgram, prefix_cache: bool) -> None:
+    def __init__(self, program: StepProgram, reuse: Reuse) -> None:
         self._program = program
         self._sizes = program.sizes
-        self._prefix_cache = prefix_cache
+        self._reuse = reuse
+        self._prompts = [0] * self._sizes[-1]
         self._texts: list[list[int]] = [[] for _ in range(self._sizes[-1])]
         self._left: list[int] = [0] * self._sizes[-1]
         self._clock = 0
@@ -43,6 +53,7 @@ class Slots:
         self._program.share(slot, slot, 0 if whole else self._shared(slot, tokens))
         self._taken.add(slot)
         self._texts[slot] = tokens
+        self._prompts[slot] = len(tokens)
         return slot
 
     def begin(self, slot: int) -> int:
@@ -59,9 +70,12 @@ class Slots:
 
     def _shared(self, slot: int, tokens: Sequence[int]) -> int:
         """How many rows of a slot are those of a prompt; its last token is not asked for, as it is the first root."""
-        if not self._prefix_cache:
+        if self._reuse is Reuse.NOTHING:
             return 0
-        return min(common_prefix(self._texts[slot], tokens), self._program.filled(slot), len(tokens) - 1)
+        there = self._program.filled(slot)
+        if self._reuse is Reuse.PROMPTS:
+            there = min(there, self._prompts[slot] - 1)
+        return min(common_prefix(self._texts[slot], tokens), there, len(tokens) - 1)
 
     def leave(self, slot: int) -> None:
         """Frees a slot, if it was taken; its text stays for prompts that begin alike."""
@@ -89,3 +103,4 @@ class Slots:
         self._taken.remove(source)
         self._taken.add(to)
         self._texts[to], self._texts[source] = self._texts[source], list(self._texts[source])
+        self._prompts[to] = self._prompts[source]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -18,17 +17,10 @@ from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import Method
 from specexport.contract.reading import sha256
 from specexport.fingerprint import fingerprint
+from specexport.runtime.machine import cache_folder
 
 _READ = (".json", ".safetensors", ".jinja", ".txt", ".model", ".pt")
 """Files of a checkpoint that a build may read."""
-
-
-def cache_folder() -> Path:
-    """``$SPECEXPORT_CACHE``, or ``specexport`` in the user's cache folder."""
-    own = os.environ.get("SPECEXPORT_CACHE")
-    if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specexport"
 
 
 def cached_bundle(options: Mapping[str, Any], build: Callable[[dict[str, Any], Path], object]) -> Path:

@@ -21,6 +21,7 @@ from specexport.runtime.chat import Message
 from specexport.runtime.engine import Prompt
 from specexport.runtime.opening import DEFAULT_UTILIZATION
 from specexport.runtime.speculative import DEFAULT, Speculative
+from specexport.runtime.widths import Exactness
 
 SpeculativeConfig = Mapping[str, Any] | Method | str | Sequence[Mapping[str, Any] | Method | str]
 """One or several ways to speculate, as :func:`~specexport.contract.methods.read_methods` takes them."""
@@ -59,6 +60,7 @@ class Frontend:
         backend: str | None = None,
         threads: int | None = None,
         measure: bool | None = None,
+        exactness: Exactness | None = None,
         check_hashes: bool = True,
         **build: Any,
     ) -> Frontend:
@@ -94,6 +96,7 @@ class Frontend:
             threads=threads,
             check_hashes=check_hashes,
             methods=loaded,
+            exactness=exactness,
             backend=backend,
             gpu_memory_utilization=gpu_memory_utilization or DEFAULT_UTILIZATION,
         )

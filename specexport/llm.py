@@ -16,6 +16,7 @@ from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stream,
 from specexport.runtime.chat import Message
 from specexport.runtime.speculative import Speculative
 from specexport.runtime.stream import completed
+from specexport.runtime.widths import Exactness
 
 Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or ``{"prompt_embeds": parts}``, the same as
@@ -51,6 +52,7 @@ class LLM:
         measure: time steps and proposals on this device if the bundle does not know them yet, a minute at most as a
             rule, so that batches speculate as much as pays (``specexport tune batch``). None does it for models that
             speculate, in the cache, and leaves bundles as they are.
+        exactness: ``exact`` or ``fast``; see :meth:`Engine.load <specexport.runtime.engine.Engine.load>`.
         check_hashes: compare a bundle's files with its manifest.
         build: with a model, further options of the build: ``precision``, ``draft_precision``, ``lowering``, ...
 
@@ -73,6 +75,7 @@ class LLM:
         backend: str | None = None,
         threads: int | None = None,
         measure: bool | None = None,
+        exactness: Exactness | None = None,
         check_hashes: bool = True,
         **build: Any,
     ) -> None:
@@ -87,6 +90,7 @@ class LLM:
             backend=backend,
             threads=threads,
             measure=measure,
+            exactness=exactness,
             check_hashes=check_hashes,
             **build,
         )

@@ -12,7 +12,7 @@ from specexport.contract.costs import Cost, CostCurve, MethodCosts
 from specexport.contract.manifest import MANIFEST_NAME, Manifest
 from specexport.contract.methods import method_name
 from specexport.contract.tree import TokenTree
-from specexport.runtime.ort import cpu_name
+from specexport.runtime.machine import cpu_name
 
 Document = dict[str, Any]
 Price = Callable[[int, int], float]

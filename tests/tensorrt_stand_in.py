@@ -19,7 +19,7 @@ import onnxruntime
 import pytest
 
 from specexport.contract import tensors
-from specexport.runtime.cuda import api, libraries
+from specexport.runtime.cuda import api, trt
 from tests.cuda_stand_in import StandIn
 
 WORKSPACE = 1000
@@ -68,7 +68,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[TensorR
     cuda = StandIn()
     module = TensorRT(cuda, folder)
     monkeypatch.setattr(api.Cuda, "load", lambda: api.Cuda(cuda))
-    monkeypatch.setattr(libraries, "import_tensorrt", lambda runtime, version_compatible: module)
+    monkeypatch.setattr(trt, "import_tensorrt", lambda runtime: module)
     yield module
     gc.collect()
     assert cuda.leaks == []

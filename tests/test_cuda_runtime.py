@@ -14,7 +14,7 @@ from specexport.contract.errors import BackendError
 from specexport.contract.model import CacheLayer
 from specexport.runtime.cuda.api import Cuda, OutOfDeviceMemoryError
 from specexport.runtime.cuda.caches import DeviceCache, Made
-from specexport.runtime.cuda.memory import BufferLayout, MemoryBudget, MemoryPlan, Staged
+from specexport.runtime.cuda.memory import BufferLayout, Device, MemoryPlan, Staged
 from specexport.runtime.cuda.stream import CudaStream
 from tests.cuda_stand_in import FRESH, StandIn, real
 
@@ -29,11 +29,16 @@ def cuda(fake: StandIn) -> Cuda:
     return Cuda(fake)
 
 
-def _staged(cuda: Cuda, arrays: dict[str, np.ndarray]) -> tuple[Staged, object]:
+@pytest.fixture
+def device(cuda: Cuda) -> Device:
+    return Device.share(cuda, 0.9)
+
+
+def _staged(device: Device, arrays: dict[str, np.ndarray]) -> tuple[Staged, object]:
     layout, plan = BufferLayout(arrays), MemoryPlan()
     plan.add("all", layout.nbytes)
-    memory = plan.allocate(cuda, MemoryBudget(cuda, 0.9), "a test")
-    return Staged(cuda, layout, memory["all"]), memory
+    memory = plan.allocate(device, "a test")
+    return Staged(device, layout, memory["all"]), memory
 
 
 def test_stand_in_has_the_signatures_of_the_real_package() -> None:
@@ -117,22 +122,22 @@ def test_errors_say_what_to_do(fake: StandIn) -> None:
 
 def test_budget_counts_what_others_took(cuda: Cuda, fake: StandIn) -> None:
     fake.cudaMalloc(512 << 20)
-    budget = MemoryBudget(cuda, 0.75)
-    assert budget.left == 256 << 20
+    device = Device.share(cuda, 0.75)
+    assert device.budget.left == 256 << 20
     plan = MemoryPlan()
     plan.add("cache", 257 << 20)
     with pytest.raises(OutOfDeviceMemoryError) as refused:
-        plan.allocate(cuda, budget, "the target's cache")
+        plan.allocate(device, "the target's cache")
     for part in ("the target's cache needs 0.25 GiB", "0.25 GiB are left", "75%", "0.50 GiB were taken by others"):
         assert part in str(refused.value)
     assert fake.used() == 512 << 20
 
 
-def test_plan_takes_everything_at_once(cuda: Cuda, fake: StandIn) -> None:
+def test_plan_takes_everything_at_once(device: Device, fake: StandIn) -> None:
     plan = MemoryPlan()
     for name, nbytes in (("a", 1000), ("b", 1), ("shared", 10), ("shared", 300), ("none", 0)):
         plan.add(name, nbytes)
-    memory = plan.allocate(cuda, MemoryBudget(cuda, 0.9), "a test")
+    memory = plan.allocate(device, "a test")
     assert fake.calls.count("cudaMalloc") == 1
     regions = [memory[name] for name in ("a", "b", "shared")]
     assert all(region.address % 256 == 0 for region in regions)
@@ -140,14 +145,16 @@ def test_plan_takes_everything_at_once(cuda: Cuda, fake: StandIn) -> None:
     assert all(x.address + x.nbytes <= y.address for x, y in itertools.pairwise(regions))
     memory.close()
     memory.close()
+    device.stream.close()
     assert fake.leaks == []
 
 
 def test_nothing_outlives_its_last_reference(cuda: Cuda, fake: StandIn) -> None:
     def use() -> None:
-        staged, memory = _staged(cuda, {"x": np.zeros(7)})
-        stream = CudaStream(cuda)
-        captured = stream.capture(lambda: staged.upload(stream.handle))
+        device = Device.share(cuda, 0.9)
+        staged, memory = _staged(device, {"x": np.zeros(7)})
+        stream = device.stream
+        captured = stream.capture(staged.upload)
         captured.launch()
         stream.synchronize()
         assert memory is not None
@@ -160,12 +167,12 @@ def test_nothing_outlives_its_last_reference(cuda: Cuda, fake: StandIn) -> None:
     assert fake.leaks == []
 
 
-def test_staged_arrays_travel_in_one_copy(cuda: Cuda, fake: StandIn) -> None:
+def test_staged_arrays_travel_in_one_copy(device: Device, fake: StandIn) -> None:
     arrays = {"ids": np.arange(5), "mask": np.eye(3, dtype=np.bool_), "empty": np.zeros((0, 4), np.float32)}
-    staged, memory = _staged(cuda, arrays)
-    stream = CudaStream(cuda)
+    staged, memory = _staged(device, arrays)
+    stream = device.stream
     fake.calls.clear()
-    staged.upload(stream.handle)
+    staged.upload()
     ids = staged.device["ids"]
     assert fake.array(ids.address, np.uint8, (8,)).tolist() == [FRESH] * 8  # not yet: nobody waited
     stream.synchronize()
@@ -176,16 +183,16 @@ def test_staged_arrays_travel_in_one_copy(cuda: Cuda, fake: StandIn) -> None:
         if array.size:
             np.testing.assert_array_equal(fake.array(tensor.address, tensor.dtype, tensor.shape), array)
     staged.host["ids"][:] = 0
-    staged.download(stream.handle)
+    staged.download()
     stream.synchronize()
     assert staged.host["ids"].tolist() == [0, 1, 2, 3, 4]
     assert memory is not None
 
 
-def test_capture_records_and_launches(cuda: Cuda, fake: StandIn) -> None:
-    staged, memory = _staged(cuda, {"x": np.arange(4)})
-    stream = CudaStream(cuda)
-    captured = stream.capture(lambda: staged.upload(stream.handle))
+def test_capture_records_and_launches(device: Device, fake: StandIn) -> None:
+    staged, memory = _staged(device, {"x": np.arange(4)})
+    stream = device.stream
+    captured = stream.capture(staged.upload)
     address = staged.device["x"].address
     stream.synchronize()
     assert fake.array(address, np.uint8, (1,))[0] == FRESH  # recorded, not done
@@ -219,17 +226,17 @@ def test_a_failed_capture_leaves_the_stream_usable(cuda: Cuda, fake: StandIn) ->
     stream.capture(lambda: None).close()
 
 
-def test_stale_addresses_are_noticed(cuda: Cuda) -> None:
+def test_stale_addresses_are_noticed(device: Device) -> None:
     """Of the stand-in itself: what it is trusted to find, it finds."""
-    staged, memory = _staged(cuda, {"x": np.arange(4)})
-    stream = CudaStream(cuda)
-    captured = stream.capture(lambda: staged.upload(stream.handle))
+    staged, memory = _staged(device, {"x": np.arange(4)})
+    stream = device.stream
+    captured = stream.capture(staged.upload)
     memory.close()  # type: ignore[attr-defined]
     captured.launch()
     with pytest.raises(AssertionError, match="given back"):
         stream.synchronize()
     with pytest.raises(AssertionError, match="no allocation"):
-        cuda.copy(staged.device["x"].address - (1 << 40), staged.device["x"].address, 1, stream.handle)
+        device.copy(staged.device["x"].address - (1 << 40), staged.device["x"].address, 1)
 
 
 LAYERS = (CacheLayer(heads=2, key_size=3, value_size=5), CacheLayer(heads=2, key_size=3, value_size=3))
@@ -241,12 +248,13 @@ class Caches:
     """A cache on the device beside what it should hold: by layer and kind ``[B,Hkv,S,D]``."""
 
     def __init__(self, cuda: Cuda, fake: StandIn, batch: int, fed: int) -> None:
-        self.fake, self.stream = fake, CudaStream(cuda)
-        self.cache = DeviceCache(cuda, LAYERS, batch, np.dtype(np.float32), SIZES, fed)
+        device = Device.share(cuda, 0.9)
+        self.fake, self.stream = fake, device.stream
+        self.cache = DeviceCache(device, LAYERS, batch, np.dtype(np.float32), SIZES, fed)
         plan = MemoryPlan()
         self.cache.plan(plan)
-        self.memory = plan.allocate(cuda, MemoryBudget(cuda, 0.9), "a test")
-        self.cache.place(self.memory, self.stream.handle)
+        self.memory = plan.allocate(device, "a test")
+        self.cache.place(self.memory)
         self.stream.synchronize()
 
     def arrays(self, *, new: int = 0) -> dict[str, np.ndarray]:
@@ -272,13 +280,13 @@ def test_cache_starts_empty_and_grows_in_place(caches: Caches, fake: StandIn) ->
     before = caches.write(caches.arrays(), 0)
     allocations = len(fake.allocations)
     for old, size in itertools.pairwise(SIZES):
-        caches.cache.resize(size, caches.stream.handle)
+        caches.cache.resize(size)
         after = caches.arrays()
         for name, array in after.items():
             assert array.shape[2] == size
             np.testing.assert_array_equal(array[:, :, : SIZES[0]], before[name][:, :, : SIZES[0]], err_msg=f"{old}")
     assert caches.cache.nbytes == sum(array.nbytes for array in after.values())
-    caches.cache.resize(SIZES[0], caches.stream.handle)
+    caches.cache.resize(SIZES[0])
     for name, array in caches.arrays().items():
         np.testing.assert_array_equal(array, before[name])
     assert len(fake.allocations) == allocations
@@ -288,7 +296,7 @@ def test_cache_starts_empty_and_grows_in_place(caches: Caches, fake: StandIn) ->
 def test_rows_of_a_path_are_put_together(caches: Caches, nodes: list[int]) -> None:
     slot, past = 0 if caches.cache._batch == 1 else 1, 2
     before = caches.write(caches.arrays(), 1)
-    caches.cache.move(slot, past, nodes, None, caches.stream.handle)
+    caches.cache.move(slot, past, nodes, None)
     for name, array in caches.arrays().items():
         expected = before[name].copy()
         expected[slot, :, past : past + len(nodes)] = before[name][slot][:, [past + node for node in nodes]]
@@ -303,7 +311,7 @@ def test_new_rows_are_copied_behind_the_old(caches: Caches, nodes: list[int]) ->
     before = caches.write(caches.arrays(), 2)
     new = caches.write(caches.arrays(new=FED), 3)
     made = Made(FED, range(caches.cache._batch))
-    caches.cache.move(slot, past, nodes, made, caches.stream.handle)
+    caches.cache.move(slot, past, nodes, made)
     for name, array in caches.arrays().items():
         expected = before[name].copy()
         expected[slot, :, past : past + len(nodes)] = new[name][slot][:, nodes]
@@ -322,8 +330,8 @@ def test_rows_of_some_slots_alone(cuda: Cuda, fake: StandIn) -> None:
         for name, tensor in caches.cache.new_rows(FED, alone).items()
     }
     new = caches.write(new, 5)
-    caches.cache.move(2, 1, [0, 2], Made(FED, alone), caches.stream.handle)
-    caches.cache.copy(2, 0, 3, caches.stream.handle)
+    caches.cache.move(2, 1, [0, 2], Made(FED, alone))
+    caches.cache.copy(2, 0, 3)
     for name, array in caches.arrays().items():
         expected = before[name].copy()
         expected[2, :, 1:3] = new[name][0][:, [0, 2]]
@@ -333,5 +341,5 @@ def test_rows_of_some_slots_alone(cuda: Cuda, fake: StandIn) -> None:
 
 def test_a_chain_lowered_natively_costs_nothing(caches: Caches, fake: StandIn) -> None:
     fake.calls.clear()
-    caches.cache.move(0, 2, [0, 1, 2, 3], None, caches.stream.handle)
+    caches.cache.move(0, 2, [0, 1, 2, 3], None)
     assert fake.calls == []

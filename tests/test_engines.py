@@ -348,11 +348,7 @@ def test_what_is_no_capability_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"hardware_compatible": True}, "hardware_compatible is for TensorRT"),
-        ({"timing_cache": Path("x")}, "timing_cache is for TensorRT"),
-        ({"version_compatible": True}, "version_compatible is for TensorRT"),
-        ({"strip_weights": True}, "strip_weights needs one compute_capability"),
-        ({"workspace": 3}, "workspace is 3 bytes"),
+        ({"batch_sizes": ()}, "engine_batch_sizes are [[][]]; expected at least one"),
         ({"compute": "fp8"}, "compute is 'fp8'; expected one of fp32, fp16, bf16"),
     ],
 )
@@ -373,8 +369,8 @@ def test_a_library_that_is_not_installed_is_named(uncompiled: Bundles) -> None:
 
 def test_flags_without_a_backend_for_them_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     build_line = ["build", "--target", "x", "-o", str(tmp_path / "b")]
-    assert main([*build_line, "--workspace", "64"]) == 1
-    assert "--workspace was given without --backend tensorrt" in capsys.readouterr().err
+    assert main([*build_line, "--compute", "fp16"]) == 1
+    assert "--compute was given without --backend tensorrt" in capsys.readouterr().err
     assert main([*build_line, "--backend", "tensorrt", "--no-compile", "--compute", "fp16"]) == 1
     assert "--compute was given with --no-compile" in capsys.readouterr().err
 

@@ -22,7 +22,7 @@ from benchmarks.gpu.machine import Found
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.reading import read_manifest
-from specexport.runtime.cuda import api, graph, libraries, ort, trt
+from specexport.runtime.cuda import api, graph, ort, trt
 from tests.compiled import compiled
 from tests.cuda_stand_in import StandIn, real
 from tests.onnxruntime_stand_in import OnnxRuntimeGpu
@@ -145,7 +145,7 @@ def _tensorrt_rtx(*members: str) -> Any:
 
 
 def test_every_library_that_is_there_is_found(monkeypatch: pytest.MonkeyPatch, gpu: OnnxRuntimeGpu) -> None:
-    def import_tensorrt(runtime: str, version_compatible: bool) -> Any:
+    def import_tensorrt(runtime: str) -> Any:
         if runtime == "tensorrt":
             raise BackendError("tensorrt is not installed")
         return _tensorrt_rtx("SM86", "SM89", "CURRENT")
@@ -191,8 +191,8 @@ def test_one_table_of_every_library(
 ) -> None:
     """The whole script, over ready bundles; TensorRT's engines cannot be compiled, which hides nothing of the rest."""
     engines_run = TensorRT(gpu.cuda, tmp_path)
-    monkeypatch.setattr(trt, "import_tensorrt", lambda *_, **__: _tensorrt_rtx("SM89"))
-    monkeypatch.setattr(libraries, "import_tensorrt", lambda *_, **__: engines_run)
+    engines_run.ComputeCapability = _tensorrt_rtx("SM89").ComputeCapability  # type: ignore[attr-defined]
+    monkeypatch.setattr(trt, "import_tensorrt", lambda _: engines_run)
     monkeypatch.setattr(
         pair,
         "built",

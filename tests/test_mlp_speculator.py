@@ -33,7 +33,6 @@ from specexport.exporter import trace
 from specexport.exporter.build import build
 from specexport.exporter.engines.compiler import compile_graph
 from specexport.exporter.engines.library import load_library
-from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.engines.profiles import model_jobs
 from specexport.exporter.engines.source import write_source
 from specexport.exporter.methods import TargetOutline, exporter_of
@@ -346,14 +345,14 @@ def test_its_engine_is_compiled(quantized: Path, tmp_path: Path) -> None:
     (job,) = model_jobs(model, manifest, manifest.batch_sizes, plain=False)
     assert job.profiles == tuple(ShapePoint(slots, TREE.level_width, 0, 0, STAGES) for slots in (1, 2))
     master = folder / model.graph.master
-    source, options = master.with_name("propose.fp16.onnx"), EngineOptions("tensorrt-rtx", capabilities=((8, 9),))
+    source = master.with_name("propose.fp16.onnx")
     write_source(master, source, "fp16", job.drafts, job.fixed)
     graph = onnx.load(source, load_external_data=False).graph
     kinds = {one.name: one.data_type for one in graph.initializer}
     tables = [kinds[node.input[0]] for node in graph.node if node.op_type == "Gather" and node.input[0] in kinds]
     assert onnx.TensorProto.FLOAT16 in tables and onnx.TensorProto.INT8 not in tables
     library, engine = load_library("tensorrt-rtx"), folder / "engine"
-    report = compile_graph(source, engine, job.sizes, library, options, options.capabilities, lambda *_: None)
+    report = compile_graph(source, engine, job.sizes, library, ((8, 9),))
     assert report.profiles == len(job.profiles)
     assert report.size == engine.stat().st_size > 1000
 

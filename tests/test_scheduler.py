@@ -18,6 +18,7 @@ from specexport.runtime.program import PLAIN_TREE, Outcome, StepResult
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Scheduler
+from specexport.runtime.slots import Reuse
 from specexport.runtime.stream import Stream, completed
 from specexport.runtime.text import TextStream
 
@@ -62,7 +63,7 @@ class Plain(SpeculationPolicy):
 
 
 def scheduler(program: Counting) -> Scheduler:
-    return Scheduler(program, Plain(), prefix_cache=False)
+    return Scheduler(program, Plain(), Reuse.NOTHING)
 
 
 def stream(runner: Any, room: int = 3) -> Stream:

@@ -249,8 +249,8 @@ def test_building_for_it(
     monkeypatch.setattr(program, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
     target, folder = make_checkpoint(tmp_path / "target", "llama"), tmp_path / "bundle"
     line = ["build", "--target", str(target), "--ngram", "--max-seq-len", "128", "--max-batch-size", "1"]
-    assert main([*line, "--backend", "onnxruntime-cuda", "--workspace", "64", "-o", str(folder)]) == 1
-    assert "--workspace was given without --backend tensorrt or tensorrt-rtx" in capsys.readouterr().err
+    assert main([*line, "--backend", "onnxruntime-cuda", "--compute", "fp16", "-o", str(folder)]) == 1
+    assert "--compute was given without --backend tensorrt or tensorrt-rtx" in capsys.readouterr().err
     assert main([*line, "--backend", "onnxruntime-cuda", "-o", str(folder)]) == 0
     manifest = read_manifest(folder)
     assert (manifest.backend, manifest.engines) == ("onnxruntime-cuda", ())

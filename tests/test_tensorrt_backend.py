@@ -106,15 +106,6 @@ def test_engines_that_do_not_run_here(
         Engine.load(compiled(bundle("qwen3-medusa"), gpu.folder, **changes))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"version": "1.5.0", "version_compatible": True}, {"compute_capabilities": ("8.0",), "hardware_compatible": True}],
-)
-def test_compatible_engines_run_here(changes: dict[str, Any], bundle: Callable[[str], Path], gpu: TensorRT) -> None:
-    with Engine.load(compiled(bundle("qwen3-medusa"), gpu.folder, **changes)) as there:
-        assert there.generate([5, 6, 7], GREEDY).stats.output_tokens == 24
-
-
 def test_an_unreadable_engine_is_named(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
     gpu.cannot_load = True
     with pytest.raises(BackendError, match=r"target/step\.engine: tensorrt-rtx 1\.7\.1\.116 cannot load the engine"):
@@ -123,9 +114,8 @@ def test_an_unreadable_engine_is_named(bundle: Callable[[str], Path], gpu: Tenso
 
 def test_a_missing_library_is_named() -> None:
     if importlib.util.find_spec("tensorrt") is None:
-        for compatible in (False, True):
-            with pytest.raises(BackendError, match=r"tensorrt is not installed.*specexport\[tensorrt\]"):
-                trt.import_tensorrt("tensorrt", version_compatible=compatible)
+        with pytest.raises(BackendError, match=r"tensorrt is not installed.*specexport\[tensorrt\]"):
+            trt.import_tensorrt("tensorrt")
 
 
 WITHOUT_ONNXRUNTIME = """
@@ -133,7 +123,7 @@ import sys
 sys.modules["onnxruntime"] = None  # importing it is an error
 from specexport.contract.errors import BackendError
 from specexport.runtime import Engine
-from specexport.runtime.cuda import backend, libraries, program, trt
+from specexport.runtime.cuda import backend, program, trt
 try:
     Engine.load(sys.argv[1])
 except BackendError as error:
@@ -151,15 +141,13 @@ def test_engines_need_no_onnxruntime(bundle: Callable[[str], Path], gpu: TensorR
     assert re.search("no NVIDIA driver was found|tensorrt_rtx|TensorRT", done.stdout), done.stdout
 
 
-def test_the_engine_for_just_this_device_is_preferred() -> None:
+def test_engines_are_chosen_by_device() -> None:
     device = api.CudaDevice(0, "x", (8, 9), 1)
     base: dict[str, Any] = {"source": "s", "runtime": "tensorrt", "version": "10.3", "compute": "fp16"}
     base["profiles"] = (ce.ShapePoint(1, 1, 256, 1),)
-    ampere = ce.CompiledEngine(file="a", compute_capabilities=("8.0",), hardware_compatible=True, **base)
     ada = ce.CompiledEngine(file="b", compute_capabilities=("8.9",), **base)
     hopper = ce.CompiledEngine(file="c", compute_capabilities=("9.0",), **base)
-    assert trt.choose((hopper, ampere, ada), "tensorrt", device) == [ada]
-    assert trt.choose((hopper, ampere), "tensorrt", device) == [ampere]
+    assert trt.choose((hopper, ada), "tensorrt", device) == [ada]
 
 
 def test_a_prefill_chunk_may_be_drafted_behind() -> None:

@@ -45,11 +45,11 @@ def test_choices_make_the_same_tree_again(tree: TokenTree) -> None:
     assert TokenTree.from_choices(again.choices) == again
 
 
-def test_choices_are_ordered_by_depth_and_rank() -> None:
+def test_choices_are_ordered_by_depth_and_rank_behind_the_path_of_the_first() -> None:
     tree = TokenTree.from_choices([[2, 0], [0], [2], [0, 1], [0, 0]])
-    assert tree.choices == ((0,), (2,), (0, 0), (0, 1), (2, 0))
-    assert tree.parents == (-1, 0, 0, 1, 1, 2)
-    assert tree.ranks == (0, 0, 2, 0, 1, 0)
+    assert tree.choices == ((0,), (0, 0), (2,), (0, 1), (2, 0))
+    assert tree.parents == (-1, 0, 1, 0, 1, 3)
+    assert tree.ranks == (0, 0, 0, 2, 1, 0)
 
 
 def test_a_chain_is_the_tree_with_one_leaf() -> None:

@@ -26,7 +26,6 @@ from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import Speculative
 from specexport.verify import bundle as module
-from specexport.verify import decoding as verify_decoding
 from specexport.verify.bundle import verify
 from specexport.verify.graphs import check_graphs
 from specexport.verify.logits import LIMITS, Agreement, rounds
@@ -263,17 +262,8 @@ def test_speculation_that_changes_the_text_fails(fp32: Path) -> None:
     passed, sentence, numbers = _speculation(fp32)
     assert not passed
     # Two numbers of draft tokens; each run goes on behind a difference and meets the next one four tokens later.
-    assert (numbers["differences"], numbers["ties"], numbers["tokens"]) == (4, 0, 20)
+    assert (numbers["differences"], numbers["tokens"]) == (4, 20)
     assert "after 7 tokens" in sentence
-
-
-@pytest.mark.usefixtures("lying")
-def test_numerical_ties_are_counted_and_pass(fp32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_decoding, "logit_gap", lambda *_: LIMITS["fp32"].rounding / 2)
-    passed, sentence, numbers = _speculation(fp32)
-    assert passed
-    assert (numbers["differences"], numbers["ties"], numbers["tokens"]) == (0, 4, 20)
-    assert "4 numerical ties aside" in sentence
 
 
 def test_every_number_of_draft_tokens_and_every_text_is_tried(fp32: Path) -> None:

@@ -110,7 +110,8 @@ def measure(
     methods = {method.name: method for method in manifest.methods}
     opening = Opening(bundle, backend, sizes[-1])
     proposers = {name: open_proposer(method, opening) for name, method in methods.items()}
-    program = HostProgram(manifest, target, {_FIXED: Speculation(Method(), _Fixed())})
+    widths_to_run = backend.widths(target)
+    program = HostProgram(manifest, target, {_FIXED: Speculation(Method(), _Fixed())}, widths_to_run)
     points = [graph.point for graph in manifest.target.graph.points]
     widths = sorted({point.tokens for point in points if point.rows == point.tokens})
     caches = sorted({point.cache for point in points})

@@ -29,8 +29,8 @@ class Recorder(Proposer):
         self.made += [(lengths[slot], proposal) for slot, proposal in found.items()]
         return found
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        self._proposer.observe(slot, outputs, row)
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:
+        self._proposer.observe(slot, outputs, row, root)
 
     def prefill(self, view: SlotView) -> bool:
         return self._proposer.prefill(view)

@@ -173,7 +173,8 @@ def _logits(run: MethodRun) -> Outcome:
         "rms_difference_relative": found.rms,
         **_counted(found.agreement),
     }
-    passed = found.finite and found.within and found.rms <= limits.rms and found.agreement.share >= limits.agreement
+    within = found.largest <= limits.largest * found.scale and found.rms <= limits.rms
+    passed = found.finite and within and found.agreement.share >= limits.agreement
     largest = f"at most {found.largest / found.scale:.2g} of the largest" + (
         f" (limit {limits.largest:g})" if math.isfinite(limits.largest) else ""
     )
@@ -240,7 +241,7 @@ def _agreement(found: logits.Agreement) -> str:
 
 def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progress: Progress) -> Outcome:
     found = compare_decoding(bundle, texts, max_tokens, lambda done, total: progress("speculation", done, total))
-    numbers: Numbers = {"tokens": found.tokens, "ties": found.ties, "differences": len(found.differences)}
+    numbers: Numbers = {"tokens": found.tokens, "differences": len(found.differences), "plain_width": found.plain_width}
     if found.acceptance_length is not None:
         numbers["acceptance_length"] = found.acceptance_length
     if found.differences:
@@ -250,10 +251,13 @@ def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progre
             f"{first.speculative} where plain decoding has {first.plain} ({len(found.differences)} such places)"
         )
     elif found.acceptance_length is not None:
-        sentence = f"greedy output is the same with speculation and without, {found.tokens} tokens" + (
-            f" ({found.ties} numerical tie{'s' if found.ties > 1 else ''} aside)" if found.ties else ""
-        )
+        sentence = f"greedy output is the same with speculation and without, {found.tokens} tokens"
     else:
         sentence = "the bundle has no way to speculate, so there is nothing to compare"
+    if found.plain_width > 1:
+        sentence += f"; one row is rounded otherwise than several here: plain steps run {found.plain_width} tokens wide"
+    if found.parted:
+        numbers["parted"] = found.parted
+        sentence += "; rows of some steps are rounded otherwise at every width tried"
     seeded = "the same text twice" if found.repeated else "different texts"
     return not found.differences and found.repeated, f"{sentence}; a seed gives {seeded}", numbers

@@ -10,7 +10,7 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposers.reader import common_prefix
 from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.verify.logits import LIMITS, Limits, logit_gap, paired
+from specexport.verify.logits import paired
 
 _SEEDED_PROMPTS = 2
 _SAMPLED = SamplingParams(temperature=0.8, seed=20240229, ignore_eos=True)
@@ -38,17 +38,19 @@ class SpeculationResult:
 
     Attributes:
         tokens: how many were compared.
-        differences: places where greedy texts part for another reason than rounding.
-        ties: places where rounding alone explains it.
+        differences: places where greedy texts part.
         acceptance_length: mean over the decodings; None if the bundle has no way to speculate.
         repeated: whether a seed gave the same text twice.
+        plain_width: tokens that a plain step runs with.
+        parted: kinds of steps whose rows are rounded otherwise at every width tried.
     """
 
     tokens: int
     differences: list[Difference]
-    ties: int
     acceptance_length: float | None
     repeated: bool
+    plain_width: int
+    parted: int
 
 
 def compare_decoding(
@@ -74,10 +76,9 @@ def compare_decoding(
             lengths.append(length)
             progress(index, len(work) + 1)
         repeated = all(_repeats(engine, text, max_tokens) for text in texts[:_SEEDED_PROMPTS])
-    limits = LIMITS[bundle.manifest.target.precision.weights]
-    real = [difference for difference in differences if not _tied(bundle, difference, limits)]
+        plain_width, parted = engine.widths.choose(range(1), 1), engine.widths.parted
     acceptance = sum(lengths) / len(lengths) if lengths else None
-    return SpeculationResult(tokens, real, len(differences) - len(real), acceptance, repeated)
+    return SpeculationResult(tokens, differences, acceptance, repeated, plain_width, parted)
 
 
 def _decodings(manifest: Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], tuple[str, int]]]:
@@ -114,13 +115,6 @@ def _compare_text(
             break
         text, room = [*text, a], room - 1
     return len(text) - len(prompt), found, length
-
-
-def _tied(bundle: Bundle, difference: Difference, limits: Limits) -> bool:
-    """Whether two tokens' logits are so close that the verify step and the plain step may round them differently."""
-    if difference.plain is None or difference.speculative is None:
-        return False
-    return logit_gap(bundle, difference.text, difference.plain, difference.speculative) <= limits.rounding
 
 
 def _repeats(engine: Engine, text: list[int], max_tokens: int) -> bool:

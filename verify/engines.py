@@ -122,8 +122,8 @@ def tensorrt_runner(library: Library, folder: Path) -> Callable[[CompiledEngine]
 
     def make(engine: CompiledEngine) -> BaseRunner:
         def load() -> Any:
-            logger = library.trt.Logger(library.trt.Logger.ERROR)
-            return load_engine(library.trt, logger, library.trt.Runtime(logger), folder, engine)
+            runtime = library.trt.Runtime(library.trt.Logger(library.trt.Logger.ERROR))
+            return load_engine(library.trt, runtime, folder, engine)
 
         return library.polygraphy.TrtRunner(load, optimization_profile=0)
 

@@ -66,7 +66,7 @@ def _engine_library(runtime: EngineRuntime, device: CudaDevice) -> Found:
     Raises:
         BackendError: it is not installed, or knows no such device.
     """
-    module = trt.import_tensorrt(runtime, version_compatible=False)
+    module = trt.import_tensorrt(runtime)
     if importlib.util.find_spec("polygraphy") is None:
         raise BackendError(f"{runtime} is installed, but not what compiles for it: pip install 'specexport[compile]'")
     known = getattr(module, "ComputeCapability", None) if runtime == "tensorrt-rtx" else None

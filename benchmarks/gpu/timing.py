@@ -17,8 +17,7 @@ from specexport.runtime import Engine
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.backend import CudaBackend
 from specexport.runtime.cuda.executor import Enqueue
-from specexport.runtime.cuda.memory import MemoryBudget, MemoryPlan
-from specexport.runtime.cuda.stream import CudaStream
+from specexport.runtime.cuda.memory import Device, MemoryBudget, MemoryPlan
 from specexport.runtime.graph import Graph
 
 COPIED = 1 << 30
@@ -32,16 +31,16 @@ def on_device(engine: Engine) -> CudaBackend:
 
 def copy_bandwidth(cuda: Cuda, rounds: int = 10) -> float:
     """Bytes a second that a copy within the device's memory reads and writes."""
-    stream, needs = CudaStream(cuda), MemoryPlan()
+    device, needs = Device.share(cuda, 1.0), MemoryPlan()
     nbytes = min(COPIED, MemoryBudget(cuda, 0.5).left // 4)
     needs.add("from", nbytes)
     needs.add("to", nbytes)
-    memory = needs.allocate(cuda, MemoryBudget(cuda, 1.0), "the bandwidth test")
+    memory, stream = needs.allocate(device, "the bandwidth test"), device.stream
     start, end = cuda.create_event(), cuda.create_event()
     times = []
     for _ in range(rounds):
         cuda.record(start, stream.handle)
-        cuda.copy(memory["to"].address, memory["from"].address, nbytes, stream.handle)
+        device.copy(memory["to"].address, memory["from"].address, nbytes)
         cuda.record(end, stream.handle)
         cuda.wait(end)
         times.append(cuda.milliseconds(start, end))

@@ -145,24 +145,16 @@ class _Compiler:
         devices = "-".join(f"sm{one.replace('.', '')}" for one in self.capabilities)
         output = self._free(source.with_name(f"{source.stem}.{self.options.runtime}.{devices}.engine"))
         name = f"compiling {source.parent.name}/{source.stem}"
-        self.progress(name, 0, 100)
-
-        def advance(_phase: str, done: int, total: int) -> None:
-            self.progress(name, min(99, 100 * done // max(1, total)), 100)
-
-        capabilities = tuple(map(capability, self.capabilities))
-        made = compile_graph(source, output, job.sizes, self.library, self.options, capabilities, advance)
+        self.progress(name, 0, 1)
+        made = compile_graph(source, output, job.sizes, self.library, tuple(map(capability, self.capabilities)))
         self.reports.append(made)
-        self.progress(name, 100, 100)
+        self.progress(name, 1, 1)
         return CompiledEngine(
             file=output.relative_to(self.folder).as_posix(),
             source=source.relative_to(self.folder).as_posix(),
             runtime=self.options.runtime,
             version=self.library.version,
             compute_capabilities=self.capabilities,
-            hardware_compatible=self.options.hardware_compatible,
-            version_compatible=self.options.version_compatible,
-            stripped=self.options.strip_weights,
             compute=compute,
             profiles=job.profiles,
         )

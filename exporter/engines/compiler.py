@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,7 @@ import onnx
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.exporter.engines.library import Library, messages, reason
-from specexport.exporter.engines.options import Capability, EngineOptions
-
-Advance = Callable[[str, int, int], None]
-"""Called with the name of a phase, how many of its steps are done, and how many it has."""
+from specexport.exporter.engines.options import Capability
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,7 @@ def compile_graph(
     output: Path,
     profiles: Sequence[dict[str, int]],
     library: Library,
-    options: EngineOptions,
     capabilities: tuple[Capability, ...],
-    advance: Advance,
 ) -> EngineReport:
     """Compiles an ONNX graph; only the shapes of its profiles, the sizes of every symbolic dimension, will run.
 
@@ -61,10 +56,8 @@ def compile_graph(
     decomposed = "fp32 has no fused kernel" if _attention_in_fp32(graph) else None
     while True:
         try:
-            config = _config(library, options, capabilities, _profiles(graph, profiles, library), advance)
-            serialized, layers, attentions = _attempt(
-                source, graph, library, config, options.timing_cache, decompose=decomposed is not None
-            )
+            config = _config(library, capabilities, _profiles(graph, profiles, library))
+            serialized, layers, attentions = _attempt(source, graph, library, config, decompose=decomposed is not None)
             break
         except _RefusedError as error:
             if decomposed is not None or "decomposable" not in str(error):
@@ -88,7 +81,7 @@ class _RefusedError(Exception):
 
 
 def _attempt(
-    source: Path, graph: onnx.GraphProto, library: Library, config: Any, timing_cache: Path | None, *, decompose: bool
+    source: Path, graph: onnx.GraphProto, library: Library, config: Any, *, decompose: bool
 ) -> tuple[Any, int, int]:
     """The serialized engine, and how many layers and Attention operators its network has."""
     from polygraphy.exception import PolygraphyException
@@ -98,40 +91,18 @@ def _attempt(
             builder, network, parser = library.polygraphy.network_from_onnx_path(str(source), strongly_typed=True)
             _require_same(source, graph, network, library)
             attentions = _mark(network, library.trt, decompose)
-            serialized = library.polygraphy.engine_bytes_from_network(
-                (builder, network, parser), config, save_timing_cache=_path(timing_cache)
-            )
+            serialized = library.polygraphy.engine_bytes_from_network((builder, network, parser), config)
         except PolygraphyException as error:
             raise _RefusedError(reason(said)) from error
     return serialized, int(network.num_layers), attentions
 
 
-def _config(
-    library: Library,
-    options: EngineOptions,
-    capabilities: tuple[Capability, ...],
-    profiles: list[Any],
-    advance: Advance,
-) -> Any:
-    trt = library.trt
-    common: dict[str, Any] = {
-        "profiles": profiles,
-        "memory_pool_limits": options.workspace and {trt.MemoryPoolType.WORKSPACE: options.workspace},
-        "strip_plan": options.strip_weights,
-        "version_compatible": options.version_compatible or None,
-        "progress_monitor": progress_monitor(trt, advance),
-    }
+def _config(library: Library, capabilities: tuple[Capability, ...], profiles: list[Any]) -> Any:
     if library.runtime == "tensorrt-rtx":
         from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
 
-        return CreateConfigRTX(compute_capabilities=list(capabilities), **common)
-    if options.hardware_compatible:
-        common["hardware_compatibility_level"] = trt.HardwareCompatibilityLevel.AMPERE_PLUS
-    return library.polygraphy.CreateConfig(load_timing_cache=_path(options.timing_cache), **common)
-
-
-def _path(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+        return CreateConfigRTX(compute_capabilities=list(capabilities), profiles=profiles)
+    return library.polygraphy.CreateConfig(profiles=profiles)
 
 
 def _profiles(graph: onnx.GraphProto, profiles: Sequence[dict[str, int]], library: Library) -> list[Any]:
@@ -144,31 +115,6 @@ def _profiles(graph: onnx.GraphProto, profiles: Sequence[dict[str, int]], librar
             profile.add(value.name, min=shape, opt=shape, max=shape)
         made.append(profile)
     return made
-
-
-def progress_monitor(trt: Any, advance: Advance) -> Any:
-    """An ``IProgressMonitor`` that reports the outermost phases."""
-
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.IProgressMonitor.__init__(self)
-            self._steps: dict[str, int] = {}
-
-        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            if parent_phase is None:
-                self._steps[phase_name] = num_steps
-                advance(phase_name, 0, num_steps)
-
-        def step_complete(self, phase_name: str, step: int) -> bool:
-            if phase_name in self._steps:
-                advance(phase_name, step + 1, self._steps[phase_name])
-            return True
-
-        def phase_finish(self, phase_name: str) -> None:
-            if phase_name in self._steps:
-                advance(phase_name, self._steps[phase_name], self._steps[phase_name])
-
-    return Monitor()
 
 
 def _layers(network: Any, kind: str) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from specexport.contract.engines import ENGINE_RUNTIMES, ComputedIn, EngineRuntime
 from specexport.contract.errors import BuildError
@@ -26,11 +25,6 @@ class EngineOptions:
             and fp16 elsewhere.
         capabilities: devices to compile for, as ``(major, minor)``. None given: every one that TensorRT-RTX knows from
             8.0 on, for fp8 weights from 8.9 on; for TensorRT the device of this machine, as it compiles for no other.
-        workspace: most bytes of scratch memory a layer may take; None for all there is.
-        timing_cache: a file in which TensorRT keeps how long kernels take; makes a second compilation faster.
-        strip_weights: leave weights out of the engine; they are put in from the ONNX graph when it is loaded.
-        version_compatible: let later versions of TensorRT with the same major number run the engine.
-        hardware_compatible: let TensorRT's engine run on every device of capability 8.0 or higher.
         batch_sizes: how many slots steps take, ascending; of the batch sizes the bundle was built for. An engine can
             be loaded for any of them.
         plain: also compile for one token at a time. Kernels for one token want weights in an order of their own, so
@@ -40,11 +34,6 @@ class EngineOptions:
     runtime: EngineRuntime
     compute: ComputedIn | None = None
     capabilities: tuple[Capability, ...] = ()
-    workspace: int | None = None
-    timing_cache: Path | None = None
-    strip_weights: bool = False
-    version_compatible: bool = False
-    hardware_compatible: bool = False
     batch_sizes: tuple[int, ...] = (1,)
     plain: bool = False
 
@@ -56,24 +45,6 @@ class EngineOptions:
             raise BuildError(f"compute is {self.compute!r}; expected one of {', '.join(COMPUTE)}")
         if not self.batch_sizes or any(size < 1 for size in self.batch_sizes):
             raise BuildError(f"engine_batch_sizes are {list(self.batch_sizes)}; expected at least one, each 1 or more")
-        if self.workspace is not None and self.workspace < 1 << 20:
-            raise BuildError(f"workspace is {self.workspace} bytes; expected at least 1048576")
-        if self.runtime == "tensorrt-rtx":
-            for name, why in _TENSORRT_ONLY.items():
-                if getattr(self, name):
-                    raise BuildError(f"{name} is for TensorRT; TensorRT-RTX {why}")
-            if self.strip_weights and len(self.capabilities) != 1:
-                raise BuildError(
-                    "strip_weights needs one compute_capability; TensorRT-RTX strips engines of one device only"
-                )
-
-
-_TENSORRT_ONLY = {
-    "hardware_compatible": "compiles for a list of devices, which is given with compute_capability and by default is "
-    "all it knows",
-    "version_compatible": "comes without the lean runtime that such engines need",
-    "timing_cache": "times no kernels when it compiles, it chooses them on the device",
-}
 
 
 def check_stored(stored: Collection[str], capabilities: Collection[Capability]) -> None:

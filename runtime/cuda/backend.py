@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -12,54 +11,43 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.executor import Enqueue, Execution, worst
 from specexport.runtime.cuda.graph import DeviceGraph
-from specexport.runtime.cuda.libraries import EngineLibrary, GraphLibrary, OnnxRuntimeLibrary
-from specexport.runtime.cuda.memory import MemoryBudget
+from specexport.runtime.cuda.memory import Device
+from specexport.runtime.cuda.ort import OnnxRuntimeLibrary
 from specexport.runtime.cuda.program import DeviceProgram
 from specexport.runtime.cuda.step_variants import StepVariants
 from specexport.runtime.cuda.steps import Steps
-from specexport.runtime.cuda.stream import CudaStream
+from specexport.runtime.cuda.trt import EngineLibrary
 from specexport.runtime.graph import Buffers, Graph
 from specexport.runtime.program import Speculation, StepProgram
 from specexport.runtime.step import HostProgram
+from specexport.runtime.widths import BuiltWidths, Exactness, Widths
 
 Runtime = Literal["onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 
 
 class CudaBackend:
-    """Runs a bundle on a GPU; see :class:`~specexport.runtime.backend.Backend`.
+    """Runs a bundle on the first GPU that CUDA shows; see :class:`~specexport.runtime.backend.Backend`.
 
     Attributes:
         cuda: the device.
         stream: does its work.
         graphs: those opened, the target's first.
+
+    Raises:
+        BackendError: a package, a driver or a device is missing.
     """
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        cuda: Cuda,
-        utilization: float,
-        library: Callable[[CudaStream, MemoryBudget], GraphLibrary],
-    ) -> None:
+    def __init__(self, bundle: Bundle, runtime: Runtime, utilization: float) -> None:
         self._bundle = bundle
-        self.cuda = cuda
-        self._budget = MemoryBudget(cuda, utilization)
-        self.stream = CudaStream(cuda)
-        self._library = library(self.stream, self._budget)
+        self._shared = Device.share(Cuda.load(), utilization)
+        self.cuda, self.stream = self._shared.cuda, self._shared.stream
+        self._library = (
+            OnnxRuntimeLibrary(bundle, self._shared)
+            if runtime == "onnxruntime-cuda"
+            else EngineLibrary(bundle, self._shared, runtime)
+        )
         self.graphs: list[DeviceGraph] = []
         self._steps: Steps | None = None
-
-    @classmethod
-    def load(cls, bundle: Bundle, runtime: Runtime, utilization: float) -> CudaBackend:
-        """Opens the first GPU that CUDA shows.
-
-        Raises:
-            BackendError: a package, a driver or a device is missing.
-        """
-        cuda = Cuda.load()
-        if runtime == "onnxruntime-cuda":
-            return cls(bundle, cuda, utilization, functools.partial(OnnxRuntimeLibrary, bundle, cuda))
-        return cls(bundle, cuda, utilization, functools.partial(EngineLibrary, bundle, cuda, runtime=runtime))
 
     @property
     def default_slots(self) -> int:
@@ -97,25 +85,32 @@ class CudaBackend:
         role = next(role for role, known in manifest.models.items() if known is model)
         executor = self._library.model(model)
         try:
-            graph = DeviceGraph(
-                self.cuda, self.stream, self._budget, model, manifest.lowering, buffers, executor, slots, role
-            )
+            graph = DeviceGraph(self._shared, model, manifest.lowering, buffers, executor, slots, role)
         except BaseException:
             executor.close()
             raise
         self.graphs.append(graph)
         return graph
 
-    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
+    def widths(self, target: Graph, exactness: Exactness | None = None) -> Widths:
+        """See :class:`~specexport.runtime.backend.Backend`; whether rows of a device agree is not looked at."""
+        if exactness == "exact":
+            raise BackendError(
+                f"exactness is 'exact', which backend {self._bundle.manifest.backend!r} cannot promise: a device's "
+                "kernels were not compared row by row; leave it out, or run the bundle with backend 'onnxruntime'"
+            )
+        return BuiltWidths(target)
+
+    def program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> StepProgram:
         """See :class:`~specexport.runtime.backend.Backend`; on the device where the library runs its graphs."""
         manifest = self._bundle.manifest
         graphs = self._library.program(target.sizes[-1])
-        host = HostProgram(manifest, target, speculations, self.execution)
+        host = HostProgram(manifest, target, speculations, widths, self.execution)
         if not graphs or not isinstance(target, DeviceGraph):
             return host
         try:
             variants = StepVariants(manifest, target, speculations, graphs)
-            self._steps = Steps(self.cuda, self.stream, self._budget, target, graphs, variants.all)
+            self._steps = Steps(self._shared, target, graphs, variants.all)
         except BaseException:
             for _, executor in graphs:
                 executor.close()

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from specexport.contract.model import CacheLayer
-from specexport.runtime.cuda.api import Cuda
-from specexport.runtime.cuda.memory import Memory, MemoryPlan, Tensor, aligned
+from specexport.runtime.cuda.memory import Device, Memory, MemoryPlan, Tensor, aligned
 from specexport.runtime.graph import caches_by_shape
 
 
@@ -33,9 +32,15 @@ class DeviceCache:
     """
 
     def __init__(
-        self, cuda: Cuda, layers: Sequence[CacheLayer], batch: int, dtype: np.dtype[Any], sizes: Sequence[int], fed: int
+        self,
+        device: Device,
+        layers: Sequence[CacheLayer],
+        batch: int,
+        dtype: np.dtype[Any],
+        sizes: Sequence[int],
+        fed: int,
     ) -> None:
-        self._cuda = cuda
+        self._device = device
         self._batch = batch
         self._dtype = dtype
         self._sizes = tuple(sizes)
@@ -55,12 +60,12 @@ class DeviceCache:
         if len(self._sizes) > 1:
             plan.add("cache.plane", self._sizes[-2] * widest)
 
-    def place(self, memory: Memory, stream: int) -> None:
+    def place(self, memory: Memory) -> None:
         """Takes its regions; rows that were never written are zero."""
         self._memory = memory
         for heads, width in self._members:
             region = memory[f"cache.{heads}x{width}"]
-            self._cuda.fill(region.address, 0, region.nbytes, stream)
+            self._device.cuda.fill(region.address, 0, region.nbytes, self._device.stream.handle)
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +100,7 @@ class DeviceCache:
         assert self._memory is not None
         return self._memory[f"cache.{name}"].address
 
-    def resize(self, rows: int, stream: int) -> None:
+    def resize(self, rows: int) -> None:
         """Spreads the rows out to a larger size or draws them together to a smaller one, in place.
 
         Each plane goes by way of a spare one: where it goes may overlap where it is, and never reaches those that are
@@ -109,10 +114,10 @@ class DeviceCache:
             planes = list(itertools.product(range(len(members)), range(self._batch * heads)))[1:]  # the first stays
             for layer, plane in reversed(planes) if rows > old else planes:
                 kept = min(old, rows) * row
-                self._cuda.copy(spare, base + layer * before + plane * old * row, kept, stream)
-                self._cuda.copy(base + layer * after + plane * rows * row, spare, kept, stream)
+                self._device.copy(spare, base + layer * before + plane * old * row, kept)
+                self._device.copy(base + layer * after + plane * rows * row, spare, kept)
 
-    def copy(self, source: int, to: int, rows: int, stream: int) -> None:
+    def copy(self, source: int, to: int, rows: int) -> None:
         """Makes the first rows of a slot those of another one."""
         for (heads, width), members in self._members.items():
             pitch = self.rows * width * self._dtype.itemsize
@@ -120,9 +125,9 @@ class DeviceCache:
             for layer in range(len(members)):
                 at, nbytes = base + layer * stride, rows * width * self._dtype.itemsize
                 to_slot, from_slot = (at + slot * heads * pitch for slot in (to, source))
-                self._cuda.copy_rows(to_slot, pitch, from_slot, pitch, nbytes, heads, stream)
+                self._device.copy_rows(to_slot, pitch, from_slot, pitch, nbytes, heads)
 
-    def move(self, slot: int, past: int, nodes: Sequence[int], made: Made | None, stream: int) -> None:
+    def move(self, slot: int, past: int, nodes: Sequence[int], made: Made | None) -> None:
         """Puts the rows of those of a run's tokens that are kept, ``nodes``, behind a slot's first ``past`` ones.
 
         ``made`` is that run if its rows lie apart; None where they lie in the cache, from ``past`` on.
@@ -141,15 +146,9 @@ class DeviceCache:
             layers, planes = (1, len(members) * heads) if together else (len(members), heads)
             for first, node, count in _runs(nodes, skip=made is None):
                 for layer in range(layers):
-                    self._cuda.copy_rows(
-                        to + layer * to_stride + slot * heads * to_pitch + (past + first) * row,
-                        to_pitch,
-                        source + layer * apart + at * heads * pitch + node * row,
-                        pitch,
-                        count * row,
-                        planes,
-                        stream,
-                    )
+                    there = to + layer * to_stride + slot * heads * to_pitch + (past + first) * row
+                    here = source + layer * apart + at * heads * pitch + node * row
+                    self._device.copy_rows(there, to_pitch, here, pitch, count * row, planes)
 
 
 def _runs(nodes: Sequence[int], *, skip: bool) -> list[tuple[int, int, int]]:

@@ -12,12 +12,11 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
-from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.caches import DeviceCache, Made
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
-from specexport.runtime.cuda.memory import BufferLayout, MemoryBudget, MemoryPlan, Staged, Tensor
+from specexport.runtime.cuda.memory import BufferLayout, Device, MemoryPlan, Staged, Tensor
 from specexport.runtime.cuda.repeat import PASTS, Repeated, call_arrays, call_of, note_pasts, repeated_points
-from specexport.runtime.cuda.stream import Captured, CudaStream
+from specexport.runtime.cuda.stream import Captured
 from specexport.runtime.graph import FIRST, Array, Buffers, SlotGraph
 
 _Key = tuple[int, int, int]
@@ -63,9 +62,7 @@ class DeviceGraph(SlotGraph):
 
     def __init__(
         self,
-        cuda: Cuda,
-        stream: CudaStream,
-        budget: MemoryBudget,
+        device: Device,
         model: Model,
         lowering: LoweredAs,
         buffers: Buffers,
@@ -82,11 +79,10 @@ class DeviceGraph(SlotGraph):
         super().__init__(built | self._repeated, slots)
         self.sizes = (slots,)
         self.in_place = lowering == "native"
-        self._cuda = cuda
-        self._stream = stream
+        self._device = device
         self._executor = executor
         fed = 0 if self.in_place else max(point.fed for point in built)
-        self.cache = DeviceCache(cuda, model.cache, slots, executor.cache_dtype, self.cache_sizes, fed)
+        self.cache = DeviceCache(device, model.cache, slots, executor.cache_dtype, self.cache_sizes, fed)
         self._made: Made | None = None
         self._captured: list[Captured] = []
         points = {_batched(point): point for point in self._points}
@@ -103,10 +99,10 @@ class DeviceGraph(SlotGraph):
         for inputs, outputs in layouts.values():  # one width runs at a time
             plan.add("inputs", inputs.nbytes)
             plan.add("outputs", outputs.nbytes)
-        self._memory = plan.allocate(cuda, budget, f"the {role}'s cache and buffers")
-        self.cache.place(self._memory, stream.handle)
+        self._memory = plan.allocate(device, f"the {role}'s cache and buffers")
+        self.cache.place(self._memory)
         self._widths = {
-            key: Width(Staged(cuda, inputs, self._memory["inputs"]), Staged(cuda, outputs, self._memory["outputs"]))
+            key: Width(Staged(device, inputs, self._memory["inputs"]), Staged(device, outputs, self._memory["outputs"]))
             for key, (inputs, outputs) in layouts.items()
         }
         pieces = [piece for point in sorted(self._points) for piece in self._ready(point)]
@@ -136,24 +132,24 @@ class DeviceGraph(SlotGraph):
         """
         rows = min(rows + self._beyond, max(rows, self.cache_sizes[-1]))
         if rows > self.cache.rows:
-            self.cache.resize(self._cache_size(rows), self._stream.handle)
+            self.cache.resize(self._cache_size(rows))
 
     def shrink_cache(self, rows: int) -> None:
         size = self._cache_size(min(rows + self._beyond, self.cache_sizes[-1]))
         if size < self.cache.rows:
             self._filled = [min(count, size) for count in self._filled]
-            self.cache.resize(size, self._stream.handle)
+            self.cache.resize(size)
 
     def copy(self, source: int, to: int, rows: int) -> None:
         """See :class:`~specexport.runtime.graph.Graph`; done in the stream's order."""
         if source != to:
-            self.cache.copy(source, to, rows, self._stream.handle)
+            self.cache.copy(source, to, rows)
         self._filled[to] = rows
 
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         """See :class:`~specexport.runtime.graph.Graph`; done in the stream's order."""
         self._filled[slot] = past + len(nodes)
-        self.cache.move(slot, past, nodes, self._made, self._stream.handle)
+        self.cache.move(slot, past, nodes, self._made)
 
     def committed(self, slot: int, rows: int) -> None:
         """Records that a slot holds so many rows, which the device itself put in place."""
@@ -169,7 +165,7 @@ class DeviceGraph(SlotGraph):
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         width = self.begin(tokens, rows, drafts, slots)
         width.launches[self.cache.rows, slots.start]()
-        self._stream.synchronize()
+        self._device.stream.synchronize()
         return width.outputs.host
 
     def begin(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> Width:
@@ -201,7 +197,7 @@ class DeviceGraph(SlotGraph):
 
     def close(self) -> None:
         """Gives everything back; what the library holds first, as it may still use the stream and our memory."""
-        self._stream.synchronize()
+        self._device.stream.synchronize()
         for captured in self._captured:
             captured.close()
         for width in self._widths.values():
@@ -243,7 +239,7 @@ class DeviceGraph(SlotGraph):
                 enqueue = self._prepare(point, slots, width.inputs.device | width.outputs.device)
             run = functools.partial(self._whole, width, enqueue)
             run()
-            self._stream.synchronize()
+            self._device.stream.synchronize()
             place = (point.cache, slots.start)
             width.enqueues[place], width.launches[place] = enqueue, run
             if calls and not self.in_place:
@@ -253,28 +249,28 @@ class DeviceGraph(SlotGraph):
         return pieces
 
     def _whole(self, width: Width, enqueue: Enqueue) -> None:
-        width.inputs.upload(self._stream.handle)
+        width.inputs.upload()
         enqueue()
-        width.outputs.download(self._stream.handle)
+        width.outputs.download()
 
     def _repeat(self, point: ShapePoint, slots: range, width: Width) -> tuple[Enqueue, list[Enqueue]]:
         """What does a run of several calls, and the calls."""
         call = self._call.tensors(self._memory["call"].address)
         prepare = functools.partial(self._prepare, call_of(point), slots)
-        repeated = Repeated(self._cuda, self._stream, width.inputs.device, width.outputs.device, call, prepare)
+        repeated = Repeated(self._device, width.inputs.device, width.outputs.device, call, prepare)
 
         def enqueue() -> None:
             for index, call in enumerate(repeated.calls):
                 call()
                 for slot in () if self.in_place else slots:
                     past = int(width.inputs.host[PASTS][index, slot - slots.start])
-                    self.cache.move(slot, past, range(point.tokens), Made(point.tokens, slots), self._stream.handle)
+                    self.cache.move(slot, past, range(point.tokens), Made(point.tokens, slots))
 
         return enqueue, repeated.calls
 
     def _capture(self, pieces: Sequence[_Piece]) -> None:
         """Captures every piece, or none where one cannot be."""
-        captured = self._stream.capture_all([enqueue for enqueue, _ in pieces])
+        captured = self._device.stream.capture_all([enqueue for enqueue, _ in pieces])
         if isinstance(captured, BackendError):
             self.fallback = str(captured)
             return

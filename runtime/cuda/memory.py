@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from specexport.runtime.cuda.api import Cuda, OutOfDeviceMemoryError
+from specexport.runtime.cuda.stream import CudaStream
 from specexport.runtime.graph import Array
 
 ALIGNMENT = 256
@@ -55,6 +56,29 @@ class MemoryBudget:
 
 
 @dataclass(frozen=True)
+class Device:
+    """What everything that a bundle loads on a GPU shares: its calls, the stream that does all work, and the memory."""
+
+    cuda: Cuda
+    stream: CudaStream
+    budget: MemoryBudget
+
+    @classmethod
+    def share(cls, cuda: Cuda, utilization: float) -> Device:
+        """A device with a new stream, and this part of all its memory."""
+        budget = MemoryBudget(cuda, utilization)
+        return cls(cuda, CudaStream(cuda), budget)
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """As :meth:`Cuda.copy`, in the stream's order."""
+        self.cuda.copy(to, source, nbytes, self.stream.handle)
+
+    def copy_rows(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
+        """As :meth:`Cuda.copy_rows`, in the stream's order."""
+        self.cuda.copy_rows(to, to_pitch, source, source_pitch, width, rows, self.stream.handle)
+
+
+@dataclass(frozen=True)
 class Region:
     """A piece of an allocation on the device."""
 
@@ -72,20 +96,20 @@ class MemoryPlan:
         """Plans a region. One that is planned twice is as large as the larger: it is shared."""
         self._sizes[name] = max(nbytes, self._sizes.get(name, 0))
 
-    def allocate(self, cuda: Cuda, budget: MemoryBudget, purpose: str) -> Memory:
+    def allocate(self, device: Device, purpose: str) -> Memory:
         """Takes everything at once.
 
         Raises:
             OutOfDeviceMemoryError: it does not fit.
         """
         total = sum(map(aligned, self._sizes.values()))
-        budget.require(total, purpose)
-        base = address = cuda.allocate(max(total, ALIGNMENT))
+        device.budget.require(total, purpose)
+        base = address = device.cuda.allocate(max(total, ALIGNMENT))
         regions = {}
         for name, nbytes in self._sizes.items():
             regions[name] = Region(address, nbytes)
             address += aligned(nbytes)
-        return Memory(cuda, base, regions)
+        return Memory(device.cuda, base, regions)
 
 
 class Memory:
@@ -148,13 +172,13 @@ class Staged:
         device: the device's, by name.
     """
 
-    def __init__(self, cuda: Cuda, layout: BufferLayout, region: Region) -> None:
+    def __init__(self, device: Device, layout: BufferLayout, region: Region) -> None:
         assert layout.nbytes <= region.nbytes
-        self._cuda = cuda
+        self._device = device
         self._region = region
         self._nbytes = layout.nbytes
-        self._pinned = cuda.allocate_pinned(max(layout.nbytes, ALIGNMENT))
-        self._close = weakref.finalize(self, cuda.free_pinned, self._pinned)
+        self._pinned = device.cuda.allocate_pinned(max(layout.nbytes, ALIGNMENT))
+        self._close = weakref.finalize(self, device.cuda.free_pinned, self._pinned)
         self._close.atexit = False
         everything: Array = np.ctypeslib.as_array((ctypes.c_uint8 * layout.nbytes).from_address(self._pinned))
         everything[:] = 0
@@ -165,18 +189,18 @@ class Staged:
             self.host[name] = everything[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
             self.host[name][...] = array
 
-    def upload(self, stream: int) -> None:
+    def upload(self) -> None:
         """Gives the stream the copy from host to device."""
         if self._nbytes:
-            self._cuda.copy(self._region.address, self._pinned, self._nbytes, stream)
+            self._device.copy(self._region.address, self._pinned, self._nbytes)
 
-    def download(self, stream: int, name: str = "") -> None:
+    def download(self, name: str = "") -> None:
         """Gives the stream the copy from device to host, of all or of one array; wait for it before reading."""
         source, nbytes = self._region.address, self._nbytes
         if name:
             source, nbytes = self.device[name].address, self.device[name].nbytes
         if nbytes:
-            self._cuda.copy(self._pinned + source - self._region.address, source, nbytes, stream)
+            self._device.copy(self._pinned + source - self._region.address, source, nbytes)
 
     def close(self) -> None:
         """Gives the host's memory back; arrays over it must not be used any more."""

@@ -1,4 +1,4 @@
-"""The onnxruntime-cuda backend's sessions: one a shape point, bound to memory of ours, on a stream of ours."""
+"""The onnxruntime-cuda backend: sessions, one a shape point, bound to memory of ours, on a stream of ours."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from specexport.contract.engines import ProgramGraph
 from specexport.contract.errors import BackendError
-from specexport.contract.shapes import ShapePoint
-from specexport.runtime.cuda.api import Cuda
-from specexport.runtime.cuda.executor import Enqueue, Execution
-from specexport.runtime.cuda.memory import MemoryBudget, Region, Tensor
-from specexport.runtime.cuda.stream import CudaStream
+from specexport.contract.model import Model
+from specexport.contract.program import program_points, program_sizes
+from specexport.contract.shapes import ShapePoint, uncached_points
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
+from specexport.runtime.cuda.memory import Device, Region, Tensor
 
 MINIMUM = (1, 31)
 """Older releases were not looked at: what is asked of a session below may not be there."""
@@ -61,18 +63,66 @@ class StaticGraph:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-class Sessions:
-    """Opens sessions on a device and enqueues their runs.
+class OnnxRuntimeLibrary:
+    """A bundle's graphs in onnxruntime: the static ones of its models, and those of the step program.
+
+    The latter are opened once for each size of tree, their dimensions fixed as they are. Runs cannot be recorded into a
+    graph of ours, as onnxruntime captures by itself: a step is several of its graphs, given to the stream together.
+
+    Attributes:
+        name: the backend's.
+        batch_sizes: how many slots it can run at once, ascending.
+        without_program: why the host drives steps, where it does.
 
     Raises:
         BackendError: onnxruntime-gpu is missing or too old.
     """
 
-    def __init__(self, cuda: Cuda, stream: CudaStream, budget: MemoryBudget) -> None:
+    name = "onnxruntime-cuda"
+
+    def __init__(self, bundle: Bundle, device: Device) -> None:
+        self._bundle = bundle
         self._ort = import_onnxruntime()
-        self._device = cuda.device.index
-        self._stream = stream
-        self._budget = budget
+        self._index = device.cuda.device.index
+        self._device = device
+        self.batch_sizes = bundle.manifest.batch_sizes
+        self.without_program = ""
+
+    def model(self, model: Model) -> SessionExecutor:
+        """What runs a model's graph."""
+        graphs = {graph.point: StaticGraph(self._bundle.file(graph.file)) for graph in model.graph.points}
+        if not model.cache:
+            graphs = {point: graphs[point] for point in uncached_points(graphs)}
+        return SessionExecutor(self, graphs)
+
+    def program(self, slots: int) -> list[tuple[ProgramGraph, Executor]]:
+        """What runs the graphs of the step program; bundles built for the CPU have none.
+
+        Nor is one taken of which a node would run on the CPU.
+        """
+        manifest = self._bundle.manifest
+        if manifest.methods and not manifest.program:
+            self.without_program = (
+                f"the bundle was built for {manifest.backend}, so the host decides what is accepted; build it with "
+                f"--backend {self.name} to decide on the device"
+            )
+            return []
+        rows = max(graph.point.cache for graph in manifest.target.graph.points)
+        executors = []
+        for graph in manifest.program:
+            file, vocab = self._bundle.file(graph.file), manifest.target.vocab_size
+            points = program_points(graph, manifest, slots, rows)
+            graphs = {point: StaticGraph(file, program_sizes(point, vocab)) for point in points}
+            executors.append(SessionExecutor(self, graphs))
+        try:
+            for executor in executors:
+                executor.open()
+        except BackendError as error:
+            for executor in executors:
+                executor.close()
+            self.without_program = f"the host decides what is accepted: {error}"
+            return []
+        return list(zip(manifest.program, executors, strict=True))
 
     def open(self, graph: StaticGraph) -> tuple[Any, str]:
         """A session over a graph, all of it on the device, and why it does not capture its runs, or nothing.
@@ -99,9 +149,9 @@ class Sessions:
         options.log_severity_level = 3
         options.add_session_config_entry(_RECORD_ASSIGNMENT, "1")
         provider = {
-            "device_id": str(self._device),
-            "user_compute_stream": str(self._stream.handle),
-            "gpu_mem_limit": str(max(0, self._budget.left)),
+            "device_id": str(self._index),
+            "user_compute_stream": str(self._device.stream.handle),
+            "gpu_mem_limit": str(max(0, self._device.budget.left)),
             "arena_extend_strategy": "kSameAsRequested",
             "enable_cuda_graph": str(int(captures)),
             "use_tf32": "0",  # fp32 is to mean fp32: what is accepted is compared with the CPU token by token
@@ -115,12 +165,11 @@ class Sessions:
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         options.add_run_config_entry("gpu_graph_id", str(graph))
         binding = session.io_binding()
-        for value in session.get_inputs():
-            tensor = tensors[value.name]
-            binding.bind_input(value.name, "cuda", self._device, tensor.dtype.type, tensor.shape, tensor.address)
-        for value in session.get_outputs():
-            tensor = tensors[value.name]
-            binding.bind_output(value.name, "cuda", self._device, tensor.dtype.type, tensor.shape, tensor.address)
+        inputs, outputs = session.get_inputs(), session.get_outputs()
+        for values, bind in ((inputs, binding.bind_input), (outputs, binding.bind_output)):
+            for value in values:
+                tensor = tensors[value.name]
+                bind(value.name, "cuda", self._index, tensor.dtype.type, tensor.shape, tensor.address)
 
         def enqueue() -> None:
             session.run_with_iobinding(binding, options)
@@ -165,18 +214,16 @@ class SessionExecutor:
 
     workspace = 0
     capturable = False  # onnxruntime allocates and synchronises where it pleases; it captures by itself
+    cache_dtype: np.dtype[Any] = np.dtype(np.float32)
 
-    def __init__(
-        self, sessions: Sessions, graphs: Mapping[ShapePoint, StaticGraph], cache_dtype: np.dtype[Any]
-    ) -> None:
+    def __init__(self, library: OnnxRuntimeLibrary, graphs: Mapping[ShapePoint, StaticGraph]) -> None:
         largest = {batch: max(p.cache for p in graphs if p.batch == batch) for batch in {p.batch for p in graphs}}
-        self._sessions = sessions
+        self._library = library
         self._graphs = {point: graph for point, graph in graphs.items() if point.cache == largest[point.batch]}
         self._opened: dict[ShapePoint, Any] = {}
         self._bound = 0
         self.fallback = ""
         self.points = frozenset(self._graphs)
-        self.cache_dtype = cache_dtype
 
     @property
     def execution(self) -> Execution:
@@ -194,13 +241,13 @@ class SessionExecutor:
 
     def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
         self._bound += 1
-        return self._sessions.bind(self._session(point), tensors, self._bound)
+        return self._library.bind(self._session(point), tensors, self._bound)
 
     def close(self) -> None:
         self._opened.clear()
 
     def _session(self, point: ShapePoint) -> Any:
         if point not in self._opened:
-            self._opened[point], refusal = self._sessions.open(self._graphs[point])
+            self._opened[point], refusal = self._library.open(self._graphs[point])
             self.fallback = self.fallback or refusal
         return self._opened[point]

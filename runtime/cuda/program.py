@@ -15,9 +15,8 @@ from specexport.contract.shapes import CATCH_UP_TOKENS
 from specexport.contract.tree import TokenTree
 from specexport.runtime.buffers import write_sampling
 from specexport.runtime.cuda.graph import DeviceGraph
-from specexport.runtime.cuda.step_variant import StepVariant
-from specexport.runtime.cuda.step_variants import StepVariants
-from specexport.runtime.cuda.steps import READ_BACK, Steps
+from specexport.runtime.cuda.step_variants import READ_BACK, StepVariant, StepVariants
+from specexport.runtime.cuda.steps import Steps
 from specexport.runtime.cuda.stream import CudaStream
 from specexport.runtime.graph import Array
 from specexport.runtime.program import PLAIN_TREE, Outcome, StepResult
@@ -161,7 +160,7 @@ class DeviceProgram:
             outputs = self._target.width(variant.tokens, variant.tokens, batch=self.sizes[-1]).outputs.host
             seen = {name: outputs[name][view.slot] for name in READ_BACK & outputs.keys()}
             self._host.proposer(view.method).observe(view.slot, seen, path[-1] if path else 0)
-        return Outcome(new, len(tree) - 1, tree.depth)
+        return Outcome(new, len(tree) - 1, tree.depth, accepted)
 
 
 @lru_cache(maxsize=256)

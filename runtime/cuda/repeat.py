@@ -10,10 +10,8 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
-from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.executor import Enqueue
-from specexport.runtime.cuda.memory import Tensor
-from specexport.runtime.cuda.stream import CudaStream
+from specexport.runtime.cuda.memory import Device, Tensor
 from specexport.runtime.graph import Array, Buffers
 
 PASTS = "pasts"
@@ -62,15 +60,13 @@ class Repeated:
 
     def __init__(
         self,
-        cuda: Cuda,
-        stream: CudaStream,
+        device: Device,
         inputs: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor],
         call: Mapping[str, Tensor],
         prepare: Callable[[dict[str, Tensor]], Enqueue],
     ) -> None:
-        self._cuda = cuda
-        self._stream = stream
+        self._device = device
         self._inputs = inputs
         self._outputs = outputs
         self._noise = call[tensors.UNIFORM]
@@ -86,16 +82,13 @@ class Repeated:
             self._column(tokens, pair, tokens + _ID, pair, _ID)
             self._column(tokens + _ID, pair, self._made[tensors.DRAFT_TOKENS].address, _ID, _ID)
             pasts = self._inputs[PASTS].address + index * slots * _ID
-            self._copy(self._inputs[tensors.PAST_LENGTH].address, pasts, slots * _ID)
+            self._device.copy(self._inputs[tensors.PAST_LENGTH].address, pasts, slots * _ID)
         noise = self._inputs[tensors.UNIFORM].address + index * _UNIFORM
         self._column(self._noise.address, _UNIFORM, noise, drafts * _UNIFORM, _UNIFORM)
         self._enqueue()
         for name, made in self._made.items():
-            self._copy(self._outputs[name].address + index * made.nbytes, made.address, made.nbytes)
+            self._device.copy(self._outputs[name].address + index * made.nbytes, made.address, made.nbytes)
 
     def _column(self, to: int, to_pitch: int, source: int, pitch: int, nbytes: int) -> None:
         """Copies an element of each slot; pitches are bytes from one slot's to the next one's."""
-        self._cuda.copy_rows(to, to_pitch, source, pitch, nbytes, self._noise.shape[0], self._stream.handle)
-
-    def _copy(self, to: int, source: int, nbytes: int) -> None:
-        self._cuda.copy(to, source, nbytes, self._stream.handle)
+        self._device.copy_rows(to, to_pitch, source, pitch, nbytes, self._noise.shape[0])

@@ -5,33 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 
 from specexport.contract import tensors
-from specexport.contract.engines import Accept, Commit, Fill, ProgramGraph
+from specexport.contract.engines import Commit, ProgramGraph
 from specexport.contract.errors import BackendError
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.cuda.api import Cuda
-from specexport.runtime.cuda.executor import Enqueue, Execution, Executor, worst
+from specexport.runtime.cuda.executor import Enqueue, Execution, worst
 from specexport.runtime.cuda.graph import DeviceGraph, Width
-from specexport.runtime.cuda.memory import BufferLayout, MemoryBudget, MemoryPlan, Staged, Tensor
-from specexport.runtime.cuda.step_variant import Drafting, StepVariant
-from specexport.runtime.cuda.stream import Captured, CudaStream
+from specexport.runtime.cuda.memory import BufferLayout, Device, MemoryPlan, Staged, Tensor
+from specexport.runtime.cuda.step_variants import READ_BACK, Drafting, ProgramGraphs, StepVariant, graphs_of
+from specexport.runtime.cuda.stream import Captured
 
-G = TypeVar("G", Accept, Fill, Commit)
-ProgramGraphs = Sequence[tuple[ProgramGraph, Executor]]
-"""The step program's own graphs, with what runs them on this device."""
-READ_BACK = frozenset({tensors.CANDIDATES, tensors.HIDDEN})
-"""What of the target's outputs comes back with a step: what the host proposes from."""
 _ID = np.dtype(np.int64).itemsize
 _CAPTURES_BY_ITSELF = "onnxruntime captures its own runs, and what it captured cannot be part of a larger graph"
-
-
-def graphs_of(graphs: ProgramGraphs, cls: type[G]) -> list[tuple[G, Executor]]:
-    """Those of one class."""
-    return [(graph, executor) for graph, executor in graphs if isinstance(graph, cls)]
 
 
 @dataclass
@@ -76,15 +64,12 @@ class Steps:
 
     def __init__(
         self,
-        cuda: Cuda,
-        stream: CudaStream,
-        budget: MemoryBudget,
+        device: Device,
         target: DeviceGraph,
         graphs: ProgramGraphs,
         variants: Sequence[StepVariant],
     ) -> None:
-        self._cuda = cuda
-        self._stream = stream
+        self._device = device
         self._target = target
         self._slots = target.sizes[-1]
         self._graphs = graphs
@@ -103,7 +88,7 @@ class Steps:
             plan.add("inputs", inputs.nbytes)
             plan.add("outputs", outputs.nbytes)
             plan.add("filled", filled.nbytes)
-        self._memory = plan.allocate(cuda, budget, "the step program's buffers")
+        self._memory = plan.allocate(device, "the step program's buffers")
         self._steps = {variant: self._bound(variant, *layout) for variant, layout in layouts.items()}
         drafts = [variant.drafting.graph for variant in variants if variant.drafting is not None]
         self.execution = worst([*(e.execution for e in executors), *(g.execution for g in (target, *drafts))])
@@ -124,7 +109,7 @@ class Steps:
 
     def close(self) -> None:
         """Gives everything back; what the library holds first, as it may still use the stream and our memory."""
-        self._stream.synchronize()
+        self._device.stream.synchronize()
         for captured in self._captured:
             captured.close()
         for step in self._steps.values():
@@ -141,9 +126,9 @@ class Steps:
         self, variant: StepVariant, inputs: BufferLayout, outputs: BufferLayout, filled: BufferLayout
     ) -> DeviceStep:
         """A step with its graphs prepared, run once, so that libraries have set themselves up before it is captured."""
-        step = DeviceStep(
-            Staged(self._cuda, inputs, self._memory["inputs"]), Staged(self._cuda, outputs, self._memory["outputs"])
-        )
+        kept = ((inputs, "inputs"), (outputs, "outputs"))
+        given, made = (Staged(self._device, layout, self._memory[name]) for layout, name in kept)
+        step = DeviceStep(given, made)
         verify = self._target.width(variant.tokens, variant.tokens, batch=self._slots)
         drafted = {name: step.inputs.device[name] for name in tensors.DRAFTED if name in step.inputs.device}
         propose: list[list[Enqueue]] = []
@@ -156,12 +141,12 @@ class Steps:
         for cache in self._target.cache_sizes:
             commit = self._commit(variant, verify, step, cache)
             groups = [*propose, [verify.enqueues[cache, 0]], [accept], *commit]
-            groups[0] = [*(functools.partial(staged.upload, self._stream.handle) for staged in uploads), *groups[0]]
+            groups[0] = [*(staged.upload for staged in uploads), *groups[0]]
             groups[-1] = [*groups[-1], functools.partial(self._read_back, step, verify)]
             step.commits = bool(commit)
             step.parts[cache] = step.launches[cache] = [_together(group) for group in groups]
             step.launch(cache)
-            self._stream.synchronize()
+            self._device.stream.synchronize()
         return step
 
     def _propose(
@@ -191,13 +176,13 @@ class Steps:
         nbytes = made.nbytes // (drafts * slots)
         for index in range(drafts):
             at, source = to.address + index * nbytes, made.address + index * slots * nbytes
-            self._cuda.copy_rows(at, drafts * nbytes, source, nbytes, nbytes, slots, self._stream.handle)
+            self._device.copy_rows(at, drafts * nbytes, source, nbytes, nbytes, slots)
 
     def _tell(self, verify: Width, drafted: Tensor) -> None:
         """Puts the draft tokens of each slot behind its root."""
         ids, behind = verify.inputs.device[tensors.INPUT_IDS], drafted.shape[1] * _ID
         to, pitch = ids.address + _ID, ids.shape[1] * _ID
-        self._cuda.copy_rows(to, pitch, drafted.address, behind, behind, self._slots, self._stream.handle)
+        self._device.copy_rows(to, pitch, drafted.address, behind, behind, self._slots)
 
     def _accept(self, variant: StepVariant, verify: Width, step: DeviceStep, drafted: Mapping[str, Tensor]) -> Enqueue:
         logits = verify.outputs.device[tensors.LOGITS]
@@ -226,14 +211,14 @@ class Steps:
         return executor.prepare(point, arrays, self._memory["workspace"])
 
     def _read_back(self, step: DeviceStep, verify: Width) -> None:
-        step.outputs.download(self._stream.handle)
+        step.outputs.download()
         for name in sorted(READ_BACK & verify.outputs.device.keys()):
-            verify.outputs.download(self._stream.handle, name)
+            verify.outputs.download(name)
 
     def _capture(self, execution: Execution, divided: Callable[[list[Enqueue]], list[Enqueue]]) -> bool:
         """Captures every step, or none where one cannot be; whether it did."""
         work = [(step, cache, divided(parts)) for step in self._steps.values() for cache, parts in step.parts.items()]
-        captured = self._stream.capture_all([part for _, _, parts in work for part in parts])
+        captured = self._device.stream.capture_all([part for _, _, parts in work for part in parts])
         if isinstance(captured, BackendError):
             self.fallback = self.fallback or str(captured)
             return False

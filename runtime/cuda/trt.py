@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specexport.contract.engines import CompiledEngine, ComputedIn, EngineRuntime
+from specexport.contract.engines import CompiledEngine, ComputedIn, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BackendError
+from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
+from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import CudaDevice
-from specexport.runtime.cuda.executor import Enqueue, Execution
-from specexport.runtime.cuda.memory import Region, Tensor
+from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
+from specexport.runtime.cuda.memory import Device, Region, Tensor
 from specexport.runtime.cuda.stream import CudaStream
 
-_MODULES: dict[EngineRuntime, tuple[str, ...]] = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx",)}
-_LEAN: dict[EngineRuntime, tuple[str, ...]] = {"tensorrt": ("tensorrt_lean", "tensorrt_dispatch"), "tensorrt-rtx": ()}
-"""Smaller modules that only run engines; those that are version compatible, and no others."""
 _CACHE: dict[ComputedIn, np.dtype[Any]] = {
     "fp32": np.dtype(np.float32),
     "fp16": np.dtype(np.float16),
@@ -28,24 +26,23 @@ _CACHE: dict[ComputedIn, np.dtype[Any]] = {
 }
 
 
-def import_tensorrt(runtime: EngineRuntime, *, version_compatible: bool) -> Any:
+def import_tensorrt(runtime: EngineRuntime) -> Any:
     """The module that runs engines of a library.
 
     Raises:
         BackendError: there is none; names the extra.
     """
-    names = (*_MODULES[runtime], *(_LEAN[runtime] if version_compatible else ()))
-    found = next((name for name in names if importlib.util.find_spec(name) is not None), None)
-    if found is not None:
-        return importlib.import_module(found)
-    raise BackendError(
-        f"{runtime} is not installed, and this bundle is to run on it; install it with: "
-        f"pip install 'specexport[{runtime}]'"
-    )
+    try:
+        return importlib.import_module(runtime.replace("-", "_"))
+    except ImportError as error:
+        raise BackendError(
+            f"{runtime} is not installed ({error}), and this bundle is to run on it; install it with: "
+            f"pip install 'specexport[{runtime}]'"
+        ) from error
 
 
 def choose(engines: Sequence[CompiledEngine], runtime: EngineRuntime, device: CudaDevice) -> list[CompiledEngine]:
-    """The engines of a graph that run on a device, those compiled for just it rather than compatible ones.
+    """The engines of a graph that run on a device.
 
     Raises:
         BackendError: there are none; says which there are and what to do.
@@ -55,60 +52,43 @@ def choose(engines: Sequence[CompiledEngine], runtime: EngineRuntime, device: Cu
         raise BackendError(
             f"the bundle holds no engines for {runtime}; compile it with: specexport compile BUNDLE --backend {runtime}"
         )
-    capability = "{}.{}".format(*device.capability)
     running = [engine for engine in ours if engine.runs_on(device.capability)]
     if not running:
         built = sorted({text for engine in ours for text in engine.compute_capabilities})
         raise BackendError(
             f"the bundle's {runtime} engines were compiled for compute capability {', '.join(built)}, and this GPU is "
             f"{device}; compile it here with: specexport compile BUNDLE --backend {runtime}, or build it with "
-            f"--compute-capability {capability.replace('.', '')}"
+            "--compute-capability {}{}".format(*device.capability)
         )
-    return [engine for engine in running if capability in engine.compute_capabilities] or running
+    return running
 
 
 def check_version(engine: CompiledEngine, installed: str) -> None:
     """Checks that an engine can be read by the installed library.
 
     Raises:
-        BackendError: it was made by a release this one cannot read.
+        BackendError: it was made by another release.
     """
-    if engine.version == installed:
-        return
-    built_by, here = _release(engine.version), _release(installed)
-    if engine.version_compatible and built_by[:1] == here[:1] and here >= built_by:
-        return
-    raise BackendError(
-        f"{engine.file}: compiled by {engine.runtime} {engine.version}, and {installed} is installed, which reads "
-        f"{'later engines of its own major version' if engine.version_compatible else 'only its own engines'}; install "
-        f"{engine.runtime} {engine.version}, or compile again: specexport compile BUNDLE --backend {engine.runtime}"
-    )
+    if engine.version != installed:
+        raise BackendError(
+            f"{engine.file}: compiled by {engine.runtime} {engine.version}, and {installed} is installed, which reads "
+            f"only its own engines; install {engine.runtime} {engine.version}, or compile again: specexport compile "
+            f"BUNDLE --backend {engine.runtime}"
+        )
 
 
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-
-
-def load_engine(trt: Any, logger: Any, runtime: Any, folder: Path, engine: CompiledEngine) -> Any:
-    """Reads an engine, and puts its weights in where it was written without them.
+def load_engine(trt: Any, runtime: Any, folder: Path, engine: CompiledEngine) -> Any:
+    """Reads an engine.
 
     Raises:
-        BackendError: the library cannot read it, or its weights do not fit.
+        BackendError: the library cannot read it.
     """
-    if engine.version_compatible:
-        # A version compatible engine carries code that runs on the host; the bundle's hashes vouch for it.
-        runtime.engine_host_code_allowed = True
     loaded = runtime.deserialize_cuda_engine((folder / engine.file).read_bytes())
     if loaded is None:
         raise BackendError(
             f"{engine.file}: {engine.runtime} {trt.__version__} cannot load the engine (its own message is above); "
             "compile it on this machine with: specexport compile BUNDLE"
         )
-    if engine.stripped:
-        refitter = trt.Refitter(loaded, logger)
-        parser = trt.OnnxParserRefitter(refitter, logger)
-        if not parser.refit_from_file(str(folder / engine.source)) or not refitter.refit_cuda_engine():
-            raise BackendError(f"{engine.file}: the weights of {engine.source} do not fit it; compile it again")
     return loaded
 
 
@@ -137,7 +117,7 @@ class EngineExecutor:
         self.workspace = 0
         for engine in engines:
             check_version(engine, str(trt.__version__))
-            loaded = load_engine(trt, self._logger, self._runtime, folder, engine)
+            loaded = load_engine(trt, self._runtime, folder, engine)
             for index, point in enumerate(engine.profiles):
                 self._profiles.setdefault(point, (loaded, index, engine.file))
                 self.workspace = max(self.workspace, int(loaded.get_device_memory_size_for_profile_v2(index)))
@@ -187,3 +167,47 @@ class EngineExecutor:
     def close(self) -> None:
         self._contexts.clear()
         self._profiles.clear()
+
+
+class EngineLibrary:
+    """The engines of a bundle in TensorRT or TensorRT-RTX.
+
+    Attributes:
+        name: the backend's.
+        without_program: why the host drives steps, where it does.
+    """
+
+    def __init__(self, bundle: Bundle, device: Device, runtime: EngineRuntime) -> None:
+        self._bundle = bundle
+        self._device = device
+        self.name = runtime
+        self.without_program = ""
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """How many slots steps of the target were compiled for, ascending."""
+        engines = choose(self._bundle.manifest.target.engines, self.name, self._device.cuda.device)
+        return sorted({p.batch for engine in engines for p in engine.profiles if p.rows == p.tokens})
+
+    def model(self, model: Model) -> EngineExecutor:
+        """What runs a model's graph.
+
+        Raises:
+            BackendError: there are no engines for this device, or they cannot be loaded.
+        """
+        return self._executor(model.engines)
+
+    def program(self, slots: int) -> list[tuple[ProgramGraph, Executor]]:
+        """What runs the graphs of the step program; bundles that only decode plainly have none."""
+        try:
+            return [(graph, self._executor(graph.engines)) for graph in self._bundle.manifest.program if graph.engines]
+        except BackendError as error:
+            self.without_program = str(error)
+            return []
+
+    def _executor(self, engines: Sequence[CompiledEngine]) -> EngineExecutor:
+        chosen = choose(engines, self.name, self._device.cuda.device)
+        trt = import_tensorrt(self.name)
+        size = sum(self._bundle.file(engine.file).stat().st_size for engine in chosen)
+        self._device.budget.require(size, "loading its engines")
+        return EngineExecutor(trt, self._device.stream, self._bundle.folder, chosen)

@@ -6,10 +6,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from specexport.contract.methods.hypothesis import Hypothesis
-from specexport.runtime.proposal import Chains, Proposal, Proposer, SlotView, moved
+from specexport.runtime.proposal import Proposer, SlotView, TextProposer
 from specexport.runtime.proposers.opening import Opening
 
 LONGEST_MATCH = 4
@@ -91,41 +89,17 @@ class _Followed:
     read: int
 
 
-class HypothesisProposer(Proposer):
-    """Proposes what the request's hypothesis goes on with; nothing for a request that brought none.
+class HypothesisProposer(TextProposer[_Followed]):
+    """Proposes what the request's hypothesis goes on with, as far as the last match is trusted."""
 
-    Tokens are chosen without drawing (q = 1). The chain is the longest the bundle verifies that the hypothesis fills,
-    the request allows and the last match is trusted with.
-
-    Args:
-        method: the method.
-    """
-
-    def __init__(self, method: Hypothesis) -> None:
-        self._chains = Chains(method.token_trees())
-        self._slots: dict[int, _Followed] = {}
-
-    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        made = {}
-        for view in views:
-            followed = self._slots.get(view.slot)
-            if followed is None:
-                followed = _Followed(Follower(view.hypothesis), view.prompt)
-                self._slots[view.slot] = followed
-            followed.follower.extend(view.tokens[followed.read :])
-            followed.read = len(view.tokens)
-            found = followed.follower.following()
-            tree = self._chains.within(view.tree, len(found))
-            if tree is not None:
-                tokens = np.array(found[: len(tree) - 1], np.int64)
-                made[view.slot] = Proposal(tokens, tree, None, tokens[:, None])
-        return made
-
-    def move(self, source: int, to: int) -> None:
-        moved(self._slots, source, to)
-
-    def release(self, slot: int) -> None:
-        self._slots.pop(slot, None)
+    def ahead(self, view: SlotView) -> Sequence[int]:
+        """Nothing for a request that brought none."""
+        followed = self._slots.get(view.slot)
+        if followed is None:
+            followed = self._slots[view.slot] = _Followed(Follower(view.hypothesis), view.prompt)
+        followed.follower.extend(view.tokens[followed.read :])
+        followed.read = len(view.tokens)
+        return followed.follower.following()
 
 
 def open_proposer(method: Hypothesis, opening: Opening) -> Proposer:

@@ -12,7 +12,7 @@ from specexport.contract.methods.lookahead import Lookahead
 from specexport.contract.tree import TokenTree
 from specexport.runtime.embeds import is_embedding
 from specexport.runtime.graph import Array
-from specexport.runtime.proposal import Proposal, Proposer, SlotView, Window, moved
+from specexport.runtime.proposal import Proposal, Proposer, SlotProposer, SlotView, Window
 from specexport.runtime.proposers.opening import Opening
 
 _SEED = 0
@@ -123,7 +123,7 @@ class _Slot:
     asked: tuple[int, Array] | None = None
 
 
-class LookaheadProposer(Proposer):
+class LookaheadProposer(SlotProposer[_Slot]):
     """Proposes n-grams that begin with the root, and lets the step carry on the window that finds them.
 
     Guesses are merged where they begin alike, which changes neither what they see nor what is accepted. They are chosen
@@ -137,10 +137,10 @@ class LookaheadProposer(Proposer):
     observes = frozenset({tensors.LOGITS})
 
     def __init__(self, method: Lookahead, pool: Callable[[int], NgramPool] = NgramPool) -> None:
+        super().__init__()
         self._method = method
         self._widths = sorted(method.widths())
         self._pool = pool
-        self._slots: dict[int, _Slot] = {}
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         return {view.slot: self._propose(view) for view in views}
@@ -181,21 +181,15 @@ class LookaheadProposer(Proposer):
         first_level = random.choice(np.array(known), W + N - 3).tolist()
         return _Slot(pool, Trajectory(W, N, first_level))
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:
         known = self._slots.get(slot)
         if known is None or known.asked is None:  # prefill, or a step of the root alone
             return
-        root, rows = known.asked
+        first_token, rows = known.asked
         known.asked = None
-        said = outputs[tensors.LOGITS][rows].argmax(-1).tolist()
-        for first, rest in known.trajectory.advance(root, said):
+        said = outputs[tensors.LOGITS][root + rows].argmax(-1).tolist()
+        for first, rest in known.trajectory.advance(first_token, said):
             known.pool.add(first, rest)
-
-    def move(self, source: int, to: int) -> None:
-        moved(self._slots, source, to)
-
-    def release(self, slot: int) -> None:
-        self._slots.pop(slot, None)
 
 
 def merged(guesses: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from specexport.contract import tensors
 from specexport.contract.methods.medusa import Medusa
 from specexport.runtime.graph import Array
-from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotView, fill, moved
+from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotProposer, SlotView, fill
 from specexport.runtime.proposers.opening import Opening
 
 
-class MedusaProposer(Proposer):
+class MedusaProposer(SlotProposer[Ints]):
     """Fills a tree with the candidates the target's heads made at the last token in its cache.
 
     Head i saw the text up to that token, t, and predicts t+2+i: the root of the next step is t+1, so its candidates
@@ -20,27 +20,18 @@ class MedusaProposer(Proposer):
 
     observes = frozenset({tensors.CANDIDATES})
 
-    def __init__(self) -> None:
-        self._candidates: dict[int, Ints] = {}
-
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         """See :class:`Proposer`; before the target's first step there is nothing to propose."""
         made = {}
         for view in views:
-            candidates = self._candidates.get(view.slot)
+            candidates = self._slots.get(view.slot)
             if candidates is not None:
                 tokens = fill(view.tree, candidates)
                 made[view.slot] = Proposal(tokens, view.tree, None, candidates)
         return made
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        self._candidates[slot] = outputs[tensors.CANDIDATES][:, row].copy()
-
-    def move(self, source: int, to: int) -> None:
-        moved(self._candidates, source, to)
-
-    def release(self, slot: int) -> None:
-        self._candidates.pop(slot, None)
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:
+        self._slots[slot] = outputs[tensors.CANDIDATES][:, row].copy()
 
 
 def open_proposer(method: Medusa, opening: Opening) -> Proposer:

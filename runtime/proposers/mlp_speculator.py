@@ -15,12 +15,12 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.buffers import write_sampling
 from specexport.runtime.embeds import is_embedding
 from specexport.runtime.graph import Array, Graph
-from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotView, drawn, moved
+from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotProposer, SlotView, drawn
 from specexport.runtime.proposers.opening import Opening
 from specexport.runtime.sampling import Floats
 
 
-class MlpSpeculatorProposer(Proposer):
+class MlpSpeculatorProposer(SlotProposer[Floats]):
     """Fills a tree from what the target's head read at the last token in its cache, and the token after it, the root.
 
     Every node with children is a row of a stage, whose state follows from its parent's and its own token. In sampling
@@ -33,12 +33,12 @@ class MlpSpeculatorProposer(Proposer):
     observes = frozenset({tensors.HIDDEN})
 
     def __init__(self, graph: Graph) -> None:
+        super().__init__()
         self._graph = graph
-        self._states: dict[int, Floats] = {}
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         """See :class:`Proposer`; slots the target has not run in yet, and whose root is an embedding, are left out."""
-        ready = [view for view in views if view.slot in self._states and not is_embedding(view.tokens[-1])]
+        ready = [view for view in views if view.slot in self._slots and not is_embedding(view.tokens[-1])]
         if not ready:
             return {}
         deepest, widest = max(view.tree.depth for view in ready), max(view.tree.level_width for view in ready)
@@ -53,7 +53,7 @@ class MlpSpeculatorProposer(Proposer):
     def _give(self, given: Mapping[str, Array], at: int, view: SlotView) -> None:
         levels = _levels(view.tree)
         depth, width = levels.parents.shape
-        given[tensors.HIDDEN_STATE][at] = self._states[view.slot]
+        given[tensors.HIDDEN_STATE][at] = self._slots[view.slot]
         given[tensors.INPUT_IDS][at] = view.tokens[-1]
         for name, wanted in ((tensors.LEVEL_PARENTS, levels.parents), (tensors.LEVEL_RANKS, levels.ranks)):
             given[name][at] = 0
@@ -63,14 +63,8 @@ class MlpSpeculatorProposer(Proposer):
             # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
             given[tensors.UNIFORM][at, :depth, :width] = view.random.random((depth, width), np.float32)
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        self._states[slot] = outputs[tensors.HIDDEN][row].copy()
-
-    def move(self, source: int, to: int) -> None:
-        moved(self._states, source, to)
-
-    def release(self, slot: int) -> None:
-        self._states.pop(slot, None)
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:
+        self._slots[slot] = outputs[tensors.HIDDEN][row].copy()
 
 
 @dataclass(frozen=True)

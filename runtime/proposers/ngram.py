@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from specexport.contract.methods.ngram import Ngram
 from specexport.runtime.embeds import tokens_before_embeddings
-from specexport.runtime.proposal import Chains, Proposal, Proposer, SlotView, moved
+from specexport.runtime.proposal import Proposer, SlotView, TextProposer
 from specexport.runtime.proposers.opening import Opening
 
 TRUST = 2
@@ -58,45 +56,26 @@ class NgramIndex:
         return [self._tokens[start + at % period] for at in range(count)]
 
 
-class NgramProposer(Proposer):
+class NgramProposer(TextProposer[NgramIndex]):
     """Proposes what followed the latest occurrence of the text's last n tokens, for the largest n that has one.
 
-    Tokens are chosen without drawing (q = 1). The chain is the largest the bundle verifies that is no longer than the
-    request's and than ``TRUST`` times n. Where nothing matches, the step is a plain one.
-
-    Args:
-        method: the method.
+    A chain is no longer than ``TRUST`` times n.
     """
 
     def __init__(self, method: Ngram) -> None:
+        super().__init__(method)
         self._method = method
-        self._chains = Chains(method.token_trees())
-        self._indexes: dict[int, NgramIndex] = {}
 
-    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        made = {}
-        for view in views:
-            index = self._indexes.get(view.slot)
-            if index is None:
-                method = view.options if isinstance(view.options, Ngram) else self._method
-                index = NgramIndex(*method.lookup_sizes)
-                self._indexes[view.slot] = index
-            index.extend(view.tokens[len(index) :])
-            if (found := index.match()) is None:
-                continue
-            n, start = found
-            ahead = tokens_before_embeddings(index.continuation(start, min(TRUST * n, len(view.tree) - 1)))
-            tree = self._chains.within(view.tree, len(ahead))
-            if tree is not None:
-                tokens = np.array(ahead[: len(tree) - 1], np.int64)
-                made[view.slot] = Proposal(tokens, tree, None, tokens[:, None])
-        return made
-
-    def move(self, source: int, to: int) -> None:
-        moved(self._indexes, source, to)
-
-    def release(self, slot: int) -> None:
-        self._indexes.pop(slot, None)
+    def ahead(self, view: SlotView) -> Sequence[int]:
+        index = self._slots.get(view.slot)
+        if index is None:
+            method = view.options if isinstance(view.options, Ngram) else self._method
+            index = self._slots[view.slot] = NgramIndex(*method.lookup_sizes)
+        index.extend(view.tokens[len(index) :])
+        if (found := index.match()) is None:
+            return ()
+        n, start = found
+        return tokens_before_embeddings(index.continuation(start, min(TRUST * n, len(view.tree) - 1)))
 
 
 def open_proposer(method: Ngram, opening: Opening) -> Proposer:

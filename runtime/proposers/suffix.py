@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from specexport.contract.errors import RequestError
-from specexport.contract.methods import Method
 from specexport.contract.methods.suffix import Suffix
-from specexport.runtime.proposal import Chains, Proposal, Proposer, SlotView, moved
+from specexport.runtime.proposal import Proposer, SlotView, TextProposer
 from specexport.runtime.proposers.opening import Opening
 
 _END = -1
@@ -207,13 +204,13 @@ class _Text:
     matches: list[_Match] = field(default_factory=list)
 
 
-class SuffixProposer(Proposer):
+class SuffixProposer(TextProposer[_Text]):
     """Proposes the most frequent continuation of the longest suffix that occurs earlier in prompt, output or store.
 
     The longer the match and the surer the continuation, the longer the chain: at most ``max_spec_factor`` tokens for a
     token matched, and only while the chain's estimated probability is at least ``min_token_prob`` (SuffixDecoding,
     arXiv 2411.04975). Of the text and the store the one is used whose chain is expected to have more tokens accepted.
-    Tokens are chosen without drawing (q = 1), so that a store changes what is proposed and never what is sampled.
+    A store changes what is proposed and never what is sampled.
 
     Args:
         method: the method.
@@ -221,27 +218,30 @@ class SuffixProposer(Proposer):
     """
 
     def __init__(self, method: Suffix, store: OutputStore | None = None) -> None:
+        super().__init__(method)
         self._method = method
-        self._chains = Chains(method.token_trees())
         self._store = store
-        self._texts: dict[int, _Text] = {}
 
-    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        made = {}
-        for view in views:
-            found = self._continuation(self._read(view), len(view.tree) - 1, view.options)
-            tree = self._chains.within(view.tree, len(found))
-            if tree is not None:
-                tokens = np.array(found[: len(tree) - 1], np.int64)
-                made[view.slot] = Proposal(tokens, tree, None, tokens[:, None])
-        return made
+    def ahead(self, view: SlotView) -> Sequence[int]:
+        """The chain that is expected to have most tokens accepted."""
+        text = self._read(view)
+        method = view.options if isinstance(view.options, Suffix) else self._method
+        best: list[int] = []
+        most = 0.0
+        own = (text.automaton, *text.automaton.repeated_suffix())
+        for automaton, state, length in (own, *((m.automaton, m.state, m.length) for m in text.matches)):
+            allowed = min(len(view.tree) - 1, int(method.max_spec_factor * length))
+            tokens, expected = automaton.continuation(state, allowed, method.min_token_prob)
+            if expected > most:
+                best, most = tokens, expected
+        return best
 
     def _read(self, view: SlotView) -> _Text:
         """Takes in what is new of a slot's text."""
-        text = self._texts.get(view.slot)
+        text = self._slots.get(view.slot)
         if text is None:
             # The list is the request's own: it has the whole output later.
-            text = self._texts[view.slot] = _Text(view.tokens, view.prompt)
+            text = self._slots[view.slot] = _Text(view.tokens, view.prompt)
         new = view.tokens[len(text.automaton) :]
         for token in new:
             text.automaton.append(token)
@@ -253,25 +253,9 @@ class SuffixProposer(Proposer):
             match.advance(new)
         return text
 
-    def _continuation(self, text: _Text, limit: int, options: Method | None) -> list[int]:
-        """The chain that is expected to have most tokens accepted."""
-        method = options if isinstance(options, Suffix) else self._method
-        best: list[int] = []
-        most = 0.0
-        own = (text.automaton, *text.automaton.repeated_suffix())
-        for automaton, state, length in (own, *((m.automaton, m.state, m.length) for m in text.matches)):
-            allowed = min(limit, int(method.max_spec_factor * length))
-            tokens, expected = automaton.continuation(state, allowed, method.min_token_prob)
-            if expected > most:
-                best, most = tokens, expected
-        return best
-
-    def move(self, source: int, to: int) -> None:
-        moved(self._texts, source, to)
-
     def release(self, slot: int) -> None:
         """See :class:`Proposer`; the output goes into the store, as far as it got."""
-        text = self._texts.pop(slot, None)
+        text = self._slots.pop(slot, None)
         if text is not None and self._store is not None:
             self._store.add(text.tokens[text.prompt :])
 

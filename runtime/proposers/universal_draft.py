@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from specexport.contract.methods.universal_draft import UniversalDraft
 from specexport.contract.tree import TokenTree
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposal import Chains, Proposal, Proposer, SlotView, moved
+from specexport.runtime.proposal import Chains, Proposal, Proposer, SlotProposer, SlotView
 from specexport.runtime.proposers import draft_model
 from specexport.runtime.proposers.opening import Opening
 from specexport.runtime.text import TextStream
@@ -46,7 +45,7 @@ class _Text:
         self.read += len(tokens)
 
 
-class UniversalDraftProposer(Proposer):
+class UniversalDraftProposer(SlotProposer[_Text]):
     """Lets a draft model go on with the text, and proposes what that is in the target's tokens (universal assisted
     decoding, Timor et al., arXiv 2502.05202).
 
@@ -65,24 +64,22 @@ class UniversalDraftProposer(Proposer):
     def __init__(
         self, drafter: Proposer, target: Tokenizer, draft: Tokenizer, trees: Sequence[TokenTree], longest: int
     ) -> None:
+        super().__init__()
         self._drafter = drafter
         self._target = target
         self._draft = draft
         self._chains = Chains(trees)
         self._longest = longest
-        self._texts: dict[int, _Text] = {}
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         wanted = {view.slot: view for view in views}
-        translations = [translated for translated in map(self._translated, views) if translated is not None]
-        texts = {translated.slot: translated.tokens for translated in translations}
+        translations = [view for view in map(self._translated, views) if view is not None]
+        texts = {view.slot: view.tokens for view in translations}
         made = {}
         for slot, proposal in self._drafter.propose(translations).items():
             tokens = self._tokens(wanted[slot].tokens, texts[slot], proposal.tokens.tolist())
-            tree = self._chains.within(wanted[slot].tree, len(tokens))
-            if tree is not None:
-                taken = np.array(tokens[: len(tree) - 1], np.int64)
-                made[slot] = Proposal(taken, tree, None, taken[:, None])
+            if (translated := self._chains.proposal(wanted[slot].tree, tokens)) is not None:
+                made[slot] = translated
         return made
 
     def prefill(self, view: SlotView) -> bool:
@@ -91,7 +88,7 @@ class UniversalDraftProposer(Proposer):
 
     def _translated(self, view: SlotView) -> SlotView | None:
         """What the draft sees of a slot; None where there is nothing it could go on with."""
-        text = self._texts.setdefault(view.slot, _Text(TextStream(self._target)))
+        text = self._slots.setdefault(view.slot, _Text(TextStream(self._target)))
         text.extend(view.tokens[text.read :])
         tokens = list(self._draft.encode(text.text).ids) if text.whole else []
         tree = TokenTree.chain(len(view.tree))
@@ -125,14 +122,14 @@ class UniversalDraftProposer(Proposer):
         return text
 
     def move(self, source: int, to: int) -> None:
-        moved(self._texts, source, to)
+        super().move(source, to)
         self._drafter.move(source, to)
 
     def shrink_cache(self, rows: int) -> None:
         self._drafter.shrink_cache(rows)
 
     def release(self, slot: int) -> None:
-        self._texts.pop(slot, None)
+        super().release(slot)
         self._drafter.release(slot)
 
 

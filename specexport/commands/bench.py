@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specexport.building import progress_bars
+from specexport.commands import add_exactness
 from specexport.contract.errors import RequestError
 from specexport.runtime import Engine
 from specexport.tuning import workloads
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=4, metavar="N", help="of each workload")
     parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of a prompt at most")
     parser.add_argument("-n", "--max-tokens", type=int, default=64, help="tokens to generate for each")
+    add_exactness(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
 
@@ -52,7 +54,9 @@ def main(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, flag)
         if value is not None and value < least:
             raise RequestError(f"--{flag.replace('_', '-')} is {value}; expected {least} or more")
-    with Engine.load(arguments.bundle, threads=arguments.threads, cost_curve=False) as engine:
+    with Engine.load(
+        arguments.bundle, threads=arguments.threads, cost_curve=False, exactness=arguments.exactness
+    ) as engine:
         names = list(engine.methods) if arguments.methods == "all" else arguments.methods.split(",")
         sizes = (arguments.prompts, arguments.prompt_tokens)
         if arguments.data is None:

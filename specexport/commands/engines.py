@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -25,24 +24,6 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "CC[,CC...]",
         "help": "devices to compile for, such as 86,89,120 (default: TensorRT-RTX, all it knows from 8.0 on; TensorRT, "
         "the device of this machine)",
-    },
-    "--workspace": {"type": int, "metavar": "MB", "help": "most scratch memory for one layer"},
-    "--timing-cache": {
-        "type": Path,
-        "metavar": "FILE",
-        "help": "TensorRT: keep the times of kernels in this file, so that the next compilation is faster",
-    },
-    "--strip-weights": {
-        "action": "store_true",
-        "help": "leave weights out of the engines and read them when an engine is loaded; TensorRT-RTX: for one device",
-    },
-    "--version-compatible": {
-        "action": "store_true",
-        "help": "TensorRT: let later versions with the same major number run the engines",
-    },
-    "--hardware-compatible": {
-        "action": "store_true",
-        "help": "TensorRT: let every device from 8.0 on run the engines",
     },
     "--engine-batch-sizes": {
         "metavar": "B[,B...]",
@@ -77,11 +58,6 @@ def engine_options(arguments: argparse.Namespace) -> EngineOptions:
         runtime=arguments.backend,
         compute=arguments.compute,
         capabilities=tuple(map(capability, listed.split(","))) if listed is not None else (),
-        workspace=arguments.workspace * 1_000_000 if arguments.workspace is not None else None,
-        timing_cache=arguments.timing_cache,
-        strip_weights=arguments.strip_weights,
-        version_compatible=arguments.version_compatible,
-        hardware_compatible=arguments.hardware_compatible,
         batch_sizes=_batch_sizes(arguments.engine_batch_sizes),
         plain=arguments.plain_profile,
     )

@@ -157,10 +157,10 @@ def _shapes(model: Model) -> str:
 
 
 def _engines(model: Model) -> str:
-    lines = []
-    for engine in model.engines:
-        devices = ", ".join(engine.compute_capabilities) + (" and later" if engine.hardware_compatible else "")
-        lines.append(f"{engine.runtime} {engine.version} for {devices}, in {engine.compute}")
+    lines = (
+        f"{engine.runtime} {engine.version} for {', '.join(engine.compute_capabilities)}, in {engine.compute}"
+        for engine in model.engines
+    )
     return "\n".join(lines) or "none"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specexport.commands import add_exactness
 from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import RequestError
 from specexport.runtime import EmbedsPrompt, Engine, Stats, Stream
@@ -84,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PART",
         help="of the GPU's memory that may be in use (default: %(default)s)",
     )
+    add_exactness(parser)
     parser.add_argument("--hypothesis", type=Path, metavar="FILE", help="a text the output is expected to be")
     parser.add_argument(
         "--hypothesis-entropy", type=float, metavar="H", help="how unsure its maker was at worst, in nats"
@@ -109,6 +111,7 @@ def main(arguments: argparse.Namespace) -> int:
     with Engine.load(
         arguments.bundle,
         threads=arguments.threads,
+        exactness=arguments.exactness,
         backend=arguments.backend,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
     ) as engine:

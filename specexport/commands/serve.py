@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specexport.building import needs_extra
+from specexport.commands import add_exactness
 from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import BuildError
 
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-body-bytes", type=int, default=8 << 20, metavar="N", help="of a request")
     parser.add_argument("--seed", type=int, help="of requests without one of their own")
     parser.add_argument("--precision", choices=("fp32", "fp16", "int8", "int4"), help="of a model that is built")
+    add_exactness(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     parser.add_argument(
         "--backend", choices=BACKENDS, metavar="NAME", help=f"{', '.join(BACKENDS)} (default: what it was built for)"
@@ -98,6 +100,7 @@ def main(arguments: argparse.Namespace) -> int:
         backend=arguments.backend,
         threads=arguments.threads,
         measure=arguments.measure,
+        exactness=arguments.exactness,
         **build,
     )
     service = Service(engine, tuple(arguments.served_model_name or [source]), arguments.timeout or None)

@@ -7,25 +7,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from specexport.building import progress_bars
+from specexport.building import exporter, progress_bars
 from specexport.commands import tune_batch
 from specexport.commands.draw import terminal_tree
-from specexport.commands.measuring import (
-    add_measuring_arguments,
-    decoded_with,
-    open_to_tune,
-    read_prompts,
-    step_room,
-    usual_rows,
-)
 from specexport.contract.errors import RequestError
 from specexport.contract.methods import RankedMethod
-from specexport.runtime import Engine
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.bundle import Bundle
+from specexport.tuning.workloads import read_lines
 
 if TYPE_CHECKING:
     from specexport.tuning.tree import TreeCandidate
@@ -40,8 +35,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Decode text with a method, see which of its candidates come true, time steps of every width, and "
         "make the tree that commits most tokens a second the method's default.",
     )
+    tree.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder made by specexport build")
     tree.add_argument("--method", metavar="NAME", help="which of the bundle's (default: its first)")
-    add_measuring_arguments(tree)
+    tree.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="text like that to come, but not what it was trained on: text files, or .jsonl with a text a line",
+    )
+    tree.add_argument("--max-nodes", type=int, default=32, metavar="N", help="most tokens a step verifies")
+    tree.add_argument("--prompts", type=int, default=32, metavar="N", help="how many prompts to decode")
+    tree.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of a prompt")
+    tree.add_argument("-n", "--max-tokens", type=int, default=96, help="tokens to generate for each")
+    tree.add_argument("--temperature", type=float, default=0.0, help="decode at this temperature; 0 is greedy")
+    tree.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    tree.add_argument("--dry-run", action="store_true", help="print the result and leave the bundle as it is")
+    tree.add_argument("--json", action="store_true", help="print the result as JSON")
     tree.set_defaults(main=main)
     batch = what.add_parser(
         "batch",
@@ -57,7 +68,12 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport tune tree``."""
     from specexport.tuning import tree as tune
 
-    bundle = open_to_tune(arguments)
+    for flag, least in (("max_nodes", 2), ("prompts", 1), ("prompt_tokens", 2), ("max_tokens", 2)):
+        if getattr(arguments, flag) < least:
+            raise RequestError(f"--{flag.replace('_', '-')} is {getattr(arguments, flag)}; expected {least} or more")
+    if not arguments.dry_run:
+        exporter()
+    bundle = Bundle.open(arguments.bundle)
     manifest = bundle.manifest
     if not manifest.methods:
         raise RequestError(f"{arguments.bundle}: built without a way to speculate; there is no tree to tune")
@@ -81,10 +97,15 @@ def main(arguments: argparse.Namespace) -> int:
         with Engine.load(
             arguments.bundle, threads=arguments.threads, check_hashes=False, cost_curve=False, backend="onnxruntime"
         ) as engine:
-            prompts = read_prompts(engine, arguments.data, arguments.prompts, arguments.prompt_tokens)
-            observed = tune.observe(engine, name, prompts, decoded_with(arguments), bars)
-        most = min(arguments.max_nodes, step_room(manifest))
-        costs = tune.step_costs(bundle, usual_rows(arguments, manifest), most, arguments.threads, bars)
+            prompts = _read_prompts(engine, arguments.data, arguments.prompts, arguments.prompt_tokens)
+            params = SamplingParams(
+                temperature=arguments.temperature, max_tokens=arguments.max_tokens, seed=0, ignore_eos=True
+            )
+            observed = tune.observe(engine, name, prompts, params, bars)
+        # Tokens that fit behind the longest context, and rows half-way through the text that is decoded.
+        room = max(graph.point.cache for graph in manifest.target.graph.points) - manifest.max_seq_len + 1
+        rows = min(arguments.prompt_tokens + arguments.max_tokens // 2, manifest.max_seq_len - 1)
+        costs = tune.step_costs(bundle, rows, min(arguments.max_nodes, room), arguments.threads, bars)
     found = tune.candidates(method, observed, costs)
     if not found:
         raise RequestError("no candidate ever came true on this text, so that no tree helps; nothing was changed")
@@ -104,6 +125,32 @@ def main(arguments: argparse.Namespace) -> int:
         warning = "" if best.speed_up > 1 else "; plain decoding is faster on this device"
         Console().print(f"{arguments.bundle}: {name} verifies {len(best.tree)} nodes a step by default now{warning}")
     return 0
+
+
+def _read_prompts(engine: Engine, files: Sequence[Path], count: int, tokens: int) -> list[list[int]]:
+    """Prompts of at most so many tokens: each line of a ``.jsonl``, and windows of the text of other files.
+
+    Raises:
+        RequestError: a file is missing, is no text, or has a line without a text; names it.
+    """
+    limit = min(tokens, engine.manifest.max_seq_len // 2)
+    prompts: list[list[int]] = []
+    for path in files:
+        if path.suffix == ".jsonl":
+            prompts += [engine.encode(line.text)[:limit] for line in read_lines(path)]
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"{path}: {error}; expected a text file or .jsonl") from error
+        ids = engine.encode(text) if text else []
+        prompts += [ids[start : start + limit] for start in range(0, max(1, len(ids) - limit), 2 * limit)]
+    prompts = [prompt for prompt in prompts if len(prompt) > 1]
+    if not prompts:
+        raise RequestError(f"{', '.join(map(str, files))}: no text of two tokens or more")
+    # Spread over all that was given.
+    step = max(1, len(prompts) // count)
+    return prompts[::step][:count]
 
 
 def _as_dict(name: str, found: list[TreeCandidate], costs: Sequence[float]) -> dict[str, object]:

@@ -1,0 +1,81 @@
+"""This machine: what it is called, what a process may use of it, and what was found out on it and is remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+Found = TypeVar("Found", bound=msgspec.Struct)
+_MAX_FILE = 1 << 20
+
+
+def cache_folder() -> Path:
+    """``$SPECEXPORT_CACHE``, or ``specexport`` in the user's cache folder."""
+    own = os.environ.get("SPECEXPORT_CACHE")
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specexport"
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The processor, as Linux names it, elsewhere at least its architecture."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def cpu_features() -> str:
+    """The instruction sets of the processor, as Linux lists them; empty elsewhere."""
+    return _cpuinfo("flags") or _cpuinfo("Features")
+
+
+def _cpuinfo(field: str) -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    found = (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == field)
+    return next(found, "")
+
+
+class Remembered(Generic[Found]):
+    """What was found out about one thing on this machine, kept in a file of the cache folder.
+
+    Where the folder cannot be written it is found out anew each time; a file that is damaged counts as none.
+
+    Args:
+        name: what kind of thing it is: a folder in the cache folder.
+        about: all that it depends on; the file is named by a hash of it, and of what this machine is.
+        kind: how it is stored, as JSON.
+    """
+
+    def __init__(self, name: str, about: Sequence[str], kind: type[Found]) -> None:
+        key = "\n".join((cpu_name(), cpu_features(), *about))
+        self._path = cache_folder() / name / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        self._kind = kind
+
+    def load(self) -> Found | None:
+        """What is remembered; None for nothing."""
+        with contextlib.suppress(OSError, RuntimeError, msgspec.MsgspecError):
+            if self._path.stat().st_size <= _MAX_FILE:
+                return msgspec.json.decode(self._path.read_bytes(), type=self._kind)
+        return None
+
+    def save(self, found: Found) -> None:
+        """Remembers it, in the place of what was remembered."""
+        with contextlib.suppress(OSError, RuntimeError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:
+                file.write(msgspec.json.encode(found))
+            Path(file.name).replace(self._path)

@@ -1,0 +1,184 @@
+"""How many tokens a step runs with: at least those it is asked for, and so many that its rows are exact.
+
+Kernels take different ways for one row and for several, some for the last of an odd number. They round differently, and
+where activations become integers that grows into other tokens. So what a token's row says must not depend on how many
+others run beside it. Which widths agree is not known from a list of processors: the graph is run, and rows compared.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+import numpy as np
+
+from specexport.contract import tensors
+from specexport.contract.errors import BackendError
+from specexport.contract.manifest import Manifest
+from specexport.runtime.graph import Array, Graph
+from specexport.runtime.machine import Remembered
+
+Exactness = Literal["exact", "fast"]
+"""Whether steps take the widths, and accept the tokens, that make greedy text that of plain decoding bit for bit, or
+those that take least time, so that texts may part where two tokens are about equally likely."""
+EXACTNESS: tuple[Exactness, ...] = ("exact", "fast")
+
+_GRAIN = 16
+"""Rows are compared with those of a run of a multiple of this many tokens: all kernels' tiles are full there."""
+_SPARE = (1, 2, 4, 6, 8, *range(12, 161, 4))
+"""Widths to take beside those of the bundle: few, as each keeps arrays of its own."""
+_TRIED = 8
+"""Wider than asked for by this many tokens a step may become."""
+_TEXT = 24
+"""Tokens that are read before rows are compared, as attention over nothing shows little."""
+_EVIDENCE = 2
+"""Slots whose rows are compared; the kernels are the same for all."""
+
+
+class Widths(Protocol):
+    """Chooses T of a step.
+
+    Attributes:
+        exact: whether rows are the same at all the widths it chooses.
+    """
+
+    exact: bool
+
+    @property
+    def parted(self) -> int:
+        """For how many kinds of steps no width was found whose rows are exact."""
+
+    @property
+    def chunks(self) -> bool:
+        """Whether rows that a prefill chunk makes are those that steps make, or that does not matter."""
+
+    def choose(self, slots: range, needed: int) -> int:
+        """T for a window of slots whose largest tree has ``needed`` nodes."""
+
+
+class BuiltWidths:
+    """The narrowest width a bundle was built for; see :class:`Widths`.
+
+    Args:
+        target: the target's graph.
+    """
+
+    exact = False
+    parted = 0
+    chunks = True
+
+    def __init__(self, target: Graph) -> None:
+        self._widths = {size: target.widths(size) for size in target.sizes}
+
+    def choose(self, slots: range, needed: int) -> int:
+        return next(width for width in self._widths[len(slots)] if width >= needed)
+
+
+class Agreement(msgspec.Struct, forbid_unknown_fields=True):
+    """What is known of a graph on a machine.
+
+    Attributes:
+        chunks: whether rows that a prefill chunk makes are those that steps make.
+        widths: T to take, by batch size and by the tokens that are needed.
+        parted: batch sizes and needed tokens for which no width was found whose rows are exact.
+    """
+
+    chunks: bool
+    widths: dict[int, dict[int, int]]
+    parted: list[tuple[int, int]]
+
+
+class ExactWidths:
+    """The narrowest width whose rows are, bit for bit, those of wide runs; see :class:`Widths`.
+
+    What it finds out about a bundle is remembered. One slot alone is looked at when a bundle is opened, larger batches
+    when they first run, beside the texts that are in the slots then.
+
+    Args:
+        target: the target's graph, which must run steps of any width; its slots are empty.
+        manifest: the bundle's.
+        memory: remembers what was found.
+    """
+
+    exact = True
+
+    def __init__(self, target: Graph, manifest: Manifest, memory: Remembered[Agreement]) -> None:
+        self._target = target
+        self._memory = memory
+        self._chunk = manifest.prefill_chunk
+        self._longest = manifest.max_seq_len
+        self._last_position = manifest.target.max_positions - 1
+        self._tokens = np.random.default_rng(0).integers(0, manifest.target.vocab_size, 256)
+        known = memory.load()
+        self.agreement = known if known is not None else self._begin()
+
+    @property
+    def parted(self) -> int:
+        return len(self.agreement.parted)
+
+    @property
+    def chunks(self) -> bool:
+        return self.agreement.chunks
+
+    def choose(self, slots: range, needed: int) -> int:
+        known = self.agreement.widths.get(len(slots), {})
+        return known[needed] if needed in known else self._find(slots, needed)
+
+    def _begin(self) -> Agreement:
+        """Compares prefill chunks with steps, then the widths of one slot."""
+        count = min(_TEXT, self._chunk, self._longest // 2)
+        made = []
+        for width in (self._chunk, 8):
+            self._target.copy(0, 0, 0)
+            for past in range(0, count, width):
+                self._run(range(1), width, rows=1 if width == self._chunk else width, start=past)
+                self._target.commit(0, past, range(min(width, count - past)))
+            made.append(self._run(range(1), _GRAIN)[0].copy())
+        self.agreement = Agreement(chunks=np.array_equal(*made), widths={}, parted=[])
+        for width in self._target.widths(1):
+            self.choose(range(1), width)
+        self._target.copy(0, 0, 0)
+        self._memory.save(self.agreement)
+        return self.agreement
+
+    def _find(self, slots: range, needed: int) -> int:
+        """Finds the width to take and remembers it, unless the slots hold too little to show it."""
+        built = self._target.widths(len(slots))
+        tried = [width for width in sorted({*_SPARE, *built}) if needed <= width <= needed + _TRIED]
+        narrowest = next((width for width in built if width >= needed), tried[0])
+        shown = [slot for slot in slots if self._target.filled(slot) >= min(_TEXT, self._longest // 2) // 2]
+        widest = -(-tried[-1] // _GRAIN) * _GRAIN
+        try:
+            self._target.reserve(max(map(self._target.filled, slots)) + widest)
+        except BackendError:  # a step at the end of the context
+            return narrowest
+        if not shown:
+            return narrowest
+        alone = {slot: self._run(range(slot, slot + 1), widest)[0].copy() for slot in shown[:_EVIDENCE]}
+        for width in tried:
+            beside = self._run(slots, width)
+            if all(np.array_equal(beside[slot - slots.start, :needed], alone[slot][:needed]) for slot in alone):
+                break
+        else:
+            width = narrowest
+            self.agreement.parted.append((len(slots), needed))
+        self.agreement.widths.setdefault(len(slots), {})[needed] = width
+        self._memory.save(self.agreement)
+        return width
+
+    def _run(self, slots: range, width: int, rows: int | None = None, start: int | None = None) -> Array:
+        """Logits ``[B,R,V]`` of a step of the same tokens in every slot of a window, behind what the slots hold."""
+        rows = width if rows is None else rows
+        self._target.reserve(max(map(self._target.filled, slots)) + width)
+        given = self._target.inputs(width, rows, slots=slots)
+        self._target.protect_rows(width, rows, slots=slots)
+        at = 0 if start is None else start
+        given[tensors.INPUT_IDS][:] = np.resize(self._tokens[at:], width)
+        past = given[tensors.PAST_LENGTH][:, None]
+        given[tensors.POSITION_IDS][:] = np.minimum(past + np.arange(width), self._last_position)
+        if tensors.TREE_MASK in given and rows == width:
+            given[tensors.TREE_MASK][:] = np.tri(width, dtype=np.bool_)
+        if tensors.EMBEDS_MASK in given:
+            given[tensors.EMBEDS_MASK][:] = False
+        made: Array = self._target.run(width, rows, slots=slots)[tensors.LOGITS]
+        return made

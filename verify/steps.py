@@ -1,0 +1,119 @@
+"""The calls that ``specexport verify`` compares: the step graph's, and what the model it was traced from says.
+
+The graph works through a text the way the engine does, chunk by chunk over a cache. The model has no cache: it reads
+each text from its start, so that a mistake in positions, masks or cache rows cannot hide in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport.checkpoints.reference import reference_logits
+from specexport.contract import tensors
+from specexport.contract.manifest import Manifest
+from specexport.contract.model import Model
+from specexport.contract.tree import TokenTree
+from specexport.exporter.step_session import StepSession
+from specexport.runtime.bundle import Bundle
+
+Array = npt.NDArray[Any]
+Feed = dict[str, Array]
+
+_COMPARED_ROWS = 16
+"""Rows of a prefill chunk that are compared; all of them would be megabytes of logits that say the same."""
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """One call of the step graph.
+
+    Attributes:
+        committed: the text whose rows are in the cache.
+        tokens: T more.
+        tree: how they follow each other.
+        rows: the R tokens whose logits are compared.
+    """
+
+    committed: list[int]
+    tokens: list[int]
+    tree: TokenTree
+    rows: range
+
+    def feed(self, model: Model) -> Feed:
+        """The graph's inputs, caches and embeddings aside."""
+        past = len(self.committed)
+        # As in the engine: a chunk's padding may reach past the positions the model has.
+        positions = np.minimum(past + self.tree.depths, model.max_positions - 1)
+        return {
+            tensors.INPUT_IDS: np.array([self.tokens], np.int64),
+            tensors.POSITION_IDS: positions[None],
+            tensors.TREE_MASK: self.tree.mask[None],
+            tensors.PAST_LENGTH: np.array([past], np.int64),
+            tensors.LOGITS_ROWS: np.array([self.rows], np.int64),
+        }
+
+    def expected(self, model: Any) -> Array:
+        """What the model says, float32 ``[R,V]``: each path of a tree is a text of its own."""
+        found: dict[int, Array] = {}
+        # Longest paths first: what they pass through need not be run again.
+        for row in sorted(self.rows, key=lambda row: -int(self.tree.mask[row].sum())):
+            if row not in found:
+                path = np.flatnonzero(self.tree.mask[row]).tolist()
+                text = np.array([*self.committed, *(self.tokens[node] for node in path)], np.int64)
+                found.update(zip(path, reference_logits(model, text)[len(self.committed) :], strict=True))
+        return np.stack([found[row] for row in self.rows])
+
+
+def prefill_calls(manifest: Manifest, text: Sequence[int]) -> Iterator[StepCall]:
+    """Reads a text in chunks as the engine does."""
+    chunk = manifest.prefill_chunk
+    for done in range(0, len(text), chunk):
+        part = list(text[done : done + chunk])
+        rows = range(max(0, len(part) - _COMPARED_ROWS), len(part))
+        yield StepCall(list(text[:done]), part + [0] * (chunk - len(part)), TokenTree.chain(chunk), rows)
+
+
+def step_calls(manifest: Manifest, text: Sequence[int], K: int) -> Iterator[StepCall]:
+    """A prefill, then a chain of the verify step's width, a tree over the rows the chain left, and one plain token.
+
+    The tree starts behind the chain's second token, as if the rest of the chain had been rejected, so rows that must no
+    longer be seen are in the cache.
+    """
+    yield from prefill_calls(manifest, text)
+    width = K + 1
+    # Tokens from the text itself, so that models are asked about what they know.
+    more = [text[i % len(text)] for i in range(2 * width + 1)]
+    committed = list(text)
+    binary = TokenTree(tuple((node - 1) // 2 if node else -1 for node in range(width)))
+    for tokens, tree, kept in (
+        (more[:width], TokenTree.chain(width), 2),
+        (more[width : 2 * width], binary, 1),
+        (more[2 * width :], TokenTree.chain(1), 1),
+    ):
+        if len(committed) + len(tree) > manifest.target.max_positions:
+            return
+        yield StepCall(list(committed), tokens, tree, range(len(tree)))
+        committed += tokens[:kept]
+
+
+def open_step(bundle: Bundle, calls: Sequence[StepCall]) -> StepSession:
+    """The step graph, with a cache that has room for these calls."""
+    model = bundle.manifest.target
+    needed = max(len(call.committed) + len(call.tokens) for call in calls)
+    rows = min(at.point.cache for at in model.graph.points if at.point.cache >= needed)
+    # What was never written must never be read: it would show at once.
+    return StepSession(bundle.file(model.graph.master), bundle.manifest.lowering, model, rows, 1e6)
+
+
+def half_embedded(feed: Feed, embeds: Array) -> Feed:
+    """A prefill feed that says the same with embeddings ``[P,H]`` of the text in the place of every other token."""
+    past, tokens = int(feed[tensors.PAST_LENGTH][0]), feed[tensors.INPUT_IDS].copy()
+    given, mask = np.zeros((*tokens.shape, embeds.shape[1]), np.float32), np.zeros(tokens.shape, np.bool_)
+    at = np.arange(0, min(tokens.shape[1], len(embeds) - past), 2)
+    given[0, at], mask[0, at], tokens[0, at] = embeds[past + at], True, 0
+    return feed | {tensors.INPUT_IDS: tokens, tensors.INPUTS_EMBEDS: given, tensors.EMBEDS_MASK: mask}
