@@ -23,7 +23,6 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.common import machine, new_table, open_console, read_texts, write_report
-from benchmarks.pair import built
 from specexport.contract.reading import exchange_manifest, read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Completion, Engine, SamplingParams, Stream
@@ -166,14 +165,14 @@ def _open(folder: Path, args: argparse.Namespace) -> Engine:
 
 def _bundle(args: argparse.Namespace, precision: str) -> Path:
     """The bundle of a precision; made if it is not there, its models too."""
-    work = args.work / args.shape
-    target, draft, early = SHAPES[args.shape]
-    models = {"target": target, "draft": draft}
-    for seed, (name, sizes) in enumerate(models.items()):
-        _checkpoint(work / name, args.tokenizer, seed, sizes)
-    folder: Path = work / precision
+    from benchmarks.pair import built
     from tests.checkpoints import make_heads, make_speculator
 
+    work = args.work / args.shape
+    target, draft, early = SHAPES[args.shape]
+    for seed, (name, sizes) in enumerate((("target", target), ("draft", draft))):
+        _checkpoint(work / name, args.tokenizer, seed, sizes)
+    folder: Path = work / precision
     if not (work / "heads").exists():
         make_heads(work / "heads", work / "target", HEADS, tied=True)
     if not (work / "speculator").exists():

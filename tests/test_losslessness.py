@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from benchmarks import losslessness
+from benchmarks import exactness, losslessness
 from specexport.contract import methods as all_methods
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
@@ -417,7 +417,7 @@ def test_a_wrong_acceptance_is_found_out(draft: str, wrong: Accept) -> None:
         assert_distributed(tables.texts(setting, RUNS // 2, wrong), tables.exact(setting.params))
 
 
-# --- the benchmark that does this at a size that settles it -----------------------------------------------------------
+# --- the benchmarks that do this at a size that settles it -----------------------------------------------------------
 
 
 @pytest.mark.exporter
@@ -480,3 +480,24 @@ def test_p_values_that_are_too_small_or_not_uniform_are_found() -> None:
     one[7, 1] = 1e-6
     assert losslessness.summary(rows(one))["overall"] < losslessness.LEVEL
     assert losslessness.summary(rows(uniform**2))["overall"] < losslessness.LEVEL
+
+
+def test_the_benchmark_of_exactness_decodes_in_every_way_and_says_where_texts_part(
+    engine: Callable[[str], Engine], bundle: Callable[[str], Path]
+) -> None:
+    name, prompts = "qwen3-lookup-batch", [[5, 6, 7, 8, 5, 6, 7], [9, 10, 11], [40], [5, 6, 5, 6], [70, 71]]
+    one, cells = engine(name), exactness.cells(bundle(name), "fp32")
+    plain = exactness._plain(one, prompts, 12)
+    assert {(cell.method, cell.load) for cell in cells} == {
+        ("plain", "batch"),
+        *((method, load) for method in ("draft_model", "ngram", "suffix", "hypothesis") for load in ("alone", "batch")),
+    }
+    for cell in cells:
+        row = exactness.run(one, cell, prompts, plain)
+        assert (row.equal, row.texts, row.first) == (5, 5, None), row
+        assert (row.drafted > 0) == (cell.method != "plain")
+    (tokens, gaps), *others = plain
+    wrong = [((*tokens[:7], tokens[7] + 1, *tokens[8:]), gaps), *others]
+    row = exactness.run(one, cells[0], prompts, wrong)
+    assert row.equal == 4
+    assert row.first == {"prompt": 0, "after": 7, "plain": tokens[7] + 1, "said": tokens[7], "gap": gaps[7]}
