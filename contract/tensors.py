@@ -64,33 +64,13 @@ TREE_PROBS = "tree_probs"  # float32, as TREE_IDS; into accept as DRAFT_PROBS
 
 
 def past_key(layer: int) -> str:
-    """Static key cache of one layer, float32 ``[B,Hkv,S,D]``; the same memory as :func:`present_key`."""
+    """Static key cache of one layer, float32 ``[B,Hkv,S,D]``; the same memory as ``present_key``."""
     return f"past_key.{layer}"
 
 
 def past_value(layer: int) -> str:
-    """Static value cache of one layer, float32 ``[B,Hkv,S,D]``; the same memory as :func:`present_value`."""
+    """Static value cache of one layer, alike."""
     return f"past_value.{layer}"
-
-
-def present_key(layer: int) -> str:
-    """Lowered natively: the key cache after this call's rows were written at ``past_length``."""
-    return f"present_key.{layer}"
-
-
-def present_value(layer: int) -> str:
-    """Lowered natively: the value cache after this call's rows were written at ``past_length``."""
-    return f"present_value.{layer}"
-
-
-def new_key(layer: int) -> str:
-    """Lowered portably: this call's key rows, float32 ``[B,Hkv,F,D]``, which the runtime copies into the cache."""
-    return f"new_key.{layer}"
-
-
-def new_value(layer: int) -> str:
-    """Lowered portably: this call's value rows, float32 ``[B,Hkv,F,D]``, which the runtime copies into the cache."""
-    return f"new_value.{layer}"
 
 
 CACHES = ("past_key.", "past_value.", "present_key.", "present_value.", "new_key.", "new_value.")
@@ -108,7 +88,10 @@ def cache_names(layers: int) -> list[str]:
 
 
 def returned_names(layers: int, lowering: LoweredAs) -> list[str]:
-    """What a graph returns of its cache: ``[present_key.0, present_value.0, ...]``, or ``[new_key.0, ...]``."""
-    native = lowering == "native"
-    names = (present_key, present_value) if native else (new_key, new_value)
-    return [name(layer) for layer in range(layers) for name in names]
+    """What a graph returns of its cache: ``[present_key.0, present_value.0, ...]``, or ``[new_key.0, ...]``.
+
+    Lowered natively these are the caches with this call's rows written at ``past_length``; lowered portably the rows
+    alone, float32 ``[B,Hkv,F,D]``, which the runtime copies into the cache.
+    """
+    made = "present" if lowering == "native" else "new"
+    return [f"{made}_{kind}.{layer}" for layer in range(layers) for kind in ("key", "value")]

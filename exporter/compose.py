@@ -25,12 +25,7 @@ def propose_graph(draft_pass: ir.Model, shapes: Sequence[CacheLayer], lowering: 
     where one node reads it, and packs weights once a node, so unrolled passes would each hold (and, quantized, each
     dequantize) a copy of their own. The first pass sees T tokens, later ones the token just drawn; rows for the cache
     are carried along and written once at the end, since only a TensorScatter from a graph input to a graph output
-    works in place. Lowered portably, the rows themselves are returned.
-
-    Args:
-        draft_pass: what :func:`~specexport.exporter.trace.trace_draft_pass` returned; it is consumed.
-        shapes: the cache layers.
-        lowering: the pass's.
+    works in place. Lowered portably, the rows themselves are returned. The pass is consumed.
     """
     layers = len(shapes)
     sizes = [(shape.heads, size) for shape in shapes for size in (shape.key_size, shape.value_size)]

@@ -20,6 +20,7 @@ from specexport.exporter.options import BuildOptions
 from specexport.exporter.weights import QUANTIZED
 from specexport.exporter.writing import Part, Progress, write_models
 from specexport.graphs.medusa import MAX_TOP_K, MedusaHeads
+from specexport.graphs.step import StepModule
 
 DEFAULT_MAX_SEQ_LEN = 2048
 
@@ -28,10 +29,7 @@ class WrittenTarget(Strict, frozen=True):
     """What the stage that writes the target leaves to those after it.
 
     Attributes:
-        model: the target.
         plan: of the whole build; its methods have what was written for them together with the target.
-        eos_token_ids: of the checkpoint.
-        generation: its sampling defaults.
     """
 
     model: Model
@@ -92,10 +90,8 @@ def _write(
     added = next((one for one in heads if one is not None), None)
     ranks = min(MAX_TOP_K, target.vocab_size)
     hidden = any(exporter_of(method).observes_hidden for method in plan.methods)
-    graph = traced(
-        target,
-        lambda: trace.trace_step(target.model, target.cache, added, ranks, hidden, options.lowering, embedding_size),
-    )
+    step_module = StepModule(target.model, len(target.cache), added, ranks, hidden, options.lowering)
+    graph = traced(target, lambda: trace.trace_step(step_module, target.cache, embedding_size))
     parts = [exporter_of(method).part(method, target, options, plan) for method in plan.methods]
     progress("tracing the target", 1, 1)
     step = Part("step", graph, plan.target_points(), target.cache, target.parameters)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specexport.checkpoints.config import read_model_config
 from specexport.contract.errors import BuildError
 from specexport.contract.shapes import cache_buckets
-from specexport.exporter.devices import Device
 from specexport.exporter.engines.options import capability, check_stored
 
 EFFICIENCY = 0.7
@@ -28,11 +28,52 @@ _BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
+class Device:
+    """A device.
+
+    Attributes:
+        memory: bytes of memory a GPU can use; on Jetson the CPU's too.
+        bandwidth: bytes a second.
+        capability: compute capability.
+        reserved: bytes that are not there for a model: of the system and of CUDA itself.
+    """
+
+    memory: int
+    bandwidth: float
+    capability: str
+    reserved: int
+
+
+_GB = 10**9
+_GIB = 2**30
+_BOARD = 2 * _GIB
+"""A Jetson without a desktop takes about 1.2 GB after boot, a CUDA context and the libraries the rest."""
+_CARD = _GIB
+
+
+DEVICES: dict[str, Device] = {
+    "orin-nano-4gb": Device(4 * _GIB, 51 * _GB, "8.7", _BOARD),
+    "orin-nano-8gb": Device(8 * _GIB, 102 * _GB, "8.7", _BOARD),
+    "orin-nx-8gb": Device(8 * _GIB, 102 * _GB, "8.7", _BOARD),
+    "orin-nx-16gb": Device(16 * _GIB, 102 * _GB, "8.7", _BOARD),
+    "agx-orin-32gb": Device(32 * _GIB, 204 * _GB, "8.7", _BOARD),
+    "agx-orin-64gb": Device(64 * _GIB, 204 * _GB, "8.7", _BOARD),
+    "thor-64gb": Device(64 * _GIB, 273 * _GB, "11.0", _BOARD),
+    "thor-128gb": Device(128 * _GIB, 273 * _GB, "11.0", _BOARD),
+    "rtx-3060-12gb": Device(12 * _GIB, 360 * _GB, "8.6", _CARD),
+    "rtx-3090": Device(24 * _GIB, 936 * _GB, "8.6", _CARD),
+    "rtx-4060-8gb": Device(8 * _GIB, 272 * _GB, "8.9", _CARD),
+    "rtx-4090": Device(24 * _GIB, 1008 * _GB, "8.9", _CARD),
+    "rtx-5090": Device(32 * _GIB, 1792 * _GB, "12.0", _CARD),
+}
+"""Orin Nano with the clocks of its ``MAXN SUPER`` mode; without it, it has two thirds of that bandwidth."""
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """What one model takes, in bytes.
 
     Attributes:
-        source: as it was named.
         parameters: tied ones counted once.
         weights: all that is stored in an engine.
         read: what of it one step reads: not the table that rows are looked up in.
@@ -59,9 +100,6 @@ class DevicePlan:
     """Whether models fit on a device, and how fast they may be.
 
     Attributes:
-        models: target, then draft if there is one.
-        needed: bytes of all of them.
-        available: bytes the device has for them.
         speeds: expected tokens a second of plain decoding, then, with a draft, at K = 1, 2, ...
     """
 
@@ -122,7 +160,7 @@ def meta_model(source: str | Path) -> Any:
     """
     path = Path(source).expanduser()
     try:
-        config = AutoConfig.from_pretrained(path if path.is_dir() else source)
+        config = read_model_config(path) if path.is_dir() else AutoConfig.from_pretrained(source)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except (ValueError, OSError, KeyError) as error:

@@ -20,13 +20,7 @@ Made = TypeVar("Made")
 
 
 class _Record(Strict, frozen=True):
-    """What a stage wrote and found out.
-
-    Attributes:
-        built_with: versions of the libraries that did it.
-        files: every file in its folder.
-        made: what it returned, as JSON.
-    """
+    """What a stage wrote and found out."""
 
     built_with: dict[str, str]
     files: tuple[FileEntry, ...]
@@ -59,13 +53,7 @@ class Stages:
         self._records.mkdir(exist_ok=True)
 
     def run(self, name: str, kind: type[Made], make: Callable[[], Made]) -> Made:
-        """What a stage returns, from its record or by running it.
-
-        Args:
-            name: of the stage and its folder.
-            kind: what it returns, a record of the manifest's kind.
-            make: runs it.
-        """
+        """What a stage returns, from its record or by running it."""
         path = self._records / f"{name}.json"
         record = self._whole(path, name)
         if record is None:

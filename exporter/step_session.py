@@ -20,12 +20,7 @@ Array = npt.NDArray[Any]
 class StepSession:
     """A step graph under onnxruntime, with the options the engine runs it with; it keeps the cache of one slot.
 
-    Args:
-        master: the graph.
-        lowering: the graph's.
-        model: what the manifest says of it.
-        rows: S, of the cache.
-        fill: a number in the rows that nothing was written to.
+    The cache has S = ``rows`` rows, and ``fill`` in those that nothing was written to.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.

@@ -20,13 +20,7 @@ _USABLE = (3.0, 50.0)
 
 @dataclass(frozen=True)
 class Advice:
-    """What suits a target.
-
-    Attributes:
-        parameters: of the target.
-        suggestions: the better ones first.
-        refused: drafts that were offered and why each does not do, by name.
-    """
+    """What suits a target, the better ones first, and why drafts that were offered do not do, by name."""
 
     parameters: int
     suggestions: tuple[Suggestion, ...]

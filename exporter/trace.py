@@ -15,19 +15,16 @@ from specexport.checkpoints.quiet import quiet
 from specexport.contract import tensors
 from specexport.contract.model import OPSETS, CacheLayer, LoweredAs
 from specexport.contract.tensors import cache_names, returned_names
-from specexport.exporter.passes.linear import canonical_weights, transposes_weight
-from specexport.exporter.passes.merge_linear import merge_linear
+from specexport.exporter.passes.linear import canonical_weights, merge_linear, transposes_weight
 from specexport.exporter.passes.names import name_weights
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
 from specexport.graphs.accept import AcceptModule, TypicalModule
-from specexport.graphs.commit import CommitModule
-from specexport.graphs.fill import FillModule
-from specexport.graphs.medusa import MedusaHeads
 from specexport.graphs.mlp_speculator import SpeculatorModule, SpeculatorStages
 from specexport.graphs.ops import translations
+from specexport.graphs.program import CommitModule, FillModule
 from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
-from specexport.graphs.step import CandidatesModule, StepModule
+from specexport.graphs.step import StepModule
 
 PROGRAM_OPSET = 18
 """Of the accept and fill graphs. ONNX Runtime registers CUDA kernels by operator version, and of this one it has those
@@ -41,42 +38,11 @@ _Inputs = dict[str | tuple[str, ...], tuple[Any, Any]]
 list of tensors, its key is their names."""
 
 
-def trace_step(
-    model: torch.nn.Module,
-    shapes: Sequence[CacheLayer],
-    heads: MedusaHeads | None = None,
-    candidates: int = 0,
-    hidden: bool = False,
-    lowering: LoweredAs = "native",
-    embedding_size: int | None = None,
-) -> ir.Model:
-    """The step graph of a target, with Medusa heads and hidden states if wanted (``specexport.contract.tensors``).
+def trace_step(module: StepModule, shapes: Sequence[CacheLayer], embedding_size: int | None = None) -> ir.Model:
+    """The step graph of a target, or of a draft with Medusa heads (``specexport.contract.tensors``).
 
     With an ``embedding_size`` H it reads embeddings in the place of tokens too.
     """
-    more = {tensors.CANDIDATES: heads is not None, tensors.HIDDEN: hidden}
-    outputs = [tensors.LOGITS, *(name for name, wanted in more.items() if wanted)]
-    module = StepModule(model, len(shapes), heads, candidates, hidden, lowering)
-    return _trace_step(module, shapes, outputs, embedding_size)
-
-
-def trace_candidates(
-    model: torch.nn.Module,
-    shapes: Sequence[CacheLayer],
-    heads: MedusaHeads,
-    candidates: int,
-    vocab_size: int,
-    input_vocab: int,
-    lowering: LoweredAs = "native",
-) -> ir.Model:
-    """The graph of a draft with Medusa heads (:class:`~specexport.graphs.step.CandidatesModule`)."""
-    module = CandidatesModule(model, len(shapes), heads, candidates, vocab_size, input_vocab, lowering)
-    return _trace_step(module, shapes, [tensors.CANDIDATES])
-
-
-def _trace_step(
-    module: StepModule, shapes: Sequence[CacheLayer], outputs: list[str], embedding_size: int | None = None
-) -> ir.Model:
     b, t, r = (torch.export.Dim(name) for name in "BTR")
     position_ids = torch.arange(_T)[None].repeat(_B, 1)
     inputs: _Inputs = {
@@ -90,18 +56,11 @@ def _trace_step(
     if embedding_size is not None:
         inputs[tensors.INPUTS_EMBEDS] = (torch.zeros(_B, _T, embedding_size), {0: b, 1: t})
         inputs[tensors.EMBEDS_MASK] = (torch.zeros(_B, _T, dtype=torch.bool), {0: b, 1: t})
-    names = [*outputs, *returned_names(len(shapes), module.lowering)]
+    names = [*module.made, *returned_names(len(shapes), module.lowering)]
     return _trace(module.model, module, inputs, names, module.lowering)
 
 
-def trace_draft_pass(
-    model: torch.nn.Module,
-    shapes: Sequence[CacheLayer],
-    vocab_size: int,
-    input_vocab: int,
-    max_positions: int,
-    lowering: LoweredAs = "native",
-) -> ir.Model:
+def trace_draft_pass(draft: DraftPass, shapes: Sequence[CacheLayer], lowering: LoweredAs = "native") -> ir.Model:
     """One pass of a draft (:class:`~specexport.graphs.propose.DraftPass`), to be put into a loop.
 
     Its inputs are the propose graph's; ``row.*`` are the cache rows made so far and not written yet.
@@ -118,7 +77,7 @@ def trace_draft_pass(
         **_caches(row_names(layers), shapes, _DONE, b, "R"),
     }
     outputs = [*tensors.DRAFTED, *(f"{name}.grown" for name in row_names(layers))]
-    return _trace(model, DraftPass(model, layers, vocab_size, input_vocab, max_positions), inputs, outputs, lowering)
+    return _trace(draft.model, draft, inputs, outputs, lowering)
 
 
 def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native") -> ir.Model:
@@ -168,7 +127,7 @@ def trace_accept(rule: Literal["lossless", "typical"], max_children: int, candid
 
 
 def trace_fill(candidates: int) -> ir.Model:
-    """The fill graph (see ``specexport.graphs.fill``); ``candidates`` is M."""
+    """The fill graph (see ``specexport.graphs.program``); ``candidates`` is M."""
     depth, nodes = 3, 6
     b, k, drafts = (torch.export.Dim(name) for name in ("B", "K", "drafts"))
     ids = torch.arange(candidates).repeat(depth, _B, 1)
@@ -185,7 +144,7 @@ def trace_fill(candidates: int) -> ir.Model:
 
 
 def trace_commit(shapes: Sequence[CacheLayer]) -> ir.Model:
-    """The commit graph of a model lowered natively (see ``specexport.graphs.commit``)."""
+    """The commit graph of a model lowered natively (see ``specexport.graphs.program``)."""
     b, n = torch.export.Dim("B"), torch.export.Dim("N")
     inputs: _Inputs = {
         tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),

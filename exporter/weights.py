@@ -64,12 +64,7 @@ _SMALLEST_BLOCK = 16
 
 @dataclass
 class WeightsReport:
-    """What was written.
-
-    Attributes:
-        quantized: names of the quantized matrices.
-        left: names of matrices left in fp32, and why.
-    """
+    """What was written: quantized matrices by name, and those left in fp32, with the reason."""
 
     quantized: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)

@@ -21,15 +21,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Part:
-    """A traced graph of a checkpoint: all of its layers or the first ones.
-
-    Attributes:
-        name: of its files.
-        model: the master.
-        at: where it runs.
-        cache: its attention layers.
-        parameters: how many it has.
-    """
+    """A traced graph of a checkpoint: all of its layers or the first ones."""
 
     name: str
     model: ir.Model

@@ -59,12 +59,7 @@ class MedusaHeads(torch.nn.ModuleList):
         return [head(hidden) for head in self]
 
     def logits(self, hidden: torch.Tensor, lm_head: torch.nn.Module) -> torch.Tensor:
-        """Every head's logits, ``[N, ..., V]``, from hidden states ``[..., H]``.
-
-        Args:
-            hidden: after the model's final norm.
-            lm_head: the model's own head, where these are tied to it.
-        """
+        """Every head's logits, ``[N, ..., V]``, from hidden states after the final norm, ``[..., H]``."""
         states = torch.stack(self.states(hidden))
         logits: torch.Tensor = lm_head(states) if self.tied else states
         return logits

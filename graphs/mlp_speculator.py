@@ -89,11 +89,7 @@ class SpeculatorStages(torch.nn.Module):
 
 
 class SpeculatorModule(torch.nn.Module):
-    """The propose graph: every node of a token tree that has children gets its candidates, level by level.
-
-    Args:
-        speculator: the stages.
-    """
+    """The propose graph: every node of a token tree that has children gets its candidates, level by level."""
 
     def __init__(self, speculator: SpeculatorStages) -> None:
         super().__init__()

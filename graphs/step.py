@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from specexport.contract import tensors
 from specexport.contract.model import LoweredAs
 from specexport.graphs.attention import Lowering, PassThroughCache, lowering, step_lowering
 from specexport.graphs.medusa import MedusaHeads
@@ -78,6 +79,9 @@ class StepModule(torch.nn.Module):
         candidates: M, how many at each depth.
         hidden: whether that state is an output too, for an MLP speculator.
         lowering: which operators attention is made of.
+
+    Attributes:
+        made: names of its outputs, caches aside.
     """
 
     def __init__(
@@ -99,6 +103,8 @@ class StepModule(torch.nn.Module):
         self.lowering: LoweredAs = lowering
         self.vocab_size: int | None = None
         self.input_vocab: int | None = None
+        observed = {tensors.CANDIDATES: heads is not None, tensors.HIDDEN: hidden}
+        self.made = [tensors.LOGITS, *(name for name, wanted in observed.items() if wanted)]
 
     def forward(
         self,
@@ -169,6 +175,7 @@ class CandidatesModule(StepModule):
         super().__init__(model, layers, heads, candidates, lowering=lowering)
         self.vocab_size = vocab_size
         self.input_vocab = input_vocab
+        self.made = [tensors.CANDIDATES]
 
     def outputs(self, logits: torch.Tensor, hidden: torch.Tensor) -> list[torch.Tensor]:
         """``candidates`` of its own head and of the Medusa heads."""

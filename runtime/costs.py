@@ -12,9 +12,6 @@ from specexport.contract.costs import Cost, CostCurve
 class Costs:
     """c(B, T) and d(B, K) of a curve, at any number of cache rows. Widths and rows that were not measured are
     interpolated linearly, and extrapolated beyond the last: attention costs for every row of the cache.
-
-    Args:
-        curve: as measured; it has every batch size that is asked for.
     """
 
     def __init__(self, curve: CostCurve) -> None:

@@ -14,7 +14,6 @@ class TokenLogprobs:
     """The target's log-probabilities where a token was chosen, before temperature and filters.
 
     Attributes:
-        token: the token.
         logprob: its own, in nats.
         rank: its place among all tokens, 1 for the most probable.
         top: the most probable tokens and theirs, the best first.

@@ -17,12 +17,7 @@ PLAIN_TREE = TokenTree.chain(1)
 
 @dataclass(frozen=True)
 class Speculation:
-    """A way to propose, loaded.
-
-    Attributes:
-        method: its options and trees.
-        proposer: proposes.
-    """
+    """A way to propose, loaded."""
 
     method: Method
     proposer: Proposer
@@ -37,7 +32,6 @@ class Outcome:
         drafted: draft tokens verified.
         depth: the longest path among them.
         accepted: draft tokens accepted; some of them may come with the next step's tokens.
-        logprobs: of the tokens, if the request asks for them.
         finite: whether the logits that the last token follows from are numbers; a device does not look.
     """
 
@@ -54,7 +48,6 @@ class StepResult:
     """What a step did, and where its time went, in seconds.
 
     Attributes:
-        outcomes: one a slot.
         propose: time proposing.
         verify: time in the target.
         accept: time deciding what is accepted; nothing where that is part of the target's run.

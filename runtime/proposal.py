@@ -173,11 +173,7 @@ class SlotProposer(Proposer, Generic[State]):
 
 
 class Chains:
-    """The chains a bundle verifies, for proposers that find now more tokens and now fewer.
-
-    Args:
-        trees: chains of different lengths.
-    """
+    """The chains a bundle verifies, for proposers that find now more tokens and now fewer."""
 
     def __init__(self, trees: Sequence[TokenTree]) -> None:
         self._longest_first = sorted(trees, key=len, reverse=True)
@@ -196,11 +192,7 @@ class Chains:
 
 
 class TextProposer(SlotProposer[State]):
-    """Proposes chains that are found in text.
-
-    Args:
-        method: its trees are the chains.
-    """
+    """Proposes chains, the method's trees, that are found in text."""
 
     def __init__(self, method: Method) -> None:
         super().__init__()

@@ -91,13 +91,6 @@ def choose(
 ) -> tuple[str | None, TokenTree]:
     """The method and tree of a request; none where it decodes plainly, or nothing suits it.
 
-    Args:
-        asked: what the request says.
-        methods: of the engine, by name.
-        asked_for: those a request may get that names none, the default first.
-        params: how it samples.
-        embedded: whether its prompt holds embeddings.
-
     Raises:
         RequestError: the method or the tree is not there, the method's model cannot read embeddings, or a hypothesis
             was given without a use for it or the other way round.

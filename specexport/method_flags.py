@@ -40,7 +40,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "the same, shorter",
     )
     for _, flag in _flags():
-        if flag.key is None or flag.value is not None:
+        if flag.key is None:
             group.add_argument(flag.name, action=_Remember, dest="methods", nargs=0, const=True, help=flag.help)
         else:
             optional: dict[str, Any] = {"nargs": "?", "const": flag.const} if flag.const is not None else {}
@@ -80,37 +80,23 @@ def asked_methods(arguments: argparse.Namespace) -> tuple[Method, ...]:
         raise BuildError(
             f"--method {doubled}: it was asked for twice; give all its keys at once, {doubled}:key=value,..."
         )
-    found: dict[str, dict[str, Any] | Method] = {}
+    found: dict[str, Method] = {}
     for option, value in given:
         if option == "--method":
             method = parse_method(value)
-            found[method.name] = method
+        elif option in claimed:
             continue
-        name, flag = next((name, flag) for name, flag in _flags() if flag.name == option)
-        if not flag.asks or option in claimed:
-            continue
-        mapping: dict[str, Any] = {"method": name}
-        for own in method_type(name).flags:
-            said = [value for option, value in given if option == own.name]
-            if said and own.key is not None:
-                mapping[own.key] = said[-1] if own.value is None else own.value
-        for other, key in (flag.claims or {}).items():
-            said = [value for option, value in given if option == other]
-            if not said:
-                raise BuildError(f"{option} was given without {other}, which it is for")
-            mapping[key] = said[-1]
-        found[name] = mapping
-    for option, _ in given:
-        missing = [name for name, flag in _flags() if flag.name == option and not flag.asks and name not in found]
-        if missing:
-            raise BuildError(f"{option} was given without {method_type(missing[0]).flags[0].name}, which it is for")
-    methods = [
-        read_method(one, next(f.name for f in method_type(name).flags if f.asks), strict=False)
-        if isinstance(one, dict)
-        else one
-        for name, one in found.items()
-    ]
-    return _shared(methods, arguments.num_speculative_tokens, arguments.tree)
+        else:
+            name, flag = next((name, flag) for name, flag in _flags() if flag.name == option)
+            mapping = {"method": name} | ({} if flag.key is None else {flag.key: value})
+            for other, key in (flag.claims or {}).items():
+                said = [value for option, value in given if option == other]
+                if not said:
+                    raise BuildError(f"{option} was given without {other}, which it is for")
+                mapping[key] = said[-1]
+            method = read_method(mapping, option, strict=False)
+        found[method.name] = method
+    return _shared(list(found.values()), arguments.num_speculative_tokens, arguments.tree)
 
 
 def _shared(methods: Sequence[Method], sizes: tuple[int, ...] | None, trees: Sequence[str]) -> tuple[Method, ...]:

@@ -107,7 +107,7 @@ def test_memory_is_that_of_weights_and_cache(bundle: Callable[[str], Path]) -> N
 
 
 @pytest.mark.exporter
-def test_suggest(tmp_path: Path, bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.checkpoints import make_checkpoint
 
     # Sixteen layers against one are about ten times the parameters beside the embeddings.
@@ -120,14 +120,11 @@ def test_suggest(tmp_path: Path, bundle: Callable[[str], Path], capsys: pytest.C
     assert f"not {near}: 1." in shown
     assert f"specexport build --target {target} --draft {draft} --num-speculative-tokens 4 -o bundle/" in shown
     assert "suffix chains of 8,4,2 free; gains" in shown.replace("│", "").replace("  ", " ")
-    assert main(["suggest", "--target", target, "--device", "gpu", "--bundle", str(bundle(NAME))]) == 0
+    assert main(["suggest", "--target", target, "--device", "gpu"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "look for a model of the same family" in shown
     assert "W,N,G = 15,5,15: 120 nodes a step" in shown
     assert "tree mc_sim_7b_63" in shown
-    assert "measured here, greedy" in shown
-    assert main(["suggest", "--target", target, "--data", "x.jsonl"]) == 1
-    assert "--data was given without --bundle" in capsys.readouterr().err
     assert main(["suggest", "--target", str(tmp_path)]) == 1
     assert "no config.json" in capsys.readouterr().err
 

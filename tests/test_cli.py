@@ -210,14 +210,10 @@ def test_a_method_is_spelled_in_one_way_everywhere(text: str, mapping: dict[str,
         (["--mlp-speculator", "s"], ["mlp_speculator:s"]),
         (["--self-draft-layers", "8"], ["self_draft:8"]),
         (["--ngram"], ["ngram"]),
-        (
-            ["--prompt-lookup-max", "3", "--ngram", "--prompt-lookup-min", "1"],
-            ["ngram:prompt_lookup_max=3,prompt_lookup_min=1"],
-        ),
         (["--suffix"], ["suffix"]),
         (["--hypothesis"], ["hypothesis"]),
         (["--lookahead"], ["lookahead:cpu"]),
-        (["--lookahead", "gpu", "--no-lookahead-seeding"], ["lookahead:gpu,prompt_seeding=false"]),
+        (["--lookahead", "gpu"], ["lookahead:gpu"]),
         (["--suffix", "--method", "ngram"], ["suffix", "ngram"]),
         (["--method", "ngram", "--suffix"], ["ngram", "suffix"]),
         # A method that says how many itself keeps that.
@@ -231,7 +227,7 @@ def test_flags_stand_for_methods_in_their_order(flags: list[str], spelled: list[
 def test_every_method_can_be_asked_for_by_a_flag_of_its_own() -> None:
     names = [flag.name for name in known() for flag in method_type(name).flags]
     assert len(names) == len(set(names))
-    assert all(any(flag.asks for flag in method_type(name).flags) for name in known())
+    assert all(method_type(name).flags for name in known())
 
 
 @pytest.mark.parametrize(
@@ -247,9 +243,6 @@ def test_every_method_can_be_asked_for_by_a_flag_of_its_own() -> None:
         (["--method", "suffix:num_speculative_tokens=99"], "num_speculative_tokens"),
         (["--method", "ngram", "--method", "ngram:4"], "--method ngram: it was asked for twice"),
         (["--method", "ngram", "--ngram"], "--method ngram: it was asked for twice"),
-        (["--prompt-lookup-max", "3", "--method", "ngram"], "--method ngram: it was asked for twice"),
-        (["--prompt-lookup-max", "3"], "--prompt-lookup-max was given without --ngram, which it is for"),
-        (["--no-lookahead-seeding"], "--no-lookahead-seeding was given without --lookahead"),
         (["--draft-medusa", "h"], "--draft-medusa was given without --draft"),
         (["--self-draft-layers", "many"], "--self-draft-layers: Expected `int`, got `str`"),
         (["--ngram", "--tree", "mc_sim_7b_63"], "--tree was given, but ngram propose no trees"),

@@ -71,7 +71,7 @@ def test_nothing_proposes_an_embedding(engine: Engines) -> None:
     for method in ("ngram", "suffix", "lookahead"):
         with recorded(one, method) as recorder:
             done = one.generate(text, GREEDY.replace(ignore_eos=True), method)
-        made = [proposal for _, proposal in recorder.made]
+        made = [proposal for _, proposal in recorder]
         assert made
         assert min(int(proposal.tokens.min(initial=0)) for proposal in made) >= 0
         assert all(proposal.window is None or proposal.window.tokens.min() >= 0 for proposal in made)

@@ -27,7 +27,8 @@ from specexport.contract.errors import BuildError
 from specexport.contract.tree import TokenTree
 from specexport.exporter import compose, trace
 from specexport.exporter.weights import Storage, WeightsFile
-from specexport.graphs.propose import MAX_CANDIDATES, draw_candidate
+from specexport.graphs.propose import MAX_CANDIDATES, DraftPass, draw_candidate
+from specexport.graphs.step import StepModule
 from tests.checkpoints import FAMILIES, GROUPED, LAYERS_DIFFER, MAX_POSITIONS, VOCAB, WINDOW, make_checkpoint
 
 pytestmark = pytest.mark.exporter
@@ -143,17 +144,18 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def step_graph(family: Family) -> Path:
     path = family.folder / "step.onnx"
-    ir.save(trace.trace_step(family.checkpoint.model, family.checkpoint.cache), path)
+    ir.save(
+        trace.trace_step(StepModule(family.checkpoint.model, len(family.checkpoint.cache)), family.checkpoint.cache),
+        path,
+    )
     return path
 
 
 @pytest.fixture(scope="module")
 def propose_graph(family: Family) -> Path:
     path, loaded = family.folder / "propose.onnx", family.checkpoint
-    one_pass = trace.trace_draft_pass(
-        loaded.model, loaded.cache, loaded.vocab_size, loaded.input_vocab, loaded.max_positions
-    )
-    ir.save(compose.propose_graph(one_pass, loaded.cache), path)
+    one_pass = DraftPass(loaded.model, len(loaded.cache), loaded.vocab_size, loaded.input_vocab, loaded.max_positions)
+    ir.save(compose.propose_graph(trace.trace_draft_pass(one_pass, loaded.cache), loaded.cache), path)
     return path
 
 
@@ -514,7 +516,7 @@ def test_values_may_be_narrower_than_keys(tmp_path: Path) -> None:
     loaded = load_checkpoint(str(tmp_path))
     assert [(layer.key_size, layer.value_size) for layer in loaded.cache] == [(24, 16)]
     eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
-    ir.save(trace.trace_step(loaded.model, loaded.cache), tmp_path / "step.onnx")
+    ir.save(trace.trace_step(StepModule(loaded.model, len(loaded.cache)), loaded.cache), tmp_path / "step.onnx")
     worst = differences(Family("minicpm3", loaded, eager, tmp_path), tmp_path / "step.onnx", (13, 7), 8, 32)
     assert max(worst.values()) < TOLERANCE, worst
 
@@ -549,7 +551,7 @@ def test_rotary_frequencies_that_change_with_length_hold_up_to_the_declared_one(
     loaded = load_checkpoint(str(tmp_path))
     assert loaded.max_positions == positions
     eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
-    ir.save(trace.trace_step(loaded.model, loaded.cache), tmp_path / "step.onnx")
+    ir.save(trace.trace_step(StepModule(loaded.model, len(loaded.cache)), loaded.cache), tmp_path / "step.onnx")
     family = Family(name, loaded, eager, tmp_path)
     worst = differences(family, tmp_path / "step.onnx", (48 - CHAIN_STEPS - len(TREE),), 16, 64)
     assert max(worst.values()) < TOLERANCE, worst

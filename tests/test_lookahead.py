@@ -129,7 +129,7 @@ def test_acceptance_is_that_of_a_plain_implementation(engine: Engines) -> None:
         ours.append(done.stats.steps)
         length += len(done.token_ids)
         # Both windows begin with the same tokens: which they are moves the acceptance length of a text by over 5 %.
-        proposal = recorder.made[0][1]
+        proposal = recorder[0][1]
         assert proposal.window is not None
         first = proposal.window.tokens[len(proposal.tokens) :][: W + N - 3].tolist()
         with torch.no_grad():
@@ -209,7 +209,7 @@ def test_steps_have_declared_widths(engine: Engines) -> None:
     assert widths == {15, 18, 21, 27}
     with recorded(one, "lookahead") as recorder:
         one.generate(prompts(1)[0] * 2, GREEDY)
-    seen = {len(proposal.window.tree) for _, proposal in recorder.made if proposal.window is not None}
+    seen = {len(proposal.window.tree) for _, proposal in recorder if proposal.window is not None}
     assert seen <= widths
     assert len(seen) > 1
 
@@ -238,7 +238,7 @@ def test_fewer_guesses_can_be_asked_for(engine: Engines) -> None:
         with recorded(one, "lookahead") as recorder:
             done = one.generate(prompt, GREEDY, {"num_speculative_tokens": guesses * (N - 1)})
         assert done.token_ids == plain
-        assert max(len(proposal.tokens) for _, proposal in recorder.made) <= guesses * (N - 1)
+        assert max(len(proposal.tokens) for _, proposal in recorder) <= guesses * (N - 1)
     with pytest.raises(RequestError, match="num_speculative_tokens is 4; the bundle was built for 3, 6, 12"):
         one.stream(prompt, None, {"num_speculative_tokens": 4})
 
@@ -304,5 +304,3 @@ def test_commands(bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.
     assert "verified 27 at a time" in shown
     assert main(["tune", "tree", folder, "--dry-run", "--data", str(tmp_path / "any")]) == 1
     assert "whose steps follow from its options" in capsys.readouterr().err
-    assert main(["build", "--target", "x", "-o", "y", "--no-lookahead-seeding"]) == 1
-    assert "--no-lookahead-seeding was given without --lookahead" in capsys.readouterr().err

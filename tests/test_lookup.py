@@ -200,8 +200,9 @@ def test_outputs_too_short_to_match_are_not_stored() -> None:
 def test_the_longest_chain_that_fits() -> None:
     of = Chains([TokenTree.chain(size + 1) for size in (4, 8, 2)])
     for asked, found, size in ((8, 20, 8), (8, 7, 4), (4, 20, 4), (8, 2, 2), (8, 1, None), (2, 8, 2)):
-        tree = of.within(TokenTree.chain(asked + 1), found)
-        assert (None if tree is None else len(tree) - 1) == size
+        made = of.proposal(TokenTree.chain(asked + 1), range(found))
+        assert (None if made is None else len(made.tree) - 1) == size
+        assert made is None or made.tokens.tolist() == list(range(len(made.tree) - 1))
 
 
 def test_ngram_trusts_longer_matches_with_longer_chains() -> None:
@@ -286,10 +287,10 @@ def test_steps_verify_declared_chains_of_the_size_asked_for_at_most(engine: Engi
     for method, size in WAYS:
         with recorded(one, method) as recorder:
             one.generate(COPY, GREEDY.replace(max_tokens=100), {"method": method, "num_speculative_tokens": size})
-        found = {len(proposal.tokens) for _, proposal in recorder.made}
+        found = {len(proposal.tokens) for _, proposal in recorder}
         assert found
         assert found <= {k for k in (8, 4, 2) if k <= size}
-        assert all(proposal.tree.is_chain for _, proposal in recorder.made)
+        assert all(proposal.tree.is_chain for _, proposal in recorder)
 
 
 def test_a_text_may_end_with_the_context(engine: Engines) -> None:
@@ -306,7 +307,7 @@ def state(engine: Engine) -> list[dict[int, Any]]:
     ngram, suffix = (engine.speculations[name].proposer for name in ("ngram", "suffix"))
     assert isinstance(ngram, NgramProposer)
     assert isinstance(suffix, SuffixProposer)
-    return [ngram._indexes, suffix._texts]
+    return [ngram._slots, suffix._slots]
 
 
 def test_requests_mix_methods_and_leave_nothing_behind(engine: Engines) -> None:
@@ -441,9 +442,7 @@ def test_build_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     target = str(make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1))
     out = tmp_path / "bundle"
     words = ["build", "--target", target, "-o", str(out), "--max-seq-len", "128"]
-    assert main([*words, "--prompt-lookup-max", "3"]) == 1
-    assert "--prompt-lookup-max was given without --ngram" in capsys.readouterr().err
-    assert main([*words, "--suffix", "--ngram", "--prompt-lookup-max", "3", "--num-speculative-tokens", "6,3"]) == 0
+    assert main([*words, "--suffix", "--method", "ngram:prompt_lookup_max=3", "--num-speculative-tokens", "6,3"]) == 0
     suffix, ngram = read_manifest(out).methods  # the first that was asked for is the default
     assert isinstance(ngram, Ngram)
     assert isinstance(suffix, Suffix)

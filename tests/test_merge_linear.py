@@ -7,7 +7,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from specexport.exporter.passes.merge_linear import merge_linear
+from specexport.exporter.passes.linear import merge_linear
 
 pytestmark = pytest.mark.exporter
 

@@ -11,8 +11,7 @@ import pytest
 from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.contract.shapes import cache_buckets
-from specexport.exporter.devices import DEVICES, Device
-from specexport.exporter.plan import EFFICIENCY, PREFILL_CHUNK, plan
+from specexport.exporter.plan import DEVICES, EFFICIENCY, PREFILL_CHUNK, Device, plan
 from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.exporter

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -17,28 +15,6 @@ from benchmarks.serving import server
 from specexport.cli import main
 
 pytestmark = pytest.mark.exporter  # as are the benchmarks, which make models
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (
-            ["--speculative-model", "d", "--num_speculative_tokens", "5"],
-            {"method": "draft_model", "model": "d", "num_speculative_tokens": 5},
-        ),
-        (
-            ["--speculative_model", "[ngram]", "--ngram_prompt_lookup_max", "4", "--num-speculative-tokens", "3"],
-            {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3},
-        ),
-    ],
-)
-def test_old_flags_are_answered_with_the_new_form(
-    words: list[str], expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["serve", "model", *words]) == 1
-    found = re.search(r"--speculative-config '(.*)'", capsys.readouterr().err)
-    assert found is not None
-    assert json.loads(found[1]) == expected
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_what_is_observed_is_what_is_accepted(bundle: Bundles, name: str) -> Non
             with recorded(engine, method) as recorder:
                 done = engine.generate(prompt, GREEDY, {"method": method, "num_speculative_tokens": len(deepest) - 1})
             whole = [*prompt, *done.token_ids]
-            for at, proposal in recorder.made:
+            for at, proposal in recorder:
                 if len(whole) - at >= len(proposal.candidates):
                     steps += 1
                     accepted += sum(

@@ -182,9 +182,9 @@ def test_every_engine_is_compared_and_a_wrong_one_is_found(
         one = msgspec.structs.replace(subject.engine, profiles=subject.engine.profiles[:1])
         first = dataclasses.replace(subject, engine=one)
         outputs = {value.name for value in _session(folder / subject.engine.source).get_outputs()}
-        row = tensors.present_value(0)
+        row = "present_value.0"
         changes = {tensors.LOGITS: roll, tensors.CANDIDATES: add, row: roll, tensors.DRAFT_PROBS: roll}
-        changes |= {tensors.DRAFT_TOKENS: add, tensors.TOKENS: add, tensors.TREE_IDS: add, tensors.new_key(0): roll}
+        changes |= {tensors.DRAFT_TOKENS: add, tensors.TOKENS: add, tensors.TREE_IDS: add, "new_key.0": roll}
         changes |= {f"{tensors.DRAFT_PROBS}.0": roll, f"{tensors.DRAFT_TOKENS}.1": add, f"{tensors.DRAFT_IDS}.2": add}
         tried = {output: change for output, change in changes.items() if output in outputs}
         assert tried

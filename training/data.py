@@ -137,10 +137,7 @@ class Windows:
 def sampled_windows(ids: torch.Tensor, prompt: int, ends: Sequence[int]) -> Windows:
     """Texts of a model as windows: what follows the prompt is learnt, up to the first token that ends a text.
 
-    Args:
-        ids: int64 ``[N,L]``.
-        prompt: length of the prompts.
-        ends: tokens that end a text.
+    ``ids`` are int64 ``[N,L]``, ``prompt`` tokens of prompt each.
     """
     over = torch.isin(ids[:, prompt:], torch.tensor(list(ends), dtype=ids.dtype)).long().cumsum(dim=1)
     learn = torch.zeros(ids.shape, dtype=torch.bool)

@@ -53,16 +53,9 @@ def distillation_loss(
     learnt: torch.Tensor | None = None,
     bf16: bool = True,
 ) -> torch.Tensor:
-    """Divergence over the last ``keep`` predicted positions of texts.
+    """Divergence over the last ``keep`` predicted positions of texts, int64 ``[B,L+1]``.
 
-    Args:
-        draft: learns.
-        teacher: does not.
-        ids: int64 ``[B,L+1]``.
-        keep: positions at the end.
-        kind: see :func:`divergence`.
-        learnt: bool ``[B,keep]``, those of the positions that count; by default all do.
-        bf16: the draft multiplies in bfloat16.
+    ``learnt``, bool ``[B,keep]``, says which of them count; by default all do. The teacher does not learn.
     """
     with torch.no_grad():
         wanted = teacher(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=keep).logits
@@ -128,15 +121,8 @@ def sample_texts(
 ) -> torch.Tensor:
     """Lets a model continue ``count`` prompts: int64 ``[count,P+new_tokens]``.
 
-    Args:
-        model: a causal LM.
-        cut: gives so many prompts, int64 ``[n,P]``.
-        count: of texts.
-        new_tokens: length of the continuations.
-        seed: of prompts and temperatures; see :func:`mixed_temperatures`.
-        work: folder in which finished batches are kept, for a second run to go on from.
-        rows: texts a batch.
-        console: where the bar is drawn.
+    ``cut`` gives so many prompts, int64 ``[n,P]``; finished batches are kept in ``work``, for a second run to go on
+    from.
     """
     device = next(model.parameters()).device
     batches = []
@@ -165,17 +151,11 @@ def accepted_positions(
 ) -> torch.Tensor:
     """Whether each token after ``prompt`` of the target's own trajectories is a draft token: bool ``[N,new]``.
 
+    Trajectories are int64 ``[N,prompt+new]``; temperature 0 is greedy.
+
     Speculative sampling (Leviathan et al., arXiv 2211.17192) emits a token x by acceptance with probability
     min(p(x), q(x)) and emits it at all with p(x). Given the target's trajectory, x was thus accepted with probability
     min(1, q(x) / p(x)). In greedy decoding it was accepted if it is the draft's argmax.
-
-    Args:
-        target: a causal LM.
-        draft: another.
-        trajectories: int64 ``[N,prompt+new]``.
-        prompt: length of the prompts.
-        temperature: of both; 0 is greedy.
-        seed: of the draws.
     """
     new = trajectories.shape[1] - prompt
     tokens = trajectories[:, prompt:, None]

@@ -95,18 +95,7 @@ def _own_texts(run: Run[DraftOptions], draft: TrainingModel, number: int) -> Win
 def new_llama(
     vocab: int, hidden: int, heads: int, kv_heads: int, ffn: int, layers: int, positions: int, end: int
 ) -> LlamaForCausalLM:
-    """A freshly initialised Llama with tied embeddings and heads of 64 channels.
-
-    Args:
-        vocab: V.
-        hidden: H.
-        heads: of queries.
-        kv_heads: of keys and values.
-        ffn: hidden size of the feed-forward layers.
-        layers: how many.
-        positions: longest text.
-        end: token that begins and ends a text.
-    """
+    """A freshly initialised Llama with tied embeddings and heads of 64 channels."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=vocab,

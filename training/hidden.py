@@ -55,12 +55,7 @@ def run_model(model: Any, ids: torch.Tensor, rows: torch.Tensor | None = None) -
 
 
 def weighted(losses: Iterable[tuple[torch.Tensor, torch.Tensor]], decay: float) -> Loss:
-    """Σ decay^i · the mean of loss i, and the shares that came first, and among the first five, of each.
-
-    Args:
-        losses: as :func:`summed_loss` gives them.
-        decay: of the weights.
-    """
+    """Σ decay^i · the mean of loss i, and the shares that came first, and among the first five, of each."""
     means: list[torch.Tensor] = []
     top: dict[str, list[torch.Tensor]] = {"top-1": [], "top-5": []}
     for total, ranks in losses:
@@ -188,7 +183,7 @@ def _cached_hidden(run: Run[Any], path: Path) -> torch.Tensor:
 
 @torch.no_grad()
 def measured(
-    ranks_of: Callable[[torch.Tensor, Windows], Iterable[torch.Tensor]],
+    losses_of: Callable[[torch.Tensor, Windows], Iterable[tuple[torch.Tensor, torch.Tensor]]],
     count: int,
     model: Any,
     windows: Windows,
@@ -199,8 +194,8 @@ def measured(
     """Measures what predicts several tokens ahead.
 
     Args:
-        ranks_of: of hidden states ``[B,L,H]`` and a batch, for each of the predictions the ranks of the true tokens
-            where ``learnt_from(2 + i)`` says.
+        losses_of: of hidden states ``[B,L,H]`` and a batch, for each of the predictions what :func:`summed_loss` gives
+            of the true tokens where ``learnt_from(2 + i)`` says.
         count: how many predictions there are.
         model: the causal LM that makes the hidden states.
         windows: not trained on.
@@ -216,7 +211,7 @@ def measured(
         found = torch.full((count, *batch.ids.shape), MAX_TOP_K, dtype=torch.int32, device=place.device)
         with place.autocast():
             hidden, _ = run_model(model, batch.ids)
-            for ahead, ranks in enumerate(ranks_of(hidden, batch)):
+            for ahead, (_, ranks) in enumerate(losses_of(hidden, batch)):
                 found[ahead][at[ahead]] = ranks.clamp(max=MAX_TOP_K)
                 counts[ahead] += found[ahead][at[ahead]].bincount(minlength=MAX_TOP_K + 1).cpu()
         for path in found[:, torch.stack(at).all(0)].T.tolist():

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specexport.contract.errors import TrainError
+from specexport.contract.folders import writing
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A scalar to minimise, and figures to show by name, each a vector, such as one number a head."""
@@ -32,8 +33,6 @@ class Schedule:
     The constant middle makes the first steps of a long and of a short run the same (Hägele et al., arXiv 2405.18392).
 
     Attributes:
-        steps: of the optimizers.
-        warmup: steps of warm-up.
         decay: share of the steps at the end over which a constant rate decays to zero; None is the cosine.
     """
 
@@ -76,12 +75,7 @@ def muon_and_adamw(model: Any, rate: float, *, heads: torch.nn.Module | None = N
 
 @dataclass(frozen=True)
 class Watch:
-    """Where a training says how it goes.
-
-    Attributes:
-        log: given lines.
-        console: where bars are drawn.
-    """
+    """Where a training says how it goes: in lines, and in bars."""
 
     log: Callable[[str], None]
     console: Console | None = None
@@ -231,7 +225,8 @@ _ANEW = "delete it to train from the start"
 def save_tensors(path: Path, state: dict[str, Any]) -> None:
     """Writes tensors and numbers into a file that appears only when it is whole."""
     partial = path.with_suffix(".tmp")
-    torch.save(state, partial)
+    with writing(path), partial.open("wb") as file:  # by name torch would say of a full disk that a stream failed
+        torch.save(state, file)
     partial.replace(path)
 
 

@@ -92,12 +92,7 @@ def train_medusa(options: MedusaOptions, watch: Watch) -> dict[str, Any]:
 def heads_loss(heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_head: Any, decay: float) -> Loss:
     """Σ decay^i · CE_i, where CE_i is head i's mean cross-entropy of the token 2 + i positions on (section 2.2).
 
-    Args:
-        heads: the heads.
-        hidden: ``[B,L,H]``.
-        batch: the same windows, ``[B,L]``.
-        lm_head: the model's own, where heads are tied to it.
-        decay: of the weights.
+    Hidden states are ``[B,L,H]``, of windows ``[B,L]``; ``lm_head`` is the model's own, where heads are tied to it.
 
     Returns:
         The loss, and as ``top-1`` and ``top-5`` each head's share of tokens among its first and first five candidates.
@@ -122,11 +117,7 @@ def _losses(
 def head_accuracy(heads: MedusaHeads, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
     """Measures heads over windows they were not trained on."""
     lm_head = model.get_output_embeddings()
-
-    def ranks(hidden: torch.Tensor, batch: Windows) -> Iterator[torch.Tensor]:
-        return (found for _, found in _losses(heads, hidden, batch, lm_head))
-
-    return measured(ranks, len(heads), model, windows, place)
+    return measured(lambda hidden, batch: _losses(heads, hidden, batch, lm_head), len(heads), model, windows, place)
 
 
 def new_heads(count: int, layers: int, model: Any, *, tied: bool) -> MedusaHeads:

@@ -81,13 +81,8 @@ def new_speculator(options: SpeculatorOptions, model: Any) -> SpeculatorStages:
 def speculator_loss(speculator: SpeculatorStages, hidden: torch.Tensor, batch: Windows, decay: float) -> Loss:
     """Σ decay^i · CE_i, where CE_i is stage i's mean cross-entropy of the token 2 + i positions on.
 
-    Each stage is given the true token before its own (arXiv 2404.19124).
-
-    Args:
-        speculator: the stages.
-        hidden: after the model's final norm, ``[B,L,H]``.
-        batch: the same windows, ``[B,L]``.
-        decay: of the weights; 1 in the paper.
+    Each stage is given the true token before its own (arXiv 2404.19124). Hidden states are those after the model's
+    final norm, ``[B,L,H]``.
     """
     return weighted(_losses(speculator, hidden, batch), decay)
 
@@ -105,11 +100,7 @@ def _losses(
 
 def stage_accuracy(speculator: SpeculatorStages, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
     """Measures each stage, after true tokens, over windows it was not trained on."""
-
-    def ranks(hidden: torch.Tensor, batch: Windows) -> Iterator[torch.Tensor]:
-        return (found for _, found in _losses(speculator, hidden, batch))
-
-    return measured(ranks, len(speculator), model, windows, place)
+    return measured(lambda hidden, batch: _losses(speculator, hidden, batch), len(speculator), model, windows, place)
 
 
 def chain_length(accuracy: HeadAccuracy) -> float:

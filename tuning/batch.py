@@ -14,7 +14,7 @@ import numpy as np
 
 from specexport.contract.costs import Cost, CostCurve, MethodCosts
 from specexport.contract.methods import Method
-from specexport.contract.reading import exchange_manifest, read_manifest
+from specexport.contract.reading import changing, exchange_manifest
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Backend
@@ -63,13 +63,6 @@ def measure_into(
 ) -> CostCurve:
     """Measures a bundle on this device and writes the curve into its manifest, in place of an older one of the device.
 
-    Args:
-        folder: the bundle.
-        threads: CPU threads; None for every core this process may use.
-        backend: what runs it; None for what it was built for.
-        seconds: see :func:`measure`.
-        progress: called with a name, how much is done and how much there is.
-
     Returns:
         The curve.
 
@@ -84,9 +77,9 @@ def measure_into(
     finally:
         running.close()
     # Read again: somebody may have measured on another device meanwhile.
-    manifest = read_manifest(bundle.folder)
-    others = tuple(one for one in manifest.costs if one.device != curve.device)
-    exchange_manifest(bundle.folder, msgspec.structs.replace(manifest, costs=(*others, curve)))
+    with changing(bundle.folder) as manifest:
+        others = tuple(one for one in manifest.costs if one.device != curve.device)
+        exchange_manifest(bundle.folder, msgspec.structs.replace(manifest, costs=(*others, curve)))
     return curve
 
 
@@ -95,14 +88,10 @@ def measure(
 ) -> CostCurve:
     """Times steps and proposals of a bundle at its smallest cache size and at its largest, at most ``LARGEST_CACHE``.
 
+    ``seconds`` is about how long it may take, beside warming up; nothing else may use the backend meanwhile.
+
     All are taken in turns, so that a device whose speed drifts treats them alike; a figure is the least of 25
     turns, or of as many as there is time for, at least three.
-
-    Args:
-        bundle: the bundle.
-        backend: opened for it; nothing else may use it meanwhile.
-        seconds: about how long it may take, beside warming up.
-        progress: called with a name, how much is done and how much there is.
     """
     manifest = bundle.manifest
     sizes = tuple(size for size in manifest.batch_sizes if size <= backend.default_slots)

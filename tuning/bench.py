@@ -22,11 +22,7 @@ class Result:
     """What was measured of a method on one workload.
 
     Attributes:
-        steps: of the target.
-        tokens: of output.
-        seconds: of decoding.
         plain_seconds: plain decoding of the same tokens took, in turns with it.
-        requests: how many.
         differences: the first token that differs from plain decoding's, of each request that has one.
     """
 
@@ -70,7 +66,6 @@ class Row:
     """A method in the table of the field.
 
     Attributes:
-        method: its name.
         training: what has to be trained for it; None for nothing.
         memory: bytes it needs beside the target and its cache, with a cache for the longest text.
         results: by workload; those it proposes nothing for are left out.
@@ -91,13 +86,6 @@ def compare(
     engine: Engine, names: Sequence[str], tasks: Sequence[Task], max_tokens: int, progress: Progress
 ) -> list[Row]:
     """Decodes every task greedily, plainly and with every method, in turns: a machine that drifts treats all alike.
-
-    Args:
-        engine: the bundle's.
-        names: of the methods.
-        tasks: what to decode.
-        max_tokens: of output.
-        progress: called for every task.
 
     Raises:
         RequestError: a method is not in the bundle, or a task leaves no room for output.

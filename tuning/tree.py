@@ -42,8 +42,6 @@ class Observed:
 
     Attributes:
         paths: how often each path of ranks, from the root, was what the target went on with.
-        steps: how many steps were looked at.
-        stats: of all requests together.
         depth: of the tree that was verified.
     """
 
@@ -59,14 +57,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class TreeCandidate:
-    """A tree that was considered.
-
-    Attributes:
-        tree: the tree.
-        tokens: a step is expected to commit, the bonus token included.
-        seconds: a step is expected to take.
-        speed_up: over plain decoding.
-    """
+    """A tree that was considered, and the tokens that a step of it is expected to commit, the bonus token included."""
 
     tree: TokenTree
     tokens: float
@@ -87,13 +78,6 @@ def observe(
     Every candidate counts, whether it was in the tree or not. For a draft model or a speculator those at a depth follow
     from its own chain above, so that the first other token ends a path.
 
-    Args:
-        engine: the bundle's.
-        name: of the method.
-        prompts: tokens.
-        params: how to sample; drafts that are drawn at random can only be judged in greedy decoding.
-        progress: called for every prompt.
-
     Raises:
         RequestError: the draft is drawn at random, or no step had a proposal.
     """
@@ -106,10 +90,10 @@ def observe(
     total, steps = Stats(), 0
     with recorded(engine, name) as recorder:
         for index, prompt in enumerate(prompts):
-            recorder.made.clear()
+            recorder.clear()
             done = engine.generate(prompt, params, {"method": name, "num_speculative_tokens": len(deepest) - 1})
             whole = [*prompt, *done.token_ids]
-            for length, proposal in recorder.made:
+            for length, proposal in recorder:
                 ahead = whole[length : length + len(proposal.candidates)]
                 if len(ahead) == len(proposal.candidates):  # the end of a text is no rejection
                     steps += 1
@@ -140,15 +124,7 @@ def added(a: Stats, b: Stats) -> Stats:
 
 
 def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, progress: Progress) -> list[float]:
-    """Seconds of a step of the target for T = 1 to ``widest`` tokens: c(1), c(2), ...
-
-    Args:
-        bundle: the bundle.
-        rows: valid rows in the cache.
-        widest: largest T.
-        threads: for CPU backends.
-        progress: called for every round.
-    """
+    """Seconds of a step of the target for T = 1 to ``widest`` tokens: c(1), c(2), ...; over ``rows`` rows of cache."""
     widths = [width for width in _WIDTHS if width < widest] + [widest]
     model = bundle.manifest.target
     graph = open_graph(bundle, with_widths(model, widths), 1, buffers(bundle.manifest.target_signature), threads)
@@ -182,10 +158,7 @@ def with_widths(model: Model, widths: Sequence[int]) -> Model:
 def candidates(method: RankedMethod, observed: Observed, costs: Sequence[float]) -> list[TreeCandidate]:
     """For every number of nodes the tree that commits most tokens a second; the best of all comes first.
 
-    Args:
-        method: the method.
-        observed: with it, on this device.
-        costs: c(1), c(2), ...: as many as the largest tree may have nodes.
+    ``costs`` are c(1), c(2), ...: as many as the largest tree may have nodes.
     """
     stats = observed.stats
     other = (stats.accept + stats.host) / stats.steps

@@ -43,10 +43,7 @@ def built_in(encode: Encode, count: int, tokens: int) -> list[Task]:
     """Tasks of three workloads: ``completion`` goes on with code, ``edit`` writes again what it was given, and ``text``
     goes on with prose.
 
-    Args:
-        encode: gives a text's tokens.
-        count: tasks of each, at most eight.
-        tokens: of a prompt at most; those of edits hold as much again for the copy that has begun.
+    At most eight of each, with so many tokens of prompt; edits hold as much again for the copy that has begun.
 
     Raises:
         RequestError: Python was installed without its sources.

@@ -56,14 +56,7 @@ class SpeculationResult:
 def compare_decoding(
     bundle: Bundle, texts: Sequence[list[int]], max_tokens: int, progress: Progress
 ) -> SpeculationResult:
-    """Decodes texts both ways, with every tree of every method, and samples some with a seed.
-
-    Args:
-        bundle: the bundle.
-        texts: prompts' tokens.
-        max_tokens: to decode after each.
-        progress: called with how much is done, and how much there is in all.
-    """
+    """Decodes texts both ways, with every tree of every method, and samples some with a seed."""
     work = _decodings(bundle.manifest, texts)
     tokens = 0
     differences: list[Difference] = []

@@ -44,13 +44,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A graph of a bundle, and one of its engines that runs here.
-
-    Attributes:
-        master: the ONNX graph.
-        of: what the bundle says of it.
-        engine: the engine.
-    """
+    """A graph of a bundle, and one of its engines that runs here."""
 
     master: str
     of: Model | ProgramGraph
@@ -62,8 +56,6 @@ class EnginesResult:
     """What :func:`compare_engines` found.
 
     Attributes:
-        engines: how many were compared.
-        shapes: at how many shapes in all.
         worst: the largest difference of an output from its graph's, over what is allowed; up to 1 is right.
         wrong: engine, shape and output of each difference that is larger, in words.
     """
@@ -104,11 +96,7 @@ def compare_engines(
 ) -> EnginesResult:
     """Compares engines with their ONNX graphs at every shape they were compiled for.
 
-    Args:
-        bundle: the bundle.
-        subjects: what to compare.
-        runner: makes what runs an engine; :func:`tensorrt_runner` on a GPU.
-        progress: called with how many engines are done, and how many there are.
+    ``runner`` makes what runs an engine: :func:`tensorrt_runner` on a GPU.
     """
     result = EnginesResult()
     for done, subject in enumerate(subjects):
@@ -186,15 +174,7 @@ def _run_graph(path: Path, given: Sequence[Feed]) -> list[Feed]:
 
 
 def run_engine(runner: BaseRunner, compute: ComputedIn, graph: onnx.GraphProto, profile: int, feed: Feed) -> Feed:
-    """Runs an engine with the inputs of its ONNX graph: caches go in and come out as float32.
-
-    Args:
-        runner: runs the engine; active.
-        compute: what its caches hold.
-        graph: the ONNX graph, without weights.
-        profile: the optimization profile.
-        feed: the graph's inputs.
-    """
+    """Runs an engine with the inputs of its ONNX graph: caches go in and come out as float32."""
     types = {
         value.name: np.dtype(CACHE_TYPES[compute])
         if value.name.startswith(tensors.CACHES)

@@ -37,12 +37,8 @@ class Call:
 
     Attributes:
         graph: the ONNX graph, with symbolic dimensions and without its weights.
-        of: what the bundle says of it.
-        point: the shape.
         tree: its tokens; of as many nodes as the point has tokens.
         vocab: the target's.
-        compute: what the caches hold.
-        random: where numbers come from.
     """
 
     graph: onnx.GraphProto

@@ -23,10 +23,6 @@ Shapes = dict[str, tuple[str, tuple[Dim, ...]]]
 def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
     """Checks every graph of a bundle: the masters and those of all shape points.
 
-    Args:
-        bundle: the bundle.
-        progress: called with how many graphs are done, and how many there are.
-
     Returns:
         How many graphs there are.
 

@@ -55,7 +55,6 @@ class Agreement:
     """Positions at which a graph and a model both name the next token.
 
     Attributes:
-        positions: how many.
         same: where they prefer the same token.
         ties: where they do not, but the model hardly prefers its own.
         limits: what a tie is, and what share is enough.
@@ -85,11 +84,8 @@ class LogitsResult:
     """What :func:`compare_logits` found.
 
     Attributes:
-        finite: whether every logit of the graph is a finite number.
         largest: largest difference of a logit.
         scale: largest logit.
-        rms: see :class:`Limits`.
-        agreement: of the most probable tokens.
     """
 
     finite: bool

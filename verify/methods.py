@@ -33,10 +33,7 @@ class NotRunError(SpecExportError):
 class MethodRun:
     """See :class:`specexport.exporter.methods.Verification`.
 
-    Args:
-        bundle: what is verified.
-        texts: token ids of prompts.
-        sources: where checkpoints are now, by ``target`` and ``METHOD.key``; what the manifest says of the others.
+    ``sources`` says where checkpoints are now, by ``target`` and ``METHOD.key``; of others the manifest does.
     """
 
     def __init__(self, bundle: Bundle, texts: list[list[int]], sources: Mapping[str, str]) -> None:
@@ -105,9 +102,9 @@ class MethodRun:
             recorded(engine, method.name) as recorder,
         ):
             for text in self.texts:
-                recorder.made.clear()
+                recorder.clear()
                 whole = [*text, *engine.generate(text, params, method.name).token_ids]
-                made += [(whole[:length], proposal.candidates[:, 0]) for length, proposal in recorder.made]
+                made += [(whole[:length], proposal.candidates[:, 0]) for length, proposal in recorder]
         return made
 
     def agreement(self, *stored: str) -> Agreement:

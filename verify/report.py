@@ -24,7 +24,6 @@ class Check:
         name: ``files``, ``graphs``, ``engines``, ``logits``, ``embeds``, the name of a method, or ``speculation``.
         passed: None if it could not be run.
         sentence: what was found, or why it was not run.
-        numbers: what was measured.
     """
 
     name: str

@@ -28,17 +28,15 @@ SourceKind = Literal["checkpoint", "folder"]
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of ``specexport build`` that stands for a method or one of its keys.
+    """A flag of ``specexport build`` that stands for a method.
 
     Attributes:
         name: such as ``--ngram``.
-        key: the key whose value it takes; None for one that takes no value and asks for the method.
+        key: the key whose value it takes; None for one that takes no value.
         help: for ``--help``.
         metavar: what stands for the value there.
         const: the value where the flag is given without one; None where it needs one.
-        asks: whether it asks for the method; otherwise it is given beside one that does.
         claims: flags of other methods whose values are this method's if it is asked for: the key of each.
-        value: what the flag sets its key to, for one that takes no value.
     """
 
     name: str
@@ -46,9 +44,7 @@ class Flag:
     help: str
     metavar: str | None = None
     const: str | None = None
-    asks: bool = True
     claims: Mapping[str, str] | None = None
-    value: bool | None = None
 
 
 class Registered:

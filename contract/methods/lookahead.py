@@ -46,13 +46,6 @@ class Lookahead(Method, frozen=True, kw_only=True, tag="lookahead"):
             "W,N,G",
             const="cpu",
         ),
-        Flag(
-            "--no-lookahead-seeding",
-            "prompt_seeding",
-            "do not start --lookahead's pool with the prompt's n-grams",
-            asks=False,
-            value=False,
-        ),
     )
 
     def __post_init__(self) -> None:

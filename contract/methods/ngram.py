@@ -27,8 +27,6 @@ class Ngram(TextMethod, frozen=True, kw_only=True, tag="ngram"):
     suits: ClassVar[str] = "free; gains where answers repeat their prompt or themselves (edits, summaries, code)"
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("--ngram", None, "propose what followed the last tokens earlier in the text"),
-        Flag("--prompt-lookup-max", "prompt_lookup_max", "most tokens --ngram matches (default: 4)", "N", asks=False),
-        Flag("--prompt-lookup-min", "prompt_lookup_min", "fewest (default: 2)", "N", asks=False),
     )
 
     def __post_init__(self) -> None:

@@ -21,13 +21,9 @@ class EngineReport:
     """What a compilation made.
 
     Attributes:
-        file: the engine.
-        profiles: how many shapes it runs at.
         layers: of the network, before the compiler fuses them.
         attentions: how many Attention operators it has; none where the graph spells attention out.
         decomposed: why these have no fused kernel; None where they have one.
-        size: bytes.
-        seconds: the compilation took.
     """
 
     file: str

@@ -18,8 +18,6 @@ class Library(NamedTuple):
     """An imported library.
 
     Attributes:
-        runtime: which.
-        trt: its Python module.
         polygraphy: ``polygraphy.backend.trt``, set to that module.
     """
 

@@ -20,7 +20,6 @@ class Job:
     """One engine to compile.
 
     Attributes:
-        profiles: its shapes.
         vocab: V, where it is symbolic.
     """
 

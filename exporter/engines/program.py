@@ -27,13 +27,9 @@ def _accept(rule: Literal["lossless", "typical"], max_children: int, candidates:
 def write_program(
     folder: Path, methods: Sequence[Method], cache: Sequence[CacheLayer], lowering: LoweredAs
 ) -> tuple[ProgramGraph, ...]:
-    """Traces and writes what the methods need.
+    """Traces what the methods need into a folder ``program`` of the bundle.
 
-    Args:
-        folder: the bundle; a folder ``program`` is made in it.
-        methods: of the bundle.
-        cache: the target's cache layers.
-        lowering: of the bundle. Portable graphs write no cache: their rows are copied by the runtime.
+    Portable graphs write no cache: their rows are copied by the runtime.
 
     Returns:
         The graphs, without engines; none for plain decoding.

@@ -13,8 +13,7 @@ from specexport.contract.engines import ComputedIn
 from specexport.exporter.passes.compute_type import compute_in
 from specexport.exporter.passes.flatten_products import flatten_products
 from specexport.exporter.passes.lookup_tables import restore_tables
-from specexport.exporter.static import fix
-from specexport.exporter.unroll import fix_drafts
+from specexport.exporter.static import fix, fix_drafts
 from specexport.exporter.weights import INLINE_BYTES, WeightsFile
 
 _NARROW: dict[ComputedIn, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}

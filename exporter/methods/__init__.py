@@ -39,9 +39,7 @@ class Suggestion:
     """A way to speculate.
 
     Attributes:
-        method: its name in a bundle.
         settings: what to build it with, in words of the field.
-        why: a sentence.
         rank: its place among the others, the better ones first.
         flags: of ``specexport build``; empty where something has to be found or trained first.
     """
@@ -70,12 +68,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class TargetOutline:
-    """What trees depend on.
-
-    Attributes:
-        vocab: V.
-        parameters: how many.
-    """
+    """What trees depend on: V, and how many parameters the target has."""
 
     vocab: int
     parameters: int
@@ -83,15 +76,7 @@ class TargetOutline:
 
 @dataclass(frozen=True)
 class Build:
-    """A build whose target is written.
-
-    Attributes:
-        folder: of the bundle.
-        options: what was asked for.
-        plan: see :class:`~specexport.exporter.build_plan.BuildPlan`.
-        target: as it was written.
-        progress: see :data:`~specexport.exporter.writing.Progress`.
-    """
+    """A build whose target is written."""
 
     folder: Path
     options: BuildOptions
@@ -111,7 +96,6 @@ class Verification(Protocol):
     """What ``verify`` lends a method to compare its graph with what it was built from.
 
     Attributes:
-        bundle: what is verified.
         texts: token ids of prompts.
     """
 

@@ -30,7 +30,7 @@ from specexport.exporter.methods import (
     Wanted,
     vocabulary,
 )
-from specexport.graphs.propose import MAX_CANDIDATES
+from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
 
 _GPU_DRAFT_TOKENS = 5
 C = TypeVar("C", bound=ChainDraft)
@@ -106,21 +106,12 @@ class DraftModelExporter(ChainDraftExporter[DraftModel]):
 
 
 def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build: Build) -> Model:
-    """Traces one pass of a draft, puts it into a loop, and writes it.
-
-    Args:
-        method: of the plan.
-        draft: the model.
-        vocab: tokens it may propose.
-        build: the build.
-    """
+    """Traces one pass of a draft, puts it into a loop, and writes it; ``vocab`` are the tokens it may propose."""
     lowering = build.options.lowering
 
     def tracer() -> ir.Model:
-        one_pass = trace.trace_draft_pass(
-            draft.model, draft.cache, vocab, draft.input_vocab, draft.max_positions, lowering
-        )
-        return compose.propose_graph(one_pass, draft.cache, lowering)
+        one_pass = DraftPass(draft.model, len(draft.cache), vocab, draft.input_vocab, draft.max_positions)
+        return compose.propose_graph(trace.trace_draft_pass(one_pass, draft.cache, lowering), draft.cache, lowering)
 
     return write_draft(draft, build, "propose", tracer, build.plan.propose_points(method))
 

@@ -108,9 +108,7 @@ def hidden_size(checkpoint: Checkpoint) -> int:
 def path_weight(heads: HeadsOutline, own: tuple[float, ...] = ()) -> Callable[[tuple[int, ...]], float]:
     """The chance that a path of ranks comes true: as measured of the heads, else a product of what was published.
 
-    Args:
-        heads: of a model.
-        own: chances of the depths that come before those of the heads.
+    ``own`` are chances of the depths that come before those of the heads.
     """
 
     def weight(path: tuple[int, ...]) -> float:

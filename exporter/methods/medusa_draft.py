@@ -19,6 +19,7 @@ from specexport.exporter.drafts import load_draft, require_tokenizer, write_draf
 from specexport.exporter.methods import Agreement, Build, MethodExporter, TargetOutline, Verification, vocabulary
 from specexport.exporter.methods.medusa import folder_of, heads_of, path_weight
 from specexport.graphs.medusa import MAX_TOP_K
+from specexport.graphs.step import CandidatesModule
 
 _OWN_ACCURACY = 0.8
 """Stands in for how often the draft's own head is right."""
@@ -55,13 +56,9 @@ class MedusaDraftExporter(MethodExporter[MedusaDraft]):
         heads = heads_of(method.medusa, draft)
         vocab, lowering = min(draft.vocab_size, build.target.vocab_size), build.options.lowering
         known = min(MAX_TOP_K, vocab)
-        model = write_draft(
-            draft,
-            build,
-            "step",
-            lambda: trace.trace_candidates(draft.model, draft.cache, heads, known, vocab, draft.input_vocab, lowering),
-            self.points(method, build.plan),
-        )
+        layers, points = len(draft.cache), self.points(method, build.plan)
+        step = CandidatesModule(draft.model, layers, heads, known, vocab, draft.input_vocab, lowering)
+        model = write_draft(draft, build, "step", lambda: trace.trace_step(step, draft.cache), points)
         return msgspec.structs.replace(
             method,
             candidates=known,

@@ -151,11 +151,7 @@ def _weight(found: SpeculatorOutline) -> Callable[[tuple[int, ...]], float]:
 
 
 class ReferenceSpeculator:
-    """A checkpoint of ``ibm-fms``, a tensor operation a term of its formulas (arXiv 2404.19124).
-
-    Args:
-        folder: of the checkpoint.
-    """
+    """A checkpoint of ``ibm-fms``, a tensor operation a term of its formulas (arXiv 2404.19124)."""
 
     def __init__(self, folder: Path) -> None:
         self._config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from specexport.exporter.options import BuildOptions
 from specexport.exporter.writing import Part
 from specexport.graphs.layers import first_layers
 from specexport.graphs.medusa import MedusaHeads
+from specexport.graphs.propose import DraftPass
 
 
 class SelfDraftExporter(ChainDraftExporter[SelfDraft]):
@@ -32,15 +33,13 @@ class SelfDraftExporter(ChainDraftExporter[SelfDraft]):
         try:
             with first_layers(target.model, method.layers):
                 parameters = sum(parameter.numel() for parameter in target.model.parameters())
-                one_pass = traced(
-                    target,
-                    lambda: trace.trace_draft_pass(
-                        target.model, cache, target.vocab_size, target.input_vocab, target.max_positions, build.lowering
-                    ),
+                one_pass = DraftPass(
+                    target.model, len(cache), target.vocab_size, target.input_vocab, target.max_positions
                 )
+                made = traced(target, lambda: trace.trace_draft_pass(one_pass, cache, build.lowering))
         except ValueError as error:
             raise BuildError(f"self_draft: layers is {method.layers}, but of {target.source}: {error}") from error
-        graph = compose.propose_graph(one_pass, cache, build.lowering)
+        graph = compose.propose_graph(made, cache, build.lowering)
         return Part("self_draft", graph, plan.propose_points(method), cache, parameters)
 
     def in_target(

@@ -13,12 +13,9 @@ from specexport.exporter.passes.editing import constant, op
 
 
 def flatten_products(graph: ir.Graph) -> None:
-    """Rewrites every product of a ``[B,T,K]`` input with a weight.
+    """Rewrites every product of a ``[B,T,K]`` input with a weight; ranks and constant sizes of values must be known.
 
     Reshapes get the numbers of heads that are known as constants: through another reshape TensorRT does not find them.
-
-    Args:
-        graph: changed in place; the ranks and constant sizes of its values are known.
     """
     for node in list(graph):
         if node.op_type == "Reshape":

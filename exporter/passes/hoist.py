@@ -17,10 +17,6 @@ def hoist_invariants(graph: ir.Graph, loop: ir.Node) -> None:
 
     What depends on constants alone stays: those are weights, and a backend packs them where they are multiplied. So do
     nodes that hold a graph, which may read values of a pass that are not among their inputs.
-
-    Args:
-        graph: holds the loop; changed in place.
-        loop: a Loop.
     """
     body = loop.attributes["body"].as_graph()
     constants = {value: value.const_value for value in body.initializers.values() if value.const_value is not None}

@@ -11,12 +11,7 @@ from specexport.exporter.passes.editing import op, producer
 
 
 def restore_tables(graph: ir.Graph, store: Store) -> None:
-    """``DequantizeLinear(Gather(integers, ids), Gather(scales, ids))`` becomes ``Cast(Gather(fp16 table, ids))``.
-
-    Args:
-        graph: changed in place.
-        store: called with each restored table.
-    """
+    """``DequantizeLinear(Gather(integers, ids), Gather(scales, ids))`` becomes ``Cast(Gather(fp16 table, ids))``."""
     for node in list(graph):
         if node.op_type != "DequantizeLinear":
             continue

@@ -165,12 +165,7 @@ class BufferLayout:
 
 
 class Staged:
-    """Arrays that are on the host, pinned, and at the same places on the device: one copy moves all of them.
-
-    Attributes:
-        host: the host's, by name.
-        device: the device's, by name.
-    """
+    """Arrays that are on the host, pinned, and at the same places on the device: one copy moves all of them."""
 
     def __init__(self, device: Device, layout: BufferLayout, region: Region) -> None:
         assert layout.nbytes <= region.nbytes

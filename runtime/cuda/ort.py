@@ -70,7 +70,6 @@ class OnnxRuntimeLibrary:
     graph of ours, as onnxruntime captures by itself: a step is several of its graphs, given to the stream together.
 
     Attributes:
-        name: the backend's.
         batch_sizes: how many slots it can run at once, ascending.
         without_program: why the host drives steps, where it does.
 

@@ -33,8 +33,6 @@ class _Part:
     """A slot's part in a step.
 
     Attributes:
-        view: the slot.
-        tree: what is verified.
         proposal: how the host filled it; None where it did not, or there is nothing but the root.
         draft: what fills it on the device; None where nothing does.
     """

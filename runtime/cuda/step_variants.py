@@ -36,8 +36,6 @@ class Drafting:
     """How a draft proposes on the device.
 
     Attributes:
-        graph: the draft's.
-        tree: what it fills.
         fill: the graph that does; None for chains, which need none.
     """
 
@@ -66,7 +64,6 @@ class StepVariant:
     """What steps have in common that one CUDA graph runs, but for the size of the cache.
 
     Attributes:
-        accept: the accept graph.
         tokens: T, what the target sees.
         nodes: N, of the tree; of a smaller one the rest never stays.
         drafting: how a draft proposes on the device; None where the host writes the draft tokens and q.

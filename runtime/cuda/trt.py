@@ -170,12 +170,7 @@ class EngineExecutor:
 
 
 class EngineLibrary:
-    """The engines of a bundle in TensorRT or TensorRT-RTX.
-
-    Attributes:
-        name: the backend's.
-        without_program: why the host drives steps, where it does.
-    """
+    """The engines of a bundle in TensorRT or TensorRT-RTX; what ``ort.OnnxRuntimeLibrary`` is for onnxruntime."""
 
     def __init__(self, bundle: Bundle, device: Device, runtime: EngineRuntime) -> None:
         self._bundle = bundle

@@ -22,13 +22,6 @@ class DraftModelProposer(ReadingProposer):
 
     The draft's cache holds rows for the tokens it was given and for the drafts it made, all committed at once; those of
     the drafts that are accepted are right, the rest are overwritten. Which are right is read off the slot's tokens.
-
-    Attributes:
-        graph: the propose graph.
-
-    Args:
-        graph: see above.
-        manifest: the bundle's.
     """
 
     def __init__(self, graph: Graph, manifest: Manifest) -> None:
@@ -80,12 +73,7 @@ class DraftModelProposer(ReadingProposer):
         return slots
 
     def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
-        """Keeps the rows of a run: those of the text, and of the first of the tokens it drafted.
-
-        Args:
-            view: the slot, as the run was asked for.
-            drafted: tokens it drafted and was then given; the last one never is.
-        """
+        """Keeps the rows of a run: those of the text, and of the tokens it drafted and was then given."""
         fed = range(CATCH_UP_TOKENS + len(drafted))
         self.graph.commit(view.slot, len(view.tokens) - CATCH_UP_TOKENS, fed)
         self._reader.note(view.slot, [*view.tokens, *drafted])

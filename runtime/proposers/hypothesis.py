@@ -30,9 +30,6 @@ class Follower:
 
     A token costs one entry for each match length when the hypothesis is read, and one look-up each when it is followed,
     however long the texts are.
-
-    Args:
-        tokens: the hypothesis.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:

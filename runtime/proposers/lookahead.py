@@ -113,8 +113,6 @@ class _Slot:
     """What is known of a slot.
 
     Attributes:
-        pool: its n-grams.
-        trajectory: its window.
         asked: of the step that runs: its root, and the rows of the logits that say the next level. None between steps.
     """
 
@@ -128,10 +126,6 @@ class LookaheadProposer(SlotProposer[_Slot]):
 
     Guesses are merged where they begin alike, which changes neither what they see nor what is accepted. They are chosen
     without drawing (q = 1): the window always takes the most probable token, whatever the request samples.
-
-    Args:
-        method: the method.
-        pool: makes a request's pool, of G n-grams a token.
     """
 
     observes = frozenset({tensors.LOGITS})

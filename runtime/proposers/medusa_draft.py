@@ -21,11 +21,6 @@ class MedusaDraftProposer(ReadingProposer):
 
     The draft sees committed tokens only, so its cache is always right. A step commits at most one token more than its
     tree is deep: that many tokens are given each time, some of them again.
-
-    Args:
-        graph: the draft's step graph.
-        manifest: the bundle's.
-        method: the method.
     """
 
     def __init__(self, graph: Graph, manifest: Manifest, method: MedusaDraft) -> None:

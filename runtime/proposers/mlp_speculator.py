@@ -25,9 +25,6 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
 
     Every node with children is a row of a stage, whose state follows from its parent's and its own token. In sampling
     the first child of each is drawn from q, in greedy decoding it is the most probable one.
-
-    Args:
-        graph: the propose graph.
     """
 
     observes = frozenset({tensors.HIDDEN})

@@ -17,10 +17,6 @@ class NgramIndex:
     """Where every n-gram of a growing text ended last.
 
     A token costs one entry for each n, whatever the length of the text; so does a lookup.
-
-    Args:
-        shortest: the smallest n.
-        longest: the largest n.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:

@@ -14,13 +14,7 @@ from specexport.runtime.proposal import Proposer
 
 @dataclass(frozen=True)
 class Opening:
-    """What proposers are opened with.
-
-    Attributes:
-        bundle: the bundle.
-        backend: runs graphs.
-        slots: how many.
-    """
+    """What proposers are opened with."""
 
     bundle: Bundle
     backend: Backend

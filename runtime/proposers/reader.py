@@ -16,11 +16,6 @@ class Reader:
 
     Which rows are right is read off the tokens, so rejected drafts need not be told, and the text of a request that has
     ended serves the next one in its slot as far as the two begin alike.
-
-    Args:
-        graph: the draft's.
-        chunk: tokens of a prefill chunk.
-        run: gives the draft a chunk.
     """
 
     def __init__(self, graph: Graph, chunk: int, run: ReadChunk) -> None:
@@ -47,11 +42,7 @@ class Reader:
         return done + len(part) < len(tokens)
 
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> set[int]:
-        """Reads one chunk of one of the texts whose rows are missing; gives the slots that still miss some.
-
-        Args:
-            texts: what is to be read, by slot.
-        """
+        """Reads one chunk of one of the texts whose rows are missing; gives the slots that still miss some."""
         behind = [slot for slot, text in texts.items() if self.known(slot, text) < len(text)]
         return {slot for at, slot in enumerate(behind) if at or self.read(slot, texts[slot])}
 
@@ -67,11 +58,7 @@ class Reader:
 
 
 class ReadingProposer(Proposer):
-    """A proposer with a draft that reads every text itself.
-
-    Args:
-        reader: of the draft.
-    """
+    """A proposer with a draft that reads every text itself."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

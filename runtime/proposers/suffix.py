@@ -84,10 +84,7 @@ class SuffixAutomaton:
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
         """Goes on from a match in the text: the longest suffix of the matched string and ``token`` that occurs.
 
-        Args:
-            state: of the string matched so far; 0 for the empty one.
-            length: of that string.
-            token: what follows it.
+        The match so far is a state, 0 for the empty string, and its length.
 
         Returns:
             The state and length of the new match.
@@ -211,10 +208,6 @@ class SuffixProposer(TextProposer[_Text]):
     token matched, and only while the chain's estimated probability is at least ``min_token_prob`` (SuffixDecoding,
     arXiv 2411.04975). Of the text and the store the one is used whose chain is expected to have more tokens accepted.
     A store changes what is proposed and never what is sampled.
-
-    Args:
-        method: the method.
-        store: earlier outputs; None for the request's own text alone.
     """
 
     def __init__(self, method: Suffix, store: OutputStore | None = None) -> None:

@@ -27,8 +27,6 @@ class _Text:
 
     Attributes:
         stream: turns the target's tokens into text.
-        text: what they say, special tokens left out.
-        read: tokens read.
         whole: whether the last token said something; within a character it does not.
     """
 
@@ -51,14 +49,7 @@ class UniversalDraftProposer(SlotProposer[_Text]):
 
     The draft takes its most probable tokens whatever the request samples, so that what is proposed depends on the text
     alone (q = 1). The text is given to the draft's tokenizer anew each step; the draft itself reads only what changed.
-    Where a text ends within a character nothing is proposed.
-
-    Args:
-        drafter: the draft, over its own tokens.
-        target: the target's tokenizer.
-        draft: the draft's.
-        trees: chains the bundle verifies.
-        longest: tokens of a text that the draft's cache has room for.
+    Where a text ends within a character nothing is proposed, nor where it is longer than the draft's cache.
     """
 
     def __init__(
@@ -97,13 +88,7 @@ class UniversalDraftProposer(SlotProposer[_Text]):
         return SlotView(view.slot, tokens, _GREEDY, view.random, tree)
 
     def _tokens(self, before: list[int], drafted_after: list[int], drafted: list[int]) -> list[int]:
-        """The target's tokens for what the draft said.
-
-        Args:
-            before: the target's tokens so far.
-            drafted_after: the draft's.
-            drafted: what it goes on with.
-        """
+        """The target's tokens for what the draft said, from its tokens before and those it drafted."""
         known = drafted_after[-_OVERLAP:]
         old, new = self._said(self._draft, known), self._said(self._draft, [*known, *drafted])
         said = new[len(old) :] if new.startswith(old) else ""

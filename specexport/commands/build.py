@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from specexport.building import exporter, progress_bars
-from specexport.commands.engines import add_engine_arguments, asked_for, engine_options, render
+from specexport.commands.compile import add_engine_arguments, asked_for, engine_options, render
 from specexport.commands.inspect import summary
 from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError

@@ -5,13 +5,40 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
+from rich.table import Table
 
 from specexport.building import needs_extra, progress_bars
-from specexport.commands.engines import add_engine_arguments, engine_options, render
+from specexport.commands.inspect import bytes_text
 from specexport.contract.engines import ENGINE_RUNTIMES
+from specexport.contract.errors import BuildError
+
+if TYPE_CHECKING:
+    from specexport.exporter.engines.bundle import CompileReport
+    from specexport.exporter.engines.options import EngineOptions
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "--compute": {
+        "choices": ("fp32", "fp16", "bf16"),
+        "help": "type of activations and the KV cache (default: fp32 for fp32 weights, else fp16)",
+    },
+    "--compute-capability": {
+        "metavar": "CC[,CC...]",
+        "help": "devices to compile for, such as 86,89,120 (default: TensorRT-RTX, all it knows from 8.0 on; TensorRT, "
+        "the device of this machine)",
+    },
+    "--engine-batch-sizes": {
+        "metavar": "B[,B...]",
+        "help": "how many requests a step may run at once, such as 1,4; of the bundle's batch sizes (default: 1)",
+    },
+    "--plain-profile": {
+        "action": "store_true",
+        "help": "also compile for one token at a time; stores the weights twice, but plain decoding is not padded",
+    },
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,3 +62,55 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         Console().print(render(report))
     return 0
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags that say how engines are compiled; ``specexport build`` has them too."""
+    group = parser.add_argument_group("engines", "for --backend tensorrt and tensorrt-rtx")
+    for flag, settings in _FLAGS.items():
+        group.add_argument(flag, **settings)
+
+
+def asked_for(arguments: argparse.Namespace) -> str | None:
+    """The first of these flags that was given; None without any."""
+    given = vars(arguments)
+    return next((flag for flag in _FLAGS if given[flag[2:].replace("-", "_")] not in (None, False)), None)
+
+
+def engine_options(arguments: argparse.Namespace) -> EngineOptions:
+    """The options the flags say."""
+    from specexport.exporter.engines.options import EngineOptions, capability
+
+    listed = arguments.compute_capability
+    return EngineOptions(
+        runtime=arguments.backend,
+        compute=arguments.compute,
+        capabilities=tuple(map(capability, listed.split(","))) if listed is not None else (),
+        batch_sizes=_batch_sizes(arguments.engine_batch_sizes),
+        plain=arguments.plain_profile,
+    )
+
+
+def _batch_sizes(listed: str | None) -> tuple[int, ...]:
+    parts = [] if listed is None else [part.strip() for part in listed.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise BuildError(f"engine_batch_sizes is {listed!r}; expected numbers with commas, such as 1,4")
+    return tuple(sorted(set(map(int, parts)))) or (1,)
+
+
+def render(report: CompileReport) -> Table:
+    """What was compiled, an engine a row."""
+    table = Table(
+        title=f"engines of {report.runtime} {report.version} for {', '.join(report.compute_capabilities)}",
+        title_justify="left",
+        show_edge=False,
+    )
+    for name in ("engine", "profiles", "layers", "attention", "size", "time"):
+        table.add_column(name, justify="left" if name in ("engine", "attention") else "right")
+    for engine in report.engines:
+        attention = f"{engine.attentions} fused" if engine.attentions else "none, or spelt out in the graph"
+        if engine.decomposed is not None:
+            attention = f"{engine.attentions} decomposed: {engine.decomposed}"
+        row = (engine.file, str(engine.profiles), str(engine.layers), attention)
+        table.add_row(*row, bytes_text(engine.size), f"{engine.seconds:.1f} s")
+    return table

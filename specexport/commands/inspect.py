@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.tree import Tree
 
-from specexport.commands.draw import svg, terminal_tree
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import Method, method_name, text_methods
@@ -30,14 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     parser.add_argument("--tree", action="store_true", help="draw the token tree a step verifies")
     parser.add_argument("--method", metavar="NAME", help="with --tree: whose tree (default: the bundle's first)")
-    parser.add_argument("--image", type=Path, metavar="FILE.svg", help="with --tree: write the drawing to this file")
     parser.add_argument("--hashes", action="store_true", help="also check every file's SHA-256")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport inspect``."""
-    if arguments.image is not None and not arguments.tree:
-        raise RequestError("--image was given without --tree; it is the tree that is drawn")
     if arguments.method is not None and not arguments.tree:
         raise RequestError("--method was given without --tree; it chooses the tree that is drawn")
     if arguments.tree:
@@ -64,10 +61,15 @@ def _draw(arguments: argparse.Namespace) -> int:
     console = Console()
     console.print(terminal_tree(tree))
     console.print(f"{len(tree)} nodes with the root, depth {tree.depth}, {len(tree.leaf_paths)} paths")
-    if arguments.image is not None:
-        arguments.image.write_text(svg(tree), encoding="utf-8")
-        console.print(f"written to {arguments.image}")
     return 0
+
+
+def terminal_tree(tree: TokenTree) -> Tree:
+    """A rich tree: each node with its number in the step's order and its rank among its parent's continuations."""
+    branches = [Tree("0  last token")]
+    for node, parent in enumerate(tree.parents[1:], start=1):
+        branches.append(branches[parent].add(f"{node}  rank {tree.ranks[node]}"))
+    return branches[0]
 
 
 def _bundled_tree(manifest: Manifest, name: str | None) -> TokenTree:

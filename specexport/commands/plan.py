@@ -37,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport plan``; returns 1 if the models do not fit."""
     exporter()
-    from specexport.exporter.devices import DEVICES
-    from specexport.exporter.plan import EFFICIENCY, plan
+    from specexport.exporter.plan import DEVICES, EFFICIENCY, plan
 
     device = DEVICES.get(arguments.device)
     if device is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,15 +11,6 @@ from specexport.building import needs_extra
 from specexport.commands import add_exactness
 from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import BuildError
-
-_OLD = {
-    "--speculative-model": "model",
-    "--num-speculative-tokens": "num_speculative_tokens",
-    "--ngram-prompt-lookup-max": "prompt_lookup_max",
-    "--ngram-prompt-lookup-min": "prompt_lookup_min",
-    "--speculative-draft-tensor-parallel-size": "draft_tensor_parallel_size",
-}
-"""Flags vLLM had once: what became of them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,13 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory-utilization", type=float, metavar="SHARE", help="of a GPU's memory; on a CPU none is taken"
     )
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    for flag in _OLD:
-        parser.add_argument(flag, dest=flag, default=None, help=argparse.SUPPRESS)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport serve``."""
-    _refuse_old_flags(arguments)
     if (arguments.source is None) == (arguments.model is None):
         raise BuildError("give a bundle or a model, either by itself or with --model")
     for name, least in (("timeout", 0), ("shutdown_timeout", 0), ("max_queue", 0), ("max_body_bytes", 1)):
@@ -116,17 +103,3 @@ def _keys(given: Sequence[str]) -> list[str]:
     if any(not key for key in keys):
         raise BuildError("--api-key is empty; leave it out to let anyone in")
     return keys
-
-
-def _refuse_old_flags(arguments: argparse.Namespace) -> None:
-    given = {flag: getattr(arguments, flag) for flag in _OLD if getattr(arguments, flag) is not None}
-    if not given:
-        return
-    config: dict[str, Any] = {"method": "draft_model"}
-    for flag, value in given.items():
-        config[_OLD[flag]] = int(value) if value.isdecimal() else value
-    if config.get("model") in (None, "[ngram]", "ngram"):
-        config = {**{key: value for key, value in config.items() if key != "model"}, "method": "ngram"}
-    raise BuildError(
-        f"{', '.join(given)}: vLLM's older form; write --speculative-config '{json.dumps(config)}' instead"
-    )

@@ -10,16 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from specexport.building import exporter, progress_bars
-from specexport.commands import tune_batch
-from specexport.commands.draw import terminal_tree
+from specexport.commands.inspect import terminal_tree
+from specexport.contract.costs import Cost, CostCurve
+from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import RequestError
 from specexport.contract.methods import RankedMethod
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.opening import DEFAULT_UTILIZATION, open_backend
 from specexport.tuning.workloads import read_lines
 
 if TYPE_CHECKING:
@@ -53,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tree.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     tree.add_argument("--dry-run", action="store_true", help="print the result and leave the bundle as it is")
     tree.add_argument("--json", action="store_true", help="print the result as JSON")
-    tree.set_defaults(main=main)
     batch = what.add_parser(
         "batch",
         help="how much requests speculate that run together",
@@ -61,7 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Engines on this device with as many threads then speculate as much as pays: less as the batch fills, and not "
         "at all where it does not.",
     )
-    tune_batch.add_arguments(batch)
+    batch.add_argument("bundle", type=Path, metavar="BUNDLE")
+    batch.add_argument("--threads", type=int, metavar="N", help="CPU threads it will run with (default: all cores)")
+    batch.add_argument("--backend", choices=BACKENDS, help="what will run it (default: what it was built for)")
+    batch.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="about how long to measure; three turns at least"
+    )
+    batch.add_argument("--dry-run", action="store_true", help="print what was measured and change nothing")
+    batch.add_argument("--json", action="store_true", help="print it as JSON")
+    batch.set_defaults(main=tune_batch)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -185,4 +195,53 @@ def _table(name: str, found: list[TreeCandidate], costs: Sequence[float]) -> Tab
             f"{one.speed_up:.2f}x",
             style="bold" if one is found[0] else None,
         )
+    return table
+
+
+def tune_batch(arguments: argparse.Namespace) -> int:
+    """Runs ``specexport tune batch``."""
+    from specexport.tuning.batch import measure, measure_into
+
+    if not arguments.seconds > 0:
+        raise RequestError(f"--seconds is {arguments.seconds:g}; expected more than 0")
+    with progress_bars() as progress:
+        if arguments.dry_run:
+            bundle = Bundle.open(arguments.bundle)
+            backend = open_backend(bundle, arguments.backend, arguments.threads, DEFAULT_UTILIZATION)
+            try:
+                curve = measure(bundle, backend, arguments.seconds, progress)
+            finally:
+                backend.close()
+        else:
+            curve = measure_into(
+                arguments.bundle,
+                threads=arguments.threads,
+                backend=arguments.backend,
+                seconds=arguments.seconds,
+                progress=progress,
+            )
+    if arguments.json:
+        print(json.dumps(msgspec.to_builtins(curve), indent=2))
+    else:
+        Console().print(*tables(curve), sep="\n")
+    return 0
+
+
+def tables(curve: CostCurve) -> list[Table]:
+    """A curve at its smallest cache size: steps, then every method that takes time."""
+    steps = _costs_table(f"{curve.device}: ms a step of T tokens a slot", "T", curve.steps)
+    title = "ms to propose trees of so many nodes"
+    return [steps, *(_costs_table(f"{one.method}: {title}", "nodes", one.propose) for one in curve.methods)]
+
+
+def _costs_table(title: str, axis: str, costs: Sequence[Cost]) -> Table:
+    cache = min(cost.cache for cost in costs)
+    at = {(cost.batch, cost.tokens): cost.seconds for cost in costs if cost.cache == cache}
+    batches, tokens = (sorted({key[place] for key in at}) for place in (0, 1))
+    table = Table(title=f"{title}, {cache} cache rows", title_justify="left", show_edge=False)
+    table.add_column("slots", justify="right")
+    for count in tokens:
+        table.add_column(f"{axis} = {count}", justify="right")
+    for batch in batches:
+        table.add_row(str(batch), *(f"{at[batch, count] * 1e3:.2f}" for count in tokens))
     return table

@@ -1,9 +1,10 @@
-"""The fill graph: a draft model's tree on the device, from what was drafted to what is verified."""
+"""What a step does on the device besides its models and acceptance: fill a draft's tree, commit the accepted path."""
 
 from __future__ import annotations
 
 import torch
 
+from specexport.graphs.ops import tensor_scatter
 from specexport.graphs.propose import place_of_rank
 
 
@@ -43,3 +44,28 @@ class FillModule(torch.nn.Module):
         tokens = ids.gather(2, index[..., None])
         chosen = torch.where(ids == tokens, 1.0, 0.0)
         return tokens[..., 0], ids, torch.where((tree_ranks == 0)[..., None], probs, chosen)
+
+
+class CommitModule(torch.nn.Module):
+    """Moves the rows of an accepted path to where the text ends, in all layers.
+
+    A verify step wrote the rows of a tree's nodes at ``past_length`` and after. Those of the path are moved to
+    ``past_length + 0, 1, ...``; rows behind them are never seen, and the next step writes over them.
+    """
+
+    def forward(
+        self, past_length: torch.Tensor, path: torch.Tensor, past: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns the caches, to be bound to the memory of ``past``.
+
+        Args:
+            past_length: int64 ``[B]``, the step's.
+            path: int64 ``[B,N]``, the accept graph's: the root, the accepted nodes in order, then 0.
+            past: each layer's key and value cache ``[B,Hkv,S,D]``.
+        """
+        rows = past_length[:, None] + path
+        moved = []
+        for cache in past:
+            index = rows[:, None, :, None].expand(-1, cache.shape[1], -1, cache.shape[3])
+            moved.append(tensor_scatter(cache, cache.gather(2, index), past_length))
+        return tuple(moved)

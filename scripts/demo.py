@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specexport.building import exporter, progress_bars
 from specexport.commands.run import describe
-from specexport.contract.errors import BuildError, BundleError
+from specexport.contract.errors import BundleError, SpecExportError
 from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
@@ -20,8 +20,9 @@ _HELPERS = {"draft_model": "demo-draft", "medusa": "demo-medusa"}
 """By method: the demo model that goes with it."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of ``specexport demo``."""
+def main() -> None:
+    """Builds the bundle if it is not there, and decodes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--method", choices=tuple(_HELPERS), default="draft_model", help="how to speculate")
     parser.add_argument(
         "--models", type=Path, default=Path("examples/models"), metavar="DIR", help="folder with the demo's models"
@@ -31,17 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-p", "--prompt", default=_PROMPT, help="text to continue (default: the start of a class)")
     parser.add_argument("-n", "--max-tokens", type=int, default=160, help="tokens to generate")
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """Runs ``specexport demo``."""
+    arguments = parser.parse_args()
     name = _HELPERS[arguments.method]
     target, helper = arguments.models / "demo-target", arguments.models / name
     bundle = arguments.output or Path("build") / f"demo-{arguments.method.replace('_', '-')}"
     if not _is_built(bundle):
         if not target.is_dir() or not helper.is_dir():
-            raise BuildError(
-                f"{arguments.models}: no demo-target and {name}; run this in a checkout of specexport, or pass --models"
+            sys.exit(
+                f"{arguments.models}: no demo-target and {name}; run this in a clone of specexport, or pass --models"
             )
         print(f"$ specexport build --target {target} --method {arguments.method}:{helper} -o {bundle}", file=sys.stderr)
         module = exporter()
@@ -58,7 +56,6 @@ def main(arguments: argparse.Namespace) -> int:
         print("\n")
         print(describe(stream.stats))
         _compare(engine, arguments.prompt, sampled)
-    return 0
 
 
 def _is_built(bundle: Path) -> bool:
@@ -83,3 +80,10 @@ def _compare(engine: Engine, prompt: str, sampled: SamplingParams) -> None:
             same = all(one.token_ids == other.token_ids for one, other in runs)
             line += ", the same text token for token" if same else ", and a different text: run specexport verify"
         print(line)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SpecExportError as error:
+        sys.exit(f"demo: error: {error}")
