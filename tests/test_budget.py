@@ -78,7 +78,7 @@ class Batch:
         outcomes = []
         for tree in trees:
             kept = accepted(tree.depth) if len(tree) > 1 else 0
-            outcomes.append(Outcome([0] * (kept + 1), len(tree) - 1, tree.depth))
+            outcomes.append(Outcome([0] * (kept + 1), len(tree) - 1, tree.depth, kept))
         self.budget.learn(self.requests, outcomes)
         return [len(tree) for tree in trees]
 
@@ -129,7 +129,7 @@ def test_one_request_s_rejections_are_its_own(manifest: Manifest) -> None:
         batch.budget.assign(batch.requests)
         trees = [request.view.tree for request in batch.requests]
         kept = [tree.depth if at < 3 else 0 for at, tree in enumerate(trees)]
-        made = [Outcome([0] * (k + 1), len(tree) - 1, tree.depth) for k, tree in zip(kept, trees, strict=True)]
+        made = [Outcome([0] * (k + 1), len(tree) - 1, tree.depth, k) for k, tree in zip(kept, trees, strict=True)]
         batch.budget.learn(batch.requests, made)
     assert {len(tree) for tree in trees[:3]} == {5}
     chances = [request.history.acceptance(0).expected(1) for request in batch.requests]
