@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
-from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
+from specexport.contract.shapes import ShapePoint
 from specexport.runtime.cuda.caches import DeviceCache, Made
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
 from specexport.runtime.cuda.memory import BufferLayout, Device, MemoryPlan, Staged, Tensor
@@ -19,8 +19,6 @@ from specexport.runtime.cuda.repeat import PASTS, Repeated, call_arrays, call_of
 from specexport.runtime.cuda.stream import Captured
 from specexport.runtime.graph import FIRST, Array, Buffers, SlotGraph
 
-_Key = tuple[int, int, int]
-"""T, R and K: a shape point but for its batch and its cache."""
 _Piece = tuple[Enqueue, Callable[[Enqueue], None]]
 """Work that can be captured, and what puts the captured graph's launch in its place."""
 _Place = tuple[int, int]
@@ -73,8 +71,8 @@ class DeviceGraph(SlotGraph):
         built = {point for point in executor.points if point.batch == slots}
         if not built:
             raise BackendError(f"the {role} was not compiled for {slots} slots; compile it with that batch size")
-        together = {_key(point) for point in built}
-        built |= {point for point in executor.points if point.batch == 1 and _key(point) not in together}
+        together = {_batched(point)[1:] for point in built}
+        built |= {point for point in executor.points if point.batch == 1 and _batched(point)[1:] not in together}
         self._repeated = repeated_points([graph.point for graph in model.graph.points], built)
         super().__init__(built | self._repeated, slots)
         self.sizes = (slots,)
@@ -86,9 +84,6 @@ class DeviceGraph(SlotGraph):
         self._made: Made | None = None
         self._captured: list[Captured] = []
         points = {_batched(point): point for point in self._points}
-        # A compiled propose graph drafts the same number of tokens behind a prefill chunk: nobody reads them.
-        self._instead = _wider_drafts({_key(point) for point in self._points})
-        self._beyond = max((drafts - 1 for _, _, drafts in self._instead.values()), default=0)
         layouts = {key: self._layouts(point, buffers) for key, point in points.items()}
         self._call = next((BufferLayout(call_arrays(point, buffers)) for point in self._repeated), BufferLayout({}))
 
@@ -130,12 +125,11 @@ class DeviceGraph(SlotGraph):
         Raises:
             BackendError: no declared size is large enough.
         """
-        rows = min(rows + self._beyond, max(rows, self.cache_sizes[-1]))
         if rows > self.cache.rows:
             self.cache.resize(self._cache_size(rows))
 
     def shrink_cache(self, rows: int) -> None:
-        size = self._cache_size(min(rows + self._beyond, self.cache_sizes[-1]))
+        size = self._cache_size(min(rows, self.cache_sizes[-1]))
         if size < self.cache.rows:
             self._filled = [min(count, size) for count in self._filled]
             self.cache.resize(size)
@@ -219,7 +213,6 @@ class DeviceGraph(SlotGraph):
 
     def _point(self, tokens: int, rows: int, drafts: int, batch: int) -> ShapePoint:
         """The shape that runs at a width, at the present cache size."""
-        tokens, rows, drafts = self._instead.get((tokens, rows, drafts), (tokens, rows, drafts))
         return ShapePoint(batch, tokens, self.cache.rows, rows, drafts)
 
     def _layouts(self, point: ShapePoint, buffers: Buffers) -> tuple[BufferLayout, BufferLayout]:
@@ -290,18 +283,5 @@ class DeviceGraph(SlotGraph):
         return self._executor.prepare(point, arrays | caches | returned, self._memory["workspace"])
 
 
-def _key(point: ShapePoint) -> _Key:
-    return point.tokens, point.rows, point.drafts
-
-
 def _batched(point: ShapePoint) -> tuple[int, int, int, int]:
     return point.batch, point.tokens, point.rows, point.drafts
-
-
-def _wider_drafts(widths: Collection[_Key]) -> dict[_Key, _Key]:
-    """For each T that is drafted behind, but by no graph with K = 1: the graph with the least K."""
-    found: dict[_Key, _Key] = {}
-    for tokens, rows, drafts in sorted(widths):
-        if drafts > 1 and tokens > CATCH_UP_TOKENS:
-            found.setdefault((tokens, rows, 1), (tokens, rows, drafts))
-    return {asked: instead for asked, instead in found.items() if asked not in widths}

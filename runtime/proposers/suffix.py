@@ -143,9 +143,6 @@ class OutputStore:
     Automata cannot forget, so there are two, each of at most half the tokens: when the younger is full, the older and
     with it the oldest outputs go, and a new one is begun. A stored token takes about half a kilobyte.
 
-    Args:
-        tokens: most tokens to hold.
-
     Raises:
         RequestError: too few for any output.
     """
