@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # The tests of the loop: proposing from text, trees, acceptance, the step, the scheduler.
 QUICK := $(patsubst %,tests/test_%.py,tree sampling text engine batch budget scheduler losslessness lookup lookahead hypothesis)
 
-.PHONY: demo test quick lint types package unit compat bench clean
+.PHONY: demo test quick lint types package unit fuzz compat bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -36,6 +36,11 @@ package: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Harms every kind of file from outside for so many minutes; `make unit` does it for one.
+MINUTES ?= 60
+fuzz: $(VENV)/.dev
+	SPECEXPORT_FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest -n 0 tests/fuzz
 
 # Whether the runtime's dependencies have wheels for aarch64, and its tests on other Pythons, without torch, over bundles made
 # here. The newest onnxruntime for Python 3.10 runs portable bundles only, so there their tests are run, and those that need

@@ -59,9 +59,8 @@ def server(bundle: Path, *flags: str, threads: int) -> Iterator[Process]:
             _until_ready(url, process)
             yield Process(url, process)
             process.send_signal(signal.SIGTERM)
-            # uvicorn lets the signal end the process once everything is closed.
-            if process.wait(120) not in (0, -signal.SIGTERM):
-                raise RuntimeError(f"the server ended with {process.returncode}")
+            if process.wait(120):
+                raise RuntimeError(f"the server ended with {process.returncode}; expected 0")
         finally:
             process.kill()
 

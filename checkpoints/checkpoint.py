@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specexport.checkpoints.config import read_generation, read_model_config, require_stored
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.quiet import quiet
 from specexport.contract.errors import BuildError
@@ -59,16 +60,23 @@ def load_checkpoint(source: str) -> Checkpoint:
         BuildError: the checkpoint cannot be found or loaded, or its family cannot be traced.
     """
     path = locate(source)
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (ValueError, OSError, KeyError) as error:
-        raise BuildError(f"{path / 'config.json'}: {error}") from error
+    config = read_model_config(path)
+    text = config.get_text_config()
+    generation, eos = read_generation(path, config)
+    require_stored(path, config)
     family = str(config.model_type)
     try:
         with quiet():
-            model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=torch.float32, attn_implementation=ATTENTION_NAME, use_safetensors=True
-            ).eval()
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+            model.eval()
     except BuildError:
         raise
     except KeyError as error:
@@ -79,7 +87,11 @@ def load_checkpoint(source: str) -> Checkpoint:
         ) from error
     except Exception as error:  # transformers raises whatever the model's code raises
         raise BuildError(f"{path}: model family '{family}' could not be loaded: {error}") from error
-    text = config.get_text_config()
+    if loaded["missing_keys"]:  # transformers would draw them at random
+        raise BuildError(
+            f"{path}: the weights lack {min(loaded['missing_keys'])!r}, which {path / 'config.json'} asks for; "
+            "expected the configuration that they were saved with"
+        )
     max_positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(max_positions, int):
         raise BuildError(f"{path / 'config.json'}: no max_position_embeddings; model family '{family}' is unsupported")
@@ -99,8 +111,8 @@ def load_checkpoint(source: str) -> Checkpoint:
         input_vocab=int(model.get_input_embeddings().weight.shape[0]),
         max_positions=max_positions,
         parameters=sum(p.numel() for p in model.parameters()),
-        eos_token_ids=_eos(model),
-        generation=_generation_defaults(path),
+        eos_token_ids=eos,
+        generation=generation,
     )
 
 
@@ -139,24 +151,6 @@ def _probe(model: Any, family: str, max_positions: int) -> tuple[CacheLayer, ...
     return tuple(probe.seen[layer] for layer in range(layers))
 
 
-def _eos(model: Any) -> tuple[int, ...]:
-    found = (getattr(config, "eos_token_id", None) for config in (model.generation_config, model.config))
-    ids: Any = next((ids for ids in found if isinstance(ids, int) or ids), ())
-    return (ids,) if isinstance(ids, int) else tuple(int(i) for i in ids)
-
-
-def _generation_defaults(path: Path) -> dict[str, float]:
-    """What ``generation_config.json`` says of sampling; temperature 0 where it says not to sample."""
-    try:
-        config = GenerationConfig.from_pretrained(path)
-    except OSError:
-        return {"temperature": 0.0}
-    if not config.do_sample:
-        return {"temperature": 0.0}
-    given = {name: getattr(config, name, None) for name in ("temperature", "top_p", "top_k", "min_p")}
-    return {"temperature": 1.0} | {name: float(value) for name, value in given.items() if value is not None}
-
-
 @dataclass(frozen=True)
 class TokenizerFiles:
     """A tokenizer as the runtime needs it.
@@ -178,8 +172,9 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
     Raises:
         BuildError: there is none, or it has no fast form.
     """
+    read_model_config(path)  # transformers looks into it for the kind of tokenizer
     try:
-        loaded = AutoTokenizer.from_pretrained(path)
+        loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # from missing files to malformed JSON
         raise BuildError(f"{path}: its tokenizer could not be loaded: {error}") from error
     backend = getattr(loaded, "backend_tokenizer", None)

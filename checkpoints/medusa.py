@@ -271,7 +271,8 @@ def save_compatible(
             name = f"{head}.{heads.layers}.weight"
             full[name] = (lm_head.detach().float() @ heads.state_dict()[name].float()).to(dtype)
     _write_config(folder, heads, base, {})
-    torch.save(full, folder / f"{WEIGHTS}.pt")
+    with (folder / f"{WEIGHTS}.pt").open("wb") as file:
+        torch.save(full, file)
 
 
 def _state(heads: MedusaHeads, dtype: torch.dtype) -> dict[str, torch.Tensor]:

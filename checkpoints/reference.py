@@ -32,7 +32,7 @@ def load_reference(path: Path, described: Model, layers: int | None = None) -> A
     """
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager", use_safetensors=True
+            path, dtype=torch.float32, attn_implementation="eager", use_safetensors=True, trust_remote_code=False
         ).eval()
     if layers is not None:
         keep_first_layers(model, layers)

@@ -35,7 +35,7 @@ def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
         raise BuildError(f"{path}: {path.stat().st_size} bytes; expected at most {_MAX_CONFIG}")
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise BuildError(f"{path}: not a configuration of {what}: {error}") from error
 
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+_LONGEST = 4000
+
 
 class SpecExportError(Exception):
-    """Base of every error raised on purpose; the command line prints its message without a stack trace."""
+    """Base of every error raised on purpose; the command line prints its message without a stack trace.
+
+    Messages quote libraries and files from outside: whatever these say, a message is one line of what can be printed.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        line = " ".join(message.split())
+        printable = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
+        super().__init__(printable if len(printable) <= _LONGEST else printable[:_LONGEST] + "…")
 
 
 class BundleError(SpecExportError):
@@ -12,7 +22,7 @@ class BundleError(SpecExportError):
 
 
 class BuildError(SpecExportError):
-    """A checkpoint cannot be turned into a bundle."""
+    """A checkpoint cannot be turned into a bundle, or what is made of it cannot be written."""
 
 
 class TrainError(SpecExportError):

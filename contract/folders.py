@@ -1,56 +1,191 @@
-"""Folders that appear only when they are whole."""
+"""Folders that appear only when they are whole, and that one process at a time writes."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import glob
 import os
+import re
 import shutil
-import tempfile
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from specexport.contract.errors import BuildError, SpecExportError
+
+_HINTS = {
+    errno.ENOSPC: "free space there, or write elsewhere",
+    errno.EDQUOT: "free space there, or write elsewhere",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or write elsewhere",
+    errno.EROFS: "choose a folder that can be written",
+    errno.EACCES: "choose a folder that can be written",
+    errno.EPERM: "choose a folder that can be written",
+    errno.ENOTDIR: "choose a place whose parents are folders",
+    errno.EEXIST: "choose a place whose parents are folders",
+}
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def described(error: OSError, path: Path | None = None) -> str:
+    """What the system refused, in one line with what to do; ``path`` is named where the error names none."""
+    where = str(error.filename or path or "standard output")
+    hint = _HINTS.get(error.errno or 0, "see to that and run it again")
+    return f"{where}: {error.strerror or error}; {hint}"
+
 
 @contextlib.contextmanager
-def written_beside(output: Path, *, resume: bool = False) -> Iterator[Path]:
+def writing(path: Path) -> Iterator[None]:
+    """Says in one line what the system refused of what is written below a path.
+
+    Raises:
+        BuildError: names the file, or ``path``.
+    """
+    try:
+        yield
+    except (SpecExportError, BrokenPipeError):
+        raise
+    except OSError as error:
+        raise BuildError(described(error, path)) from error
+    except Exception as error:
+        refused = _refused(error)
+        if refused is None:
+            raise
+        raise BuildError(described(refused, path)) from error
+
+
+def _refused(error: BaseException | None) -> OSError | None:
+    """What the system refused, where a library says it in words alone, as those written in Rust do, or hides it behind
+    another error, as torch does.
+    """
+    while error is not None:
+        if isinstance(error, OSError):
+            return error if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS) else None
+        if code := re.search(r"\(os error (\d+)\)", str(error)):
+            return OSError(int(code[1]), os.strerror(int(code[1])))
+        error = error.__context__
+    return None
+
+
+@contextlib.contextmanager
+def locked(path: Path, holding: str | None = None) -> Iterator[None]:
+    """Holds a lock file, which goes with the process however that ends.
+
+    Args:
+        path: the lock file; it is there while somebody holds it.
+        holding: what to say somebody else does; None to wait for it to end.
+
+    Raises:
+        BuildError: somebody else holds it.
+    """
+    # Imported here: what runs a bundle that is built already does without.
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path, timeout=-1 if holding is None else 0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        who = _read(path)
+        process = f"process {who}" if who.isdecimal() else "another process"
+        raise BuildError(f"{process} {holding}; wait for it to end, or choose another folder") from error
+    try:
+        with contextlib.suppress(OSError):
+            path.write_text(str(os.getpid()), encoding="ascii")
+        yield
+    finally:
+        # While it is held: who waits for it finds that it has no name any more, and tries again.
+        path.unlink(missing_ok=True)
+        lock.release()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")[:20]
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def claimed(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Held by the one process that writes or changes a folder, which need not be there.
+
+    Raises:
+        BuildError: another process does; names it.
+    """
+    return locked(folder.parent / f".{folder.name}.lock", f"is writing {folder}")
+
+
+@contextlib.contextmanager
+def written_beside(output: Path, *, overwrite: bool = False, resume: bool = False) -> Iterator[Path]:
     """A temporary folder beside ``output`` that takes its name if the block succeeds.
+
+    What a killed process left of such a folder goes first. An output that is replaced is there at every moment, where
+    the system can exchange two folders in one act; elsewhere the next call puts it back.
 
     Args:
         output: the folder to be.
-        resume: give out what a block that was killed or interrupted left, with its content; only one process at a time
-            may do that. A block that fails leaves nothing.
+        overwrite: replace what has its name.
+        resume: give out what a block that was killed or interrupted left, with its content. A block that fails leaves
+            nothing.
+
+    Raises:
+        BuildError: it is there already, another process writes it, or it cannot be written; names the path.
     """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if resume:
-        folder = output.parent / f".{output.name}.unfinished"
-    else:
-        for stale in output.parent.glob(f".{output.name}.building-*"):
-            if not _alive(stale.name.rpartition("-")[2]):
-                shutil.rmtree(stale, ignore_errors=True)
-        folder = output.parent / f".{output.name}.building-{os.getpid()}"
-    folder.mkdir(exist_ok=resume)
-    interrupted = False
+    output = Path(os.path.abspath(output))  # noqa: PTH100  # resolve() would follow a link to where it points
+    made = [parent for parent in output.parents if not parent.exists()]
     try:
-        yield folder
-        if output.exists():
-            retired = Path(tempfile.mkdtemp(prefix=f".{output.name}.old-", dir=output.parent))
-            output.rename(retired / output.name)
-            folder.rename(output)
-            shutil.rmtree(retired, ignore_errors=True)
-        else:
-            folder.rename(output)
-    except KeyboardInterrupt:
-        interrupted = True
+        with writing(output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with claimed(output):
+                retired = output.parent / f".{output.name}.old"
+                _recover(output, retired)
+                folder = output.parent / f".{output.name}.{'unfinished' if resume else f'building-{os.getpid()}'}"
+                folder.mkdir(exist_ok=resume)
+                kept = False
+                try:
+                    yield folder
+                    if not output.exists():
+                        folder.rename(output)
+                    elif not overwrite:
+                        raise BuildError(
+                            f"{output}: somebody else wrote it meanwhile; choose another folder or pass --overwrite to "
+                            "replace it"
+                        )
+                    elif not _exchanged(folder, output):
+                        output.rename(retired)
+                        folder.rename(output)
+                        remove(retired)
+                except KeyboardInterrupt:
+                    kept = resume
+                    raise
+                finally:
+                    if not kept:
+                        remove(folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for parent in made:
+                parent.rmdir()
         raise
-    finally:
-        if not (resume and interrupted):
-            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _alive(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ValueError, ProcessLookupError):
+def _recover(output: Path, retired: Path) -> None:
+    """Puts back what a killed process was about to replace, and removes what it was writing; the claim is held."""
+    if retired.exists() and not output.exists():
+        retired.rename(output)
+    remove(retired)
+    for stale in output.parent.glob(f".{glob.escape(output.name)}.building-*"):
+        remove(stale)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchanges the names of two folders in one act; whether the system can."""
+    if sys.platform != "linux":
         return False
-    except PermissionError:
-        return True
-    return True
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    return exchange is not None and exchange(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder with all it holds, as far as the system lets it."""
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)

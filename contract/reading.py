@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
@@ -15,26 +15,62 @@ from msgspec import Meta
 from specexport.contract import tensors
 from specexport.contract.costs import Cost, CostCurve
 from specexport.contract.errors import BundleError, SpecExportError
+from specexport.contract.folders import claimed, writing
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
 from specexport.contract.methods import Method, decode_hook
-from specexport.contract.shapes import ShapePoint
+from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 from specexport.contract.tree import TokenTree
 
 _MAX_MANIFEST_BYTES = 16 << 20
 _MAX_CACHE_BYTES = 1 << 40
+_PART = f"{MANIFEST_NAME}.part"
+_REPLACEABLE = (".onnx", ".engine", ".bin", ".part")
+"""Suffixes of graphs, engines, weights converted for them, and of what takes its name when it is whole."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes ``specexport.json`` into a folder."""
-    (folder / MANIFEST_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+    (folder / MANIFEST_NAME).write_bytes(_encoded(manifest))
+
+
+def _encoded(manifest: Manifest) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+
+
+@contextlib.contextmanager
+def changing(folder: Path) -> Iterator[Manifest]:
+    """Gives the manifest of a bundle that gets other graphs and engines; one process at a time may.
+
+    Files come first and the manifest last (:func:`exchange_manifest`), so that the bundle is whole at every moment.
+    Graphs and engines that no manifest lists go, before and after: what a killed process left, and what was replaced.
+
+    Raises:
+        BundleError: the bundle is not whole.
+        BuildError: another process changes it, or the system refuses to write; names the path.
+    """
+    manifest = read_manifest(folder)
+    with writing(folder), claimed(folder):
+        manifest = read_manifest(folder)
+        _sweep(folder, manifest)
+        try:
+            yield manifest
+        finally:
+            _sweep(folder, read_manifest(folder))
+
+
+def _sweep(folder: Path, manifest: Manifest) -> None:
+    listed = {folder / entry.path for entry in manifest.files}
+    for path in list(folder.rglob("*")):
+        if path.suffix in _REPLACEABLE and path not in listed:
+            path.unlink(missing_ok=True)
 
 
 def exchange_manifest(folder: Path, manifest: Manifest) -> None:
-    """Checks a manifest as a reader would, then puts it in the place of the old one."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.manifest-") as beside:
-        write_manifest(Path(beside), manifest)
-        read_manifest(Path(beside))
-        (Path(beside) / MANIFEST_NAME).replace(folder / MANIFEST_NAME)
+    """Checks a manifest as a reader would, then puts it in the place of the old one; to be called while changing."""
+    part = folder / _PART
+    part.write_bytes(_encoded(manifest))
+    _read(part)
+    part.replace(folder / MANIFEST_NAME)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -48,6 +84,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"{folder}: no such folder; expected a bundle made by 'specexport build'")
     if not path.is_file():
         raise BundleError(f"{folder}: no {MANIFEST_NAME}; expected a bundle made by 'specexport build'")
+    return _read(path)
+
+
+def _read(path: Path) -> Manifest:
     size = path.stat().st_size
     if size > _MAX_MANIFEST_BYTES:
         raise BundleError(f"{path}: {size} bytes; a manifest has at most {_MAX_MANIFEST_BYTES}")
@@ -109,6 +149,23 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
     for method in manifest.methods:
         if method.signatures.keys() != method.models.keys():
             raise BundleError(f"{path}: {method.name}: its model is not there; build the bundle again")
+    target = manifest.target
+    beyond = [token for token in manifest.tokenizer.eos_token_ids if token >= target.vocab_size]
+    if beyond:
+        raise BundleError(
+            f"{path}: tokenizer.eos_token_ids: {beyond[0]} is no token of {target.vocab_size}; build the bundle again"
+        )
+    if manifest.max_seq_len > target.max_positions:
+        raise BundleError(
+            f"{path}: max_seq_len is {manifest.max_seq_len}, but target.max_positions {target.max_positions}; build "
+            "the bundle again"
+        )
+    for name, method in zip(names, manifest.methods, strict=True):
+        if method.num_speculative_tokens is not None:
+            raise BundleError(f"{path}: {name}: num_speculative_tokens is given beside trees; build the bundle again")
+        for role, model in method.models.items():
+            if model.embedding_size is not None:
+                raise BundleError(f"{path}: embedding_size of the {role}: expected null; build the bundle again")
     verified = {1}
     for name, method in zip(names, manifest.methods, strict=True):
         verified |= _tree_sizes(path, name, method)
@@ -120,6 +177,7 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
     }
     for role, model in manifest.models.items():
         points = [graph.point for graph in model.graph.points]
+        _check_points(path, role, points, role in proposing, manifest)
         width = sum(layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
         size = 4 * width * max((point.batch * point.cache for point in points), default=0)
         if model.cache and not all(point.cache for point in points):
@@ -142,6 +200,30 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
                         f"{path}: engine {engine.file}: no shape point of the {role} is like its profile {profile}; "
                         "compile the bundle again"
                     )
+
+
+def _check_points(path: Path, role: str, points: Sequence[ShapePoint], proposes: bool, manifest: Manifest) -> None:
+    """Each is there once, and is one that a graph of its kind can have; the cache holds the longest text and a step."""
+    if not points:
+        raise BundleError(f"{path}: there is no shape point of the {role}; build the bundle again")
+    cached = bool(manifest.models[role].cache)
+    doubled = len(set(points)) != len(points)
+    for point in points:
+        fits = point.rows in (1, point.tokens) and not point.drafts
+        if proposes:
+            fed = not cached or point.tokens in (CATCH_UP_TOKENS, manifest.prefill_chunk)
+            fits = not point.rows and point.drafts > 0 and fed
+        if doubled or not fits:
+            raise BundleError(
+                f"{path}: graph.points of the {role}: {point} is there twice, or is no shape of such a graph; build "
+                "the bundle again"
+            )
+    widest, rows = max(point.tokens for point in points), max(point.cache for point in points)
+    if role == "target" and manifest.max_seq_len + widest > rows + 1:
+        raise BundleError(
+            f"{path}: max_seq_len is {manifest.max_seq_len}, and the largest cache of {rows} rows has no room for a "
+            f"step of {widest} tokens behind it; build the bundle again"
+        )
 
 
 def _check_batches(path: Path, role: str, points: Sequence[ShapePoint], manifest: Manifest) -> None:

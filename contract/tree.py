@@ -134,7 +134,7 @@ class TokenTree:
                 return cls(tuple(msgspec.convert(found["parents"], list[int])))
             choices = found["choices"] if isinstance(found, dict) and found.keys() == {"choices"} else found
             return cls.from_choices(msgspec.convert(choices, list[list[int]]))
-        except (SpecExportError, msgspec.MsgspecError) as error:
+        except (SpecExportError, msgspec.MsgspecError, RecursionError) as error:
             raise SpecExportError(
                 f"{path}: {error}; expected a list of choices such as [[0], [1], [0, 0]], or an object with "
                 '"choices" or "parents"'

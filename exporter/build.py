@@ -27,7 +27,7 @@ from specexport.contract.manifest import (
 from specexport.contract.methods import Method
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.exporter.build_plan import PREFILL_CHUNK
-from specexport.exporter.engines.bundle import CompileReport, compile_bundle
+from specexport.exporter.engines.bundle import CompileReport, compile_graphs
 from specexport.exporter.engines.library import load_library
 from specexport.exporter.engines.program import write_program
 from specexport.exporter.methods import Build, exporter_of
@@ -64,18 +64,18 @@ def build(
         raise BuildError(f"{output}: exists and is not a bundle (no {MANIFEST_NAME}); not replacing it")
     if options.engines is not None:
         load_library(options.engines.runtime)  # whether it is there should not be found out at the end
-    with written_beside(output, resume=options.resume) as folder:
+    with written_beside(output, overwrite=options.overwrite, resume=options.resume) as folder:
         stages = Stages(folder, _built_with())
-        _fill(folder, options, stages, report)
+        manifest = _fill(folder, options, stages, report)
         if options.engines is not None:
-            found = compile_bundle(folder, options.engines, report)
+            found = compile_graphs(folder, manifest, options.engines, report)
             if compiled is not None:
                 compiled(found)
         stages.close()
     return output
 
 
-def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progress) -> None:
+def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progress) -> Manifest:
     path = locate(options.target)
     tokenizer = load_tokenizer(path)
     writers: dict[str, str] = {}
@@ -98,7 +98,8 @@ def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progres
             made.append(method)
 
     (folder / "tokenizer").mkdir()
-    tokenizer.tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    text = tokenizer.tokenizer.to_str(pretty=True)
+    (folder / "tokenizer" / "tokenizer.json").write_text(text, encoding="utf-8")
     if tokenizer.chat_template is not None:
         (folder / "tokenizer" / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
     program: tuple[ProgramGraph, ...] = ()
@@ -131,7 +132,7 @@ def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progres
         program=program,
     )
     write_manifest(folder, manifest)
-    read_manifest(folder)
+    return read_manifest(folder)
 
 
 def _built_with() -> dict[str, str]:

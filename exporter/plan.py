@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specexport.checkpoints.config import read_model_config
 from specexport.contract.errors import BuildError
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.engines.options import capability, check_stored
@@ -159,7 +160,7 @@ def meta_model(source: str | Path) -> Any:
     """
     path = Path(source).expanduser()
     try:
-        config = AutoConfig.from_pretrained(path if path.is_dir() else source)
+        config = read_model_config(path) if path.is_dir() else AutoConfig.from_pretrained(source)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except (ValueError, OSError, KeyError) as error:

@@ -11,7 +11,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import with_trees
 from specexport.contract.model import Model, PointGraph
-from specexport.contract.reading import check_files, exchange_manifest, file_entry, read_manifest
+from specexport.contract.reading import changing, check_files, exchange_manifest, file_entry
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter import static
@@ -32,7 +32,11 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
             that are made for the trees it has.
         BundleError: the bundle is not whole, or the method cannot fill the tree.
     """
-    manifest = read_manifest(folder)
+    with changing(folder) as manifest:
+        return _exchanged(folder, manifest, name, tree)
+
+
+def _exchanged(folder: Path, manifest: Manifest, name: str, tree: TokenTree) -> Manifest:
     check_files(folder, manifest, hashes=False)
     method = manifest.method(name)
     if method is None:

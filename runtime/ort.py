@@ -15,6 +15,7 @@ from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.declared import require_declared
 from specexport.runtime.graph import FIRST, Array, Buffers, Graph, SlotGraph, caches_by_shape
 from specexport.runtime.machine import Remembered, available_cores, cpu_name
 from specexport.runtime.program import Speculation
@@ -102,7 +103,13 @@ class OnnxRuntimeBackend:
         manifest = self._bundle.manifest
         files = hashlib.sha256(msgspec.json.encode(manifest.files)).hexdigest()
         version = _import_onnxruntime(manifest.lowering).__version__
-        return ExactWidths(target, manifest, Remembered("widths", (files, self.device, version), Agreement))
+        widths = ExactWidths(target, manifest, Remembered("widths", (files, self.device, version), Agreement))
+        if exactness == "exact" and not widths.exact:
+            raise BackendError(
+                f"exactness is 'exact', which this bundle cannot be here: lowered {manifest.lowering}, its rows round "
+                "otherwise in a step than in the cache; leave it out, or build it with --lowering native"
+            )
+        return widths
 
     def program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> HostProgram:
         return HostProgram(self._bundle.manifest, target, speculations, widths)
@@ -121,6 +128,7 @@ class OnnxRuntimeGraph(SlotGraph):
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
+        BundleError: the graph does not take or return what the manifest says.
     """
 
     def __init__(
@@ -130,6 +138,7 @@ class OnnxRuntimeGraph(SlotGraph):
         self.sizes = tuple(sorted({point.batch for point in self._points}))
         self._ort = _import_onnxruntime(lowering)
         self._session = open_session(path, threads, lowering, model.precision.weights)
+        require_declared(path, self._session, model, lowering, buffers)
         self._layers = model.cache
         self._in_place = lowering == "native"
         self._buffers = buffers

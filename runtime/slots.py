@@ -74,7 +74,7 @@ class Slots:
             return 0
         there = self._program.filled(slot)
         if self._reuse is Reuse.PROMPTS:
-            there = min(there, self._prompts[slot] - 1)
+            there = min(there, max(0, self._prompts[slot] - 1))
         return min(common_prefix(self._texts[slot], tokens), there, len(tokens) - 1)
 
     def leave(self, slot: int) -> None:

@@ -36,13 +36,11 @@ _EVIDENCE = 2
 
 
 class Widths(Protocol):
-    """Chooses T of a step.
+    """Chooses T of a step."""
 
-    Attributes:
-        exact: whether rows are the same at all the widths it chooses.
-    """
-
-    exact: bool
+    @property
+    def exact(self) -> bool:
+        """Whether rows are the same at all the widths it chooses."""
 
     @property
     def parted(self) -> int:
@@ -78,11 +76,14 @@ class Agreement(msgspec.Struct, forbid_unknown_fields=True):
     """What is known of a graph on a machine.
 
     Attributes:
+        steps: whether a row is the same with the tokens before it in the same step and in the cache; where it is not,
+            as lowered portably, nothing makes speculation exact to the last bit.
         chunks: whether rows that a prefill chunk makes are those that steps make.
         widths: T to take, by batch size and by the tokens that are needed.
         parted: batch sizes and needed tokens for which no width was found whose rows are exact.
     """
 
+    steps: bool
     chunks: bool
     widths: dict[int, dict[int, int]]
     parted: list[tuple[int, int]]
@@ -100,8 +101,6 @@ class ExactWidths:
         memory: remembers what was found.
     """
 
-    exact = True
-
     def __init__(self, target: Graph, manifest: Manifest, memory: Remembered[Agreement]) -> None:
         self._target = target
         self._memory = memory
@@ -113,30 +112,38 @@ class ExactWidths:
         self.agreement = known if known is not None else self._begin()
 
     @property
+    def exact(self) -> bool:
+        return self.agreement.steps
+
+    @property
     def parted(self) -> int:
         return len(self.agreement.parted)
 
     @property
     def chunks(self) -> bool:
-        return self.agreement.chunks
+        return self.agreement.chunks or not self.exact
 
     def choose(self, slots: range, needed: int) -> int:
         known = self.agreement.widths.get(len(slots), {})
         return known[needed] if needed in known else self._find(slots, needed)
 
     def _begin(self) -> Agreement:
-        """Compares prefill chunks with steps, then the widths of one slot."""
-        count = min(_TEXT, self._chunk, self._longest // 2)
+        """Compares prefill chunks with steps, and the cache with the step, then the widths of one slot."""
+        slot, count, half = range(1), min(_TEXT, self._chunk, self._longest // 2), _GRAIN // 2
         made = []
-        for width in (self._chunk, 8):
+        for width in (self._chunk, half):
             self._target.copy(0, 0, 0)
             for past in range(0, count, width):
-                self._run(range(1), width, rows=1 if width == self._chunk else width, start=past)
+                self._run(slot, width, rows=1 if width == self._chunk else width, start=past)
                 self._target.commit(0, past, range(min(width, count - past)))
-            made.append(self._run(range(1), _GRAIN)[0].copy())
-        self.agreement = Agreement(chunks=np.array_equal(*made), widths={}, parted=[])
+            made.append(self._run(slot, _GRAIN, start=count)[0].copy())
+        self._target.commit(0, count, range(half))
+        later = self._run(slot, _GRAIN, start=count + half)[0]
+        self.agreement = Agreement(
+            steps=np.array_equal(made[-1][half:], later[:half]), chunks=np.array_equal(*made), widths={}, parted=[]
+        )
         for width in self._target.widths(1):
-            self.choose(range(1), width)
+            self.choose(slot, width)
         self._target.copy(0, 0, 0)
         self._memory.save(self.agreement)
         return self.agreement
@@ -146,20 +153,26 @@ class ExactWidths:
         built = self._target.widths(len(slots))
         tried = [width for width in sorted({*_SPARE, *built}) if needed <= width <= needed + _TRIED]
         narrowest = next((width for width in built if width >= needed), tried[0])
+        if not self.exact:
+            return narrowest
+        if len(slots) > 1:  # the best guess until they show another
+            narrowest = self.choose(range(1), needed)
         shown = [slot for slot in slots if self._target.filled(slot) >= min(_TEXT, self._longest // 2) // 2]
-        widest = -(-tried[-1] // _GRAIN) * _GRAIN
+        widest = (tried[-1] // _GRAIN + 1) * _GRAIN
         try:
             self._target.reserve(max(map(self._target.filled, slots)) + widest)
         except BackendError:  # a step at the end of the context
             return narrowest
         if not shown:
             return narrowest
-        alone = {slot: self._run(range(slot, slot + 1), widest)[0].copy() for slot in shown[:_EVIDENCE]}
-        for width in tried:
+        alone = {slot: self._run(range(slot, slot + 1), widest)[0, :needed].copy() for slot in shown[:_EVIDENCE]}
+
+        def agrees(width: int) -> bool:
             beside = self._run(slots, width)
-            if all(np.array_equal(beside[slot - slots.start, :needed], alone[slot][:needed]) for slot in alone):
-                break
-        else:
+            return all(np.array_equal(beside[slot - slots.start, :needed], rows) for slot, rows in alone.items())
+
+        width: int | None = next(filter(agrees, tried), None)
+        if width is None:
             width = narrowest
             self.agreement.parted.append((len(slots), needed))
         self.agreement.widths.setdefault(len(slots), {})[needed] = width

@@ -142,7 +142,7 @@ class AsyncEngine:
         self._threads = ThreadPoolExecutor(self.slots, thread_name_prefix="specexport-request")
         self._live: set[_Request] = set()
         self._closed = False
-        self._seconds = 1.0
+        self._seconds = 0.0
 
     @classmethod
     def open(
@@ -191,20 +191,41 @@ class AsyncEngine:
             raise RequestError(f"n is {params.n}; a stream is one output, start several", param="n")
         return self.start(self.frontend.streams(prompt, params, speculative), timeout)[0]
 
-    def start(self, streams: Sequence[Stream], timeout: float | None = None) -> list[AsyncStream]:
-        """Starts streams of the frontend's, all of them or none; see :meth:`generate`."""
+    def require_place(self, others: int = 0, outputs: int = 1) -> None:
+        """Refuses a request that would find no place, before work is put into it.
+
+        Args:
+            others: requests on their way that may not have started yet; they count if they are more than those here.
+            outputs: how many streams are to be started.
+
+        Raises:
+            QueueFullError: too many requests wait.
+            ClosedError: the engine shuts down.
+        """
         if self._closed:
             raise ClosedError("the server is shutting down; send the request again later")
+        if max(len(self._live), others) + outputs > self.slots + self.max_queue:
+            wait = self._wait()
+            raise QueueFullError(
+                f"{self.waiting} requests wait for {self.slots} slots already; try again in {wait} seconds", wait
+            )
+
+    def _wait(self) -> int:
+        """Seconds until those there are now will have had their slot: what one that is let in waits, at most."""
+        now = time.monotonic()
+        running = [now - request.started for request in self._live if request.started is not None]
+        # Where none has ended yet, or none lately, those that run say that they take this long at least.
+        each = max(self._seconds, sum(running) / len(running) if running else 0.0)
+        return max(1, math.ceil(each * len(self._live) / self.slots))
+
+    def start(self, streams: Sequence[Stream], timeout: float | None = None) -> list[AsyncStream]:
+        """Starts streams of the frontend's, all of them or none; see :meth:`generate`."""
         most = self.slots + self.max_queue
         if len(streams) > most:
             raise RequestError(
                 f"the request asks for {len(streams)} outputs; this server takes at most {most} at once", param="n"
             )
-        if len(self._live) + len(streams) > most:
-            wait = max(1, math.ceil(self._seconds * len(streams) / self.slots))
-            raise QueueFullError(
-                f"{self.waiting} requests wait for {self.slots} slots already; try again in {wait} seconds", wait
-            )
+        self.require_place(0, len(streams))
         loop = asyncio.get_running_loop()
         made = [_Request(stream, loop, time.monotonic()) for stream in streams]
         for request in made:
@@ -251,4 +272,5 @@ class AsyncEngine:
         if request.timer is not None:
             request.timer.cancel()
         if request.started is not None:
-            self._seconds += _SMOOTHING * (time.monotonic() - request.started - self._seconds)
+            took = time.monotonic() - request.started
+            self._seconds = took if not self._seconds else self._seconds + _SMOOTHING * (took - self._seconds)

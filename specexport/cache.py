@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import tempfile
+import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,26 +17,33 @@ from typing import Any
 import msgspec
 
 from specexport.checkpoints.locate import locate
-from specexport.contract.manifest import MANIFEST_NAME
+from specexport.contract.errors import BundleError
+from specexport.contract.folders import locked, remove, writing
 from specexport.contract.methods import Method
-from specexport.contract.reading import sha256
+from specexport.contract.reading import check_files, read_manifest, sha256
 from specexport.fingerprint import fingerprint
 from specexport.runtime.machine import cache_folder
 
 _READ = (".json", ".safetensors", ".jinja", ".txt", ".model", ".pt")
 """Files of a checkpoint that a build may read."""
+_FORGOTTEN = 7 * 24 * 3600
+"""Seconds."""
 
 
-def cached_bundle(options: Mapping[str, Any], build: Callable[[dict[str, Any], Path], object]) -> Path:
-    """The bundle of these build options, built if it is not in the cache.
+def cached_bundle(
+    options: Mapping[str, Any], build: Callable[[dict[str, Any], Path], object], *, check_hashes: bool = True
+) -> Path:
+    """The bundle of these build options, checked, and built if it is not in the cache or not whole.
 
     Its name is a hash of the options and of the content of every checkpoint they name, so a changed checkpoint is built
     anew and a moved one is not. Of several processes one builds, and the others wait for it. A build that is killed
-    leaves its lock free and nothing under the bundle's name; the next one goes on after the models it had written.
+    leaves nothing under the bundle's name; the next one goes on after the models it had written. A bundle that was
+    damaged is removed with a warning. What nobody went on with for a week goes when another bundle is built.
 
     Args:
         options: fields of ``BuildOptions``, without ``output``.
         build: called with the options and the folder to write.
+        check_hashes: compare files with their hashes; otherwise only with their sizes.
 
     Raises:
         BuildError: a checkpoint cannot be found, or the build fails.
@@ -56,20 +67,40 @@ def cached_bundle(options: Mapping[str, Any], build: Callable[[dict[str, Any], P
     }
     key = _digest(asked)
     bundle = root / "bundles" / f"{Path(str(options['target'])).name}-{key[:16]}"
-    if not (bundle / MANIFEST_NAME).is_file():
-        bundle.parent.mkdir(parents=True, exist_ok=True)
-        with locked(bundle):
-            if not (bundle / MANIFEST_NAME).is_file():
-                build(dict(options), bundle)
+    if _damage(bundle, check_hashes) is not None:
+        with writing(root):
+            bundle.parent.mkdir(parents=True, exist_ok=True)
+            with its_turn(bundle):
+                damage = _damage(bundle, check_hashes)
+                if damage is not None:
+                    if os.path.lexists(bundle):
+                        warnings.warn(f"{damage}; it is removed and built anew", stacklevel=2)
+                        remove(bundle)
+                    _sweep(root)
+                    build(dict(options), bundle)
     return bundle
 
 
-def locked(bundle: Path) -> AbstractContextManager[object]:
-    """Held by the one process that writes a bundle of the cache."""
-    # Imported here: what runs a bundle that is built already does without.
-    from filelock import FileLock
+def its_turn(bundle: Path) -> AbstractContextManager[None]:
+    """Held by the one process that builds or measures a bundle of the cache, while the others wait."""
+    return locked(bundle.parent / f".{bundle.name}.turn")
 
-    return FileLock(bundle.parent / f".{bundle.name}.lock")
+
+def _damage(bundle: Path, check_hashes: bool) -> BundleError | None:
+    """Why a bundle is not there or not whole."""
+    try:
+        check_files(bundle, read_manifest(bundle), hashes=check_hashes)
+    except BundleError as error:
+        return error
+    return None
+
+
+def _sweep(root: Path) -> None:
+    """Removes what killed processes left and nobody touched for a week."""
+    for path in (*(root / "bundles").glob(".*"), *(root / "hashes").glob("tmp*")):
+        with contextlib.suppress(FileNotFoundError):  # another process sweeps too
+            if time.time() - path.stat().st_mtime > _FORGOTTEN:
+                remove(path)
 
 
 def _content(folder: Path, known: Path) -> dict[str, str]:
@@ -80,8 +111,8 @@ def _content(folder: Path, known: Path) -> dict[str, str]:
             continue
         state = file.stat()
         memo = known / _digest([str(file.resolve()), state.st_size, state.st_mtime_ns, state.st_ino])
-        if memo.is_file():
-            found[file.name] = memo.read_text(encoding="ascii")
+        if memo.is_file() and memo.stat().st_size == 2 * hashlib.sha256().digest_size:
+            found[file.name] = memo.read_text(encoding="ascii", errors="replace")
         else:
             found[file.name] = sha256(file)
             known.mkdir(parents=True, exist_ok=True)

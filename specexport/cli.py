@@ -10,6 +10,7 @@ from typing import Any
 from specexport import __version__
 from specexport.commands import bench, build, compile, inspect, plan, run, serve, suggest, train, tune, verify
 from specexport.contract.errors import SpecExportError
+from specexport.contract.folders import described
 
 _COMMANDS = (build, compile, run, serve, inspect, verify, bench, suggest, plan, train, tune)
 
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args([_dashed(word) for word in (sys.argv[1:] if argv is None else argv)])
     try:
         code: int = arguments.main(arguments)
+        sys.stdout.flush()
     except SpecExportError as error:
         print(f"specexport: error: {error}", file=sys.stderr)
         return 1
@@ -58,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output went away, as `head` does; nothing is left to say.
         sys.stderr.close()
+        return 1
+    except OSError as error:
+        print(f"specexport: error: {described(error)}", file=sys.stderr)
         return 1
     return code
 

@@ -7,17 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, overload
 
+import msgspec
 import numpy as np
 
-from specexport.cache import cached_bundle, locked
+from specexport.cache import cached_bundle, its_turn
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, ContextLengthError, RequestError
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import Method, known, listed, method_type, read_methods
 from specexport.runtime import Engine, SamplingParams, Stream
 from specexport.runtime.chat import Message
+from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt
+from specexport.runtime.encoding import characters_per_token, encoded
 from specexport.runtime.engine import Prompt
 from specexport.runtime.opening import DEFAULT_UTILIZATION
 from specexport.runtime.speculative import DEFAULT, Speculative
@@ -43,6 +46,11 @@ class Frontend:
     speculative: Speculative = DEFAULT
     seed: int | None = None
     _count: Iterator[int] = field(default_factory=itertools.count)
+    _longest: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        most = characters_per_token(self.engine.tokenizer)
+        self._longest = None if most is None else most * self.max_model_len
 
     @classmethod
     def open(
@@ -86,7 +94,8 @@ class Frontend:
                 loaded, chosen = _of_bundle(speculative_config)
         else:
             methods = read_methods(speculative_config) if speculative_config is not None else ()
-            folder = _built(str(model), methods, max_model_len, backend, build)
+            folder = _built(str(model), methods, max_model_len, backend, check_hashes, build)
+            check_hashes = False  # the cache did, or was not to
         if measure or (measure is None and model is not None and speculative_config is not None):
             _measure(folder, threads, backend, shared=model is not None)
         engine = Engine.load(
@@ -115,7 +124,13 @@ class Frontend:
         """Requests that run at once."""
         return self.engine.slots
 
-    def chat_tokens(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+    def chat_tokens(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         """The prompt of a conversation; see :meth:`~specexport.runtime.chat.ChatTemplate.render`.
 
         Raises:
@@ -124,8 +139,33 @@ class Frontend:
         template = self.engine.chat_template
         if template is None:
             raise RequestError("messages: the model has no chat template; send a prompt instead", param="messages")
-        text = template.render(messages, **variables)
-        return list(self.engine.tokenizer.encode(text, add_special_tokens=False).ids)
+        text = template.render(messages, variables, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False, param="messages")
+
+    @overload
+    def tokens(self, prompt: str | Sequence[int]) -> list[int]: ...
+
+    @overload
+    def tokens(self, prompt: EmbedsPrompt | EncodedPrompt) -> EncodedPrompt: ...
+
+    def tokens(self, prompt: Prompt) -> list[int] | EncodedPrompt:
+        """The tokens of a prompt; see :meth:`encode` and :meth:`~specexport.runtime.engine.Engine.encode`."""
+        # Through the engine as well, which knows what an empty prompt is.
+        return self.engine.encode(self.encode(prompt) if isinstance(prompt, str) else prompt)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        """The tokens of a text; may be called while others run, as it holds nobody up.
+
+        Raises:
+            ContextLengthError: it has more characters than a context of tokens can stand for, so that it is not read.
+        """
+        if self._longest is not None and len(text) > self._longest:
+            raise ContextLengthError(
+                f"{param}: a text of {len(text)} characters; the context holds {self.max_model_len} tokens, which are "
+                f"at most {self._longest}; shorten it",
+                param=param,
+            )
+        return encoded(self.engine.tokenizer, text, add_special_tokens=add_special_tokens)
 
     def streams(
         self,
@@ -139,7 +179,7 @@ class Frontend:
             RequestError: a parameter cannot be honoured, or the prompt does not fit.
         """
         params = params or self.engine.defaults()
-        read = self.engine.encode(prompt)
+        read = self.tokens(prompt)
         room = self.max_model_len - len(read)
         if room <= 0 and params.max_tokens:
             raise ContextLengthError(
@@ -147,6 +187,12 @@ class Frontend:
                 "shorten the prompt",
                 param="prompt",
             )
+        chosen = Speculative.of(speculative or self.speculative)
+        expected = chosen.hypothesis
+        if isinstance(expected, str):
+            expected = tuple(self.encode(expected, add_special_tokens=False, param="hypothesis"))
+        if expected is not None:  # no more of it than there may be output: reading it takes memory
+            chosen = msgspec.structs.replace(chosen, hypothesis=expected[: max(0, room)])
         seed = self._seed() if params.seed is None else params.seed
         return [
             self.engine.stream(
@@ -154,7 +200,7 @@ class Frontend:
                 params.replace(
                     n=1, max_tokens=max(0, min(params.max_tokens, room)), seed=None if seed is None else seed + index
                 ),
-                speculative or self.speculative,
+                chosen,
             )
             for index in range(params.n)
         ]
@@ -206,6 +252,7 @@ def _built(
     methods: tuple[Method, ...],
     max_model_len: int | None,
     backend: str | None,
+    check_hashes: bool,
     build: dict[str, Any],
 ) -> Path:
     options: dict[str, Any] = {"target": model, "methods": methods}
@@ -216,7 +263,7 @@ def _built(
     doubled = next((name for name in build if name in options), None)
     if doubled is not None:
         raise BuildError(f"{doubled} was given beside what says it already; leave it out")
-    return cached_bundle(options | build, _build)
+    return cached_bundle(options | build, _build, check_hashes=check_hashes)
 
 
 def _build(options: dict[str, Any], output: Path) -> None:
@@ -251,7 +298,7 @@ def _measure(folder: Path, threads: int | None, backend: str | None, *, shared: 
         return
     from specexport.building import progress_bars
 
-    with locked(folder) if shared else nullcontext():
+    with its_turn(folder) if shared else nullcontext():
         if not is_measured(folder, threads, backend):
             with progress_bars() as progress:
                 measure_into(folder, threads=threads, backend=backend, progress=progress)

@@ -156,9 +156,11 @@ class LLM:
             RequestError: the model has no chat template, it refuses the messages, or a parameter is wrong.
         """
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        extra = dict(chat_template_kwargs or {}, add_generation_prompt=add_generation_prompt)
         tokens = [
-            self._frontend.chat_tokens(cast(Sequence[Message], conversation), **extra) for conversation in conversations
+            self._frontend.chat_tokens(
+                cast(Sequence[Message], conversation), chat_template_kwargs, add_generation_prompt=add_generation_prompt
+            )
+            for conversation in conversations
         ]
         return self._run([(None, ids) for ids in tokens], sampling_params, use_tqdm)
 

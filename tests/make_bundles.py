@@ -171,7 +171,7 @@ def make(name: str, root: Path) -> Path:
     folder = root / name
     if not folder.exists():  # a build renames it into place when it is whole
         root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f".{name}.lock"):
+        with FileLock(root / f".{name}.making"):
             if not folder.exists():
                 build(_options(name, root))
     return folder

@@ -101,6 +101,31 @@ def test_a_request_that_is_given_up_frees_its_slot(frontend: Frontend, end: str)
     run(work)
 
 
+def test_when_to_come_again_follows_the_queue(frontend: Frontend) -> None:
+    """Nothing has ended yet, and those that run say how long they take at least."""
+
+    async def work() -> None:
+        engine = AsyncEngine(frontend, max_queue=3 * frontend.slots)
+        streams = [engine.generate(PROMPT, LONG) for _ in range(engine.slots)]
+        await until(lambda: engine.running == engine.slots)
+        for request in engine._live:
+            assert request.started is not None
+            request.started -= 10
+        assert engine._wait() in (10, 11)
+        streams += [engine.generate(PROMPT, LONG) for _ in range(3 * engine.slots)]
+        with pytest.raises(QueueFullError) as caught:
+            engine.require_place()
+        assert 40 <= caught.value.retry_after <= 60
+        for stream in streams:
+            stream.cancel()
+        await until(lambda: not engine._live)
+        # Of those that ended, some took ten seconds and some hardly any; what they took lately is remembered.
+        assert 0 < engine._seconds < 11
+        engine.require_place()
+
+    run(work)
+
+
 def test_the_queue_is_bounded_and_those_in_it_can_leave(frontend: Frontend) -> None:
     async def work() -> None:
         engine = AsyncEngine(frontend, max_queue=2)

@@ -439,6 +439,89 @@ def test_a_method_is_there_once(copy: Path) -> None:
     refused(copy, "methods: draft_model, draft_model")
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "reason"),
+    [
+        ("target.cache.0.heads", 2, "input 'past_key.0' is float32[B, 1, S, 8], but float32[B, 2, S, 8] by cache[0]"),
+        ("target.cache.0.value_size", 9, "input 'past_value.0'"),
+        ("target.cache", [{"heads": 1, "key_size": 8, "value_size": 8}] * 2, "input 'past_key.1' is absent"),
+        ("target.cache", [], "input 'past_key.0' is float32[B, 1, S, 8], but absent by cache[0]"),
+        ("target.vocab_size", 13, "output 'logits' is float32[B, R, 12], but float32[1, 1, 13] by vocab_size"),
+        ("target.embedding_size", 16, "input 'inputs_embeds' is absent"),
+        ("methods.0.candidates", 11, "'draft_ids' is int64[K, B, 12], but int64[5, 1, 11] by candidates"),
+        ("methods.0.draft.cache.0.key_size", 7, "input 'past_key.0'"),
+    ],
+)
+def test_a_graph_that_is_not_what_the_manifest_says_is_named_with_the_field(
+    copy: Path, place: str, value: Any, reason: str
+) -> None:
+    def put(document: Document) -> None:
+        holder, key = at(document, place)
+        holder[key] = value
+        if not value:  # without a cache there are no cache rows
+            for one in document["target"]["graph"]["points"]:
+                one["point"]["cache"] = 0
+
+    rewritten(copy, put)
+    with pytest.raises(BundleError) as caught:
+        Engine.load(copy, threads=1).close()
+    assert reason in str(caught.value)
+
+
+def test_an_input_that_only_the_graph_has_is_named(copy: Path, bundle: Callable[[str], Path]) -> None:
+    """Graph and weights of another bundle, whose target takes embeddings too."""
+    rewritten(copy, lambda document: document["methods"].clear())
+    other = bundle("gemma2-embeds")
+    shutil.copytree(other / "target", copy / "target", dirs_exist_ok=True)
+    rewritten(copy, lambda document: relisted(copy, document))
+    with pytest.raises(BundleError, match=r"step\.onnx: input .* by .* of the manifest"):
+        Engine.load(copy, threads=1).close()
+
+
+def relisted(folder: Path, document: Document) -> None:
+    """Makes the sizes and hashes of the manifest those of the files there are."""
+    for entry in document["files"]:
+        raw = (folder / entry["path"]).read_bytes()
+        entry.update(size=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "reason"),
+    [
+        ("tokenizer.eos_token_ids", [1, 12], "tokenizer.eos_token_ids: 12 is no token of 12"),
+        ("target.max_positions", 63, "max_seq_len is 64, but target.max_positions 63"),
+        ("methods.0.num_speculative_tokens", 4, "num_speculative_tokens is given beside trees"),
+        ("methods.0.draft.embedding_size", 16, "embedding_size of the draft: expected null"),
+        ("target.graph.points.0.point.drafts", 1, "graph.points of the target: b1"),
+        ("target.graph.points.0.point.rows", 0, "graph.points of the target: b1"),
+        ("methods.0.draft.graph.points.0.point.rows", 1, "graph.points of the draft: b1"),
+        ("methods.0.draft.graph.points.0.point.tokens", 3, "graph.points of the draft: b1"),
+        ("methods.0.draft.graph.points.0.point.drafts", 0, "graph.points of the draft: b1"),
+    ],
+)
+def test_fields_that_contradict_others_are_named(copy: Path, place: str, value: Any, reason: str) -> None:
+    def put(document: Document) -> None:
+        holder, key = at(document, place)
+        holder[key] = value
+
+    rewritten(copy, put)
+    refused(copy, MANIFEST_NAME, reason)
+
+
+def test_a_point_listed_twice_and_a_cache_too_small_are_refused(copy: Path) -> None:
+    rewritten(
+        copy, lambda document: document["target"]["graph"]["points"].append(document["target"]["graph"]["points"][0])
+    )
+    refused(copy, "graph.points of the target", "is there twice")
+
+    def longer(document: Document) -> None:
+        document["target"]["graph"]["points"].pop()
+        document["max_seq_len"] = document["target"]["max_positions"] = 100
+
+    rewritten(copy, longer)
+    refused(copy, "max_seq_len is 100, and the largest cache of 128 rows has no room for a step of 64 tokens")
+
+
 # --- building ---------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from specexport.cache import cache_folder, cached_bundle
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import read_methods
+from specexport.contract.reading import check_files, read_manifest
 from specexport.exporter.stages import RECORDS, Stages
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.make_bundles import DICE
@@ -28,7 +30,8 @@ SMALL = {**DICE, "vocab_size": VOCAB}
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundle: Callable[[str], Path]) -> Path:
+    monkeypatch.setattr(Builds, "made", bundle("dice-ngram"), raising=False)
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -45,15 +48,16 @@ def model(tmp_path: Path) -> Path:
 
 
 class Builds:
-    """Stands in for the exporter; counts."""
+    """Stands in for the exporter: writes the same bundle again and again; counts."""
+
+    made: Path
 
     def __init__(self) -> None:
         self.options: list[dict[str, Any]] = []
 
     def __call__(self, options: dict[str, Any], output: Path) -> None:
         self.options.append(options)
-        output.mkdir(parents=True)
-        (output / MANIFEST_NAME).write_text("{}")
+        shutil.copytree(self.made, output)
 
 
 def test_the_same_is_built_once_and_a_moved_checkpoint_is_the_same(model: Path) -> None:
@@ -170,6 +174,72 @@ cached_bundle({{"target": {str(model)!r}}}, lambda *_: os.kill(os.getpid(), sign
     builds = Builds()
     cached_bundle({"target": str(model)}, builds)
     assert len(builds.options) == 1
+
+
+def _first_byte(path: Path) -> None:
+    raw = path.read_bytes()
+    path.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
+
+
+def _half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+HARMS: dict[str, Callable[[Path], object]] = {
+    "an altered byte": lambda folder: _first_byte(folder / "target" / "weights.bin"),
+    "a file cut short": lambda folder: _half(folder / "target" / "weights.bin"),
+    "a missing file": lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(),
+    "a torn manifest": lambda folder: _half(folder / MANIFEST_NAME),
+    "no manifest": lambda folder: (folder / MANIFEST_NAME).unlink(),
+    "a file in its place": lambda folder: (shutil.rmtree(folder), folder.write_text("no folder")),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_bundle_is_named_and_built_anew(model: Path, harm: str) -> None:
+    builds = Builds()
+    made = cached_bundle({"target": str(model)}, builds)
+    HARMS[harm](made)
+    with pytest.warns(UserWarning, match=f"{made.name}.*it is removed and built anew"):
+        assert cached_bundle({"target": str(model)}, builds) == made
+    assert cached_bundle({"target": str(model)}, builds) == made
+    assert len(builds.options) == 2
+    assert [path.name for path in made.parent.iterdir()] == [made.name]
+    check_files(made, read_manifest(made), hashes=True)
+
+
+def test_llm_mends_what_was_damaged(tmp_path: Path, cache: Path) -> None:
+    target = make_checkpoint(tmp_path / "target", "llama", **SMALL)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+    def text() -> list[int]:
+        with LLM(str(target), max_model_len=48, max_batch_size=1, threads=1) as llm:
+            return llm.generate([5, 6], params, use_tqdm=False)[0].outputs[0].token_ids
+
+    before = text()
+    (made,) = (cache / "bundles").iterdir()
+    _first_byte(made / "target" / "weights.bin")
+    with pytest.warns(UserWarning, match=r"weights\.bin: sha256.*built anew"):
+        assert text() == before
+
+
+def test_what_killed_processes_left_goes_after_a_week(model: Path, cache: Path) -> None:
+    cached_bundle({"target": str(model)}, Builds())
+    old, new = cache / "bundles" / ".old-1.unfinished", cache / "bundles" / ".new-1.unfinished"
+    for folder in (old, new):
+        (folder / "target").mkdir(parents=True)
+    (cache / "hashes" / "tmpabc").touch()
+    for path in (old, cache / "hashes" / "tmpabc"):
+        os.utime(path, (0, 0))
+    cached_bundle({"target": str(model), "methods": read_methods("ngram")}, Builds())
+    assert not old.exists() and new.exists() and not (cache / "hashes" / "tmpabc").exists()
+
+
+def test_a_torn_record_of_a_hash_is_not_believed(model: Path, cache: Path) -> None:
+    made = cached_bundle({"target": str(model)}, Builds())
+    for memo in (cache / "hashes").iterdir():
+        _half(memo)
+    assert cached_bundle({"target": str(model)}, Builds()) == made
 
 
 def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -231,6 +231,12 @@ def test_what_a_template_refuses_is_an_error_of_the_request(client: openai.OpenA
     assert caught.value.param == "messages"
 
 
+def test_a_request_names_variables_of_the_template_and_no_arguments(http: httpx.Client) -> None:
+    names = ("self", "source", "variables", "template", "args", "known", "__class__")
+    body = {"messages": CHAT, "max_tokens": 1, "chat_template_kwargs": dict.fromkeys(names, 1)}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
 def test_an_answer_may_be_sent_back_as_the_client_holds_it(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=4)
     message: Any = first.choices[0].message
@@ -385,7 +391,7 @@ def test_metrics_count_what_happened(http: httpx.Client, client: openai.OpenAI, 
             "chat/completions",
             {"messages": CHAT, "chat_template_kwargs": {"messages": []}},
             "chat_template_kwargs",
-            "the server's",
+            "messages is set already",
         ),
     ],
 )

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specexport.contract.errors import TrainError
+from specexport.contract.folders import writing
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A scalar to minimise, and figures to show by name, each a vector, such as one number a head."""
@@ -221,7 +222,8 @@ _ANEW = "delete it to train from the start"
 def save_tensors(path: Path, state: dict[str, Any]) -> None:
     """Writes tensors and numbers into a file that appears only when it is whole."""
     partial = path.with_suffix(".tmp")
-    torch.save(state, partial)
+    with writing(path), partial.open("wb") as file:  # by name torch would say of a full disk that a stream failed
+        torch.save(state, file)
     partial.replace(path)
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, Generic
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specexport import __version__
+from specexport.checkpoints.config import read_model_config, require_stored
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.quiet import quiet
-from specexport.contract.errors import TrainError
+from specexport.contract.errors import BuildError, TrainError
 from specexport.contract.folders import written_beside
 from specexport.training.data import Windows, read_windows, sampled_windows
 from specexport.training.distill import sample_texts
@@ -107,18 +108,26 @@ def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
     path = locate(source)
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(path)
+            config = read_model_config(path)
+            require_stored(path, config)
             stored, text = config.dtype, config.get_text_config()
             # torch's own attention would leave Gemma 2's soft cap out without a word.
             attention = "eager" if getattr(text, "attn_logit_softcapping", None) else "sdpa"
             dtype = place.frozen_dtype if frozen else torch.float32
             model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation=attention, use_safetensors=True
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                trust_remote_code=False,
             )
+    except BuildError:
+        raise
     except Exception as error:  # transformers raises whatever the model's code raises
         raise TrainError(f"{path}: could not be loaded: {error}") from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # from missing files to malformed JSON
         raise TrainError(f"{path}: its tokenizer could not be loaded: {error}") from error
     if not getattr(tokenizer, "is_fast", False):
@@ -232,7 +241,7 @@ class Run(Generic[Options]):
     @contextlib.contextmanager
     def output(self) -> Iterator[Path]:
         """The folder to write, which appears when it is whole, with the record in it."""
-        with written_beside(self.options.output) as folder:
+        with written_beside(self.options.output, overwrite=self.options.overwrite) as folder:
             yield folder
             (folder / "training.json").write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from specexport.contract.costs import Cost, CostCurve, MethodCosts
 from specexport.contract.methods import Method
-from specexport.contract.reading import exchange_manifest, read_manifest
+from specexport.contract.reading import changing, exchange_manifest
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Backend
@@ -77,9 +77,9 @@ def measure_into(
     finally:
         running.close()
     # Read again: somebody may have measured on another device meanwhile.
-    manifest = read_manifest(bundle.folder)
-    others = tuple(one for one in manifest.costs if one.device != curve.device)
-    exchange_manifest(bundle.folder, msgspec.structs.replace(manifest, costs=(*others, curve)))
+    with changing(bundle.folder) as manifest:
+        others = tuple(one for one in manifest.costs if one.device != curve.device)
+        exchange_manifest(bundle.folder, msgspec.structs.replace(manifest, costs=(*others, curve)))
     return curve
 
 

@@ -12,7 +12,7 @@ from specexport.contract.engines import Commit, CompiledEngine, ComputedIn, Engi
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model, StoredAs
-from specexport.contract.reading import check_files, exchange_manifest, file_entry, read_manifest
+from specexport.contract.reading import changing, check_files, exchange_manifest, file_entry
 from specexport.exporter.engines.compiler import EngineReport, compile_graph
 from specexport.exporter.engines.library import Library, load_library
 from specexport.exporter.engines.options import (
@@ -49,11 +49,15 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
 
     Raises:
         BuildError: the library is not installed, has no such device, or refuses a graph; the bundle's prompts may hold
-            embeddings, or it was not built for a batch size.
+            embeddings, or it was not built for a batch size; another process changes it, or it cannot be written.
         BundleError: the bundle is not whole.
     """
-    report = progress or (lambda *_: None)
-    manifest = read_manifest(folder)
+    with changing(folder) as manifest:
+        return compile_graphs(folder, manifest, options, progress or (lambda *_: None))
+
+
+def compile_graphs(folder: Path, manifest: Manifest, options: EngineOptions, report: Progress) -> CompileReport:
+    """As :func:`compile_bundle`, for a bundle that this process writes or changes already."""
     check_files(folder, manifest, hashes=False)
     if manifest.target.embedding_size is not None:
         raise BuildError(
@@ -76,8 +80,6 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
     )
     new = _listed(folder, manifest, new)
     exchange_manifest(folder, new)
-    for stale in listed - {entry.path for entry in new.files}:
-        (folder / stale).unlink(missing_ok=True)
     return CompileReport(tuple(compiler.reports), library.runtime, library.version, capabilities)
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from specexport import __version__
 from specexport.contract.errors import ClosedError, RequestError
@@ -34,12 +38,15 @@ from specexport.server.schema import (
 from specexport.server.service import Service
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
+_OPEN = ("/health", "/ready", "/metrics", "/openapi.json")
+"""What needs no API key."""
 _BEARER = HTTPBearer(auto_error=False, description="An API key.")
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {
         "model": ErrorResponse,
         "description": "400: the request is wrong; param names the field. 401: no API key, or a wrong one. "
-        "404: no such model or path. 413: the body is too large. 429: too many requests wait; Retry-After says when.",
+        "404: no such model or path. 405: no such method. 408: the body does not come. 413: it is too large. "
+        "429: too many requests wait; Retry-After says when.",
     },
     "5XX": {
         "model": ErrorResponse,
@@ -60,11 +67,16 @@ def create_app(
 
     Args:
         service: what is served.
-        api_keys: one of them has to be sent as a bearer token with ``/v1`` and ``/tokenize``; none lets anyone in.
+        api_keys: one of them has to be sent as a bearer token, but for what only says how the server is; none lets
+            anyone in.
         max_body_bytes: most bytes of a request's body.
     """
 
-    async def explain(_: Request, error: Exception) -> Response:
+    async def explain(request: Request, error: Exception) -> Response:
+        if type(error) is HTTPException and error.status_code in (404, 405):
+            asked = f"{request.method} {request.url.path}"[:100]
+            why = f"there is no {asked}; there are {', '.join(endpoints)}"
+            error = ApiError(error.status_code, why, code="unknown_url", headers=error.headers)
         return api_error(error).response()
 
     app = FastAPI(
@@ -76,8 +88,17 @@ def create_app(
         responses=_ERRORS,
         exception_handlers={HTTPException: explain, RequestValidationError: explain},
     )
-    app.add_middleware(Edge, metrics=service.metrics, max_body_bytes=max_body_bytes)
-    allowed = [Depends(_key_check(api_keys))] if api_keys else []
+    require_key = _key_check(api_keys)
+
+    def admit(scope: Scope, others: int) -> None:
+        """Refuses before a body is read: who has no key, and who would find no place."""
+        if scope["path"] not in _OPEN:
+            require_key(scope)
+        if scope["method"] == "POST":
+            service.engine.require_place(others)
+
+    app.add_middleware(Edge, metrics=service.metrics, max_body_bytes=max_body_bytes, admit=admit)
+    allowed = [Depends(_BEARER)] if api_keys else []  # for the document: who is let in is said before routes are known
     frontend = service.engine.frontend
 
     def card(name: str) -> ModelCard:
@@ -112,8 +133,8 @@ def create_app(
         if given.messages is not None:
             tokens = await chat_tokens(service, given.messages, {})
         else:
-            encode = frontend.engine.tokenizer.encode
-            tokens = encode(given.prompt, add_special_tokens=given.add_special_tokens).ids
+            encode = partial(frontend.encode, add_special_tokens=given.add_special_tokens)
+            tokens = await asyncio.to_thread(encode, given.prompt)
         return TokenizeResponse(count=len(tokens), max_model_len=frontend.max_model_len, tokens=tokens)
 
     @app.get("/health")
@@ -133,18 +154,20 @@ def create_app(
         """What Prometheus asks for."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    endpoints = [f"{method} {path}" for path, ways in app.openapi()["paths"].items() for method in map(str.upper, ways)]
     return app
 
 
-def _key_check(keys: Sequence[str]) -> Any:
-    """A dependency that lets in who has one of the keys, in a time that says nothing about them."""
+def _key_check(keys: Sequence[str]) -> Callable[[Scope], None]:
+    """Lets in who has one of the keys, in a time that says nothing about them; without keys, anyone."""
     known = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    async def check(sent: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> None:
+    def check(scope: Scope) -> None:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         # Headers are read as latin-1, which any byte is.
-        digest = hashlib.sha256((sent.credentials if sent else "").encode("latin-1")).digest()
-        matches = [hmac.compare_digest(digest, key) for key in known]
-        if not any(matches):
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        matches = [hmac.compare_digest(digest, one) for one in known]
+        if known and not (any(matches) and scheme.lower() == "bearer"):
             raise ApiError(
                 401,
                 "a valid API key is needed: Authorization: Bearer KEY",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -52,15 +51,12 @@ async def chat(service: Service, request: Request, given: ChatRequest) -> Respon
 
 async def chat_tokens(service: Service, messages: Sequence[ChatMessage], variables: dict[str, Any]) -> list[int]:
     """The prompt of a conversation."""
-    for taken in ("messages", "add_generation_prompt"):
-        if taken in variables:
-            raise RequestError(f"chat_template_kwargs: {taken} is the server's", param="chat_template_kwargs")
     known = [
         {"role": message.role, "content": plain_text(message.content)}
         | {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
         for message in messages
     ]
-    return await asyncio.to_thread(partial(service.engine.frontend.chat_tokens, known, **variables))
+    return await asyncio.to_thread(service.engine.frontend.chat_tokens, known, variables)
 
 
 class _Format:

@@ -24,7 +24,7 @@ async def complete(service: Service, request: Request, given: CompletionRequest)
     prompts = cast(list[str | list[int]], [given.prompt] if one else given.prompt)
     engine = service.engine.frontend.engine
     # Long texts take long, so other requests go on meanwhile.
-    tokens = [await asyncio.to_thread(engine.encode, prompt) for prompt in prompts]
+    tokens = [await asyncio.to_thread(service.engine.frontend.tokens, prompt) for prompt in prompts]
     params = service.params(given, given.max_tokens, given.logprobs)
     echoed: list[str] = []
     if given.echo:

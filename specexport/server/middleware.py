@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Callable
+
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specexport.server.errors import ApiError, api_error
 from specexport.server.metrics import Metrics
 
+_IN_HAND = 32 << 20
+"""Most bytes of bodies at once, unless a single one may be larger: a body that is read takes several times its size."""
+_READING = 60.0
+"""Seconds for a body to come."""
+_scan = json.decoder.scanstring  # type: ignore[attr-defined]  # the standard library's, in C: where a text ends
+_SIMPLE = 1 << 18
+"""Most values in a body: with more, parsing and validating would hold the event loop for too long."""
+_MEMBER = 24
+"""Values that a member of an object counts as, going by how long it takes."""
+_SMALL = 1 << 16
+"""Bytes of a body that need not be looked at: they cannot hold that much."""
+
 
 class Edge:
-    """Refuses bodies that are too large, answers for every error, and counts those answers.
+    """Refuses what is not let in or too large, answers for every error, and counts those answers.
 
+    A body is read here, after everything that can be said without it: whoever is refused costs next to nothing.
     Starlette's own handler of errors lets them through after its answer, which costs the client its connection.
 
     Args:
         app: what comes next.
         metrics: counts answers of 400 and above.
         max_body_bytes: most bytes of a request's body, by what it announces or by what comes.
+        admit: raises for whoever is not let in; given the request's scope and how many requests with a body are here.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, max_body_bytes: int) -> None:
-        self._app, self._metrics, self._most = app, metrics, max_body_bytes
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, max_body_bytes: int, admit: Callable[[Scope, int], None]
+    ) -> None:
+        self._app, self._metrics, self._most, self._admit = app, metrics, max_body_bytes, admit
+        self._requests = self._bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begun, got = False, 0
-        why = f"the body has more than {self._most} bytes, the most this server takes"
-        too_large = ApiError(413, why, code="body_too_large")
-
-        async def limited() -> Message:
-            nonlocal got
-            message = await receive()
-            got += len(message.get("body", b""))
-            if got > self._most:
-                raise too_large
-            return message
+        begun = False
 
         async def counted(message: Message) -> None:
             nonlocal begun
@@ -48,11 +59,83 @@ class Edge:
             await send(message)
 
         try:
-            announced = Headers(scope=scope).get("content-length", "0")
-            if announced.isdecimal() and int(announced) > self._most:
-                raise too_large
-            await self._app(scope, limited, counted)
+            self._admit(scope, self._requests)
+            if scope["method"] == "POST":
+                await self._with_body(scope, receive, counted)
+            else:
+                await self._app(scope, receive, counted)
         except Exception as error:
             if begun:
                 raise
             await api_error(error).response()(scope, receive, counted)
+
+    async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Reads the body, and goes on with it once it is known to be simple enough."""
+        announced = Headers(scope=scope).get("content-length", "0")
+        self._require_room(int(announced) if announced.isdecimal() else 0)
+        parts: list[bytes] = []
+        got = 0
+
+        async def read() -> bool:
+            """Whether all of it came; else the client is gone."""
+            nonlocal got
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return False
+                part = message.get("body", b"")
+                self._require_room(got + len(part), got)
+                got += len(part)
+                self._bytes += len(part)
+                parts.append(part)
+                more = message.get("more_body", False)
+            return True
+
+        async def once() -> Message:
+            return {"type": "http.request", "body": parts.pop(), "more_body": False} if parts else await receive()
+
+        self._requests += 1
+        try:
+            try:
+                whole = await asyncio.wait_for(read(), _READING)
+            except asyncio.TimeoutError:
+                why = f"the body did not come within {_READING:g} seconds; send it again"
+                raise ApiError(408, why, code="body_too_slow") from None
+            if not whole:
+                return
+            parts[:] = [b"".join(parts)]
+            if got > _SMALL:
+                await asyncio.to_thread(_require_simple, parts[0])
+            await self._app(scope, once, send)
+        finally:
+            self._requests -= 1
+            self._bytes -= got
+
+    def _require_room(self, size: int, counted: int = 0) -> None:
+        """Refuses a body of so many bytes, of which some are counted already."""
+        if size > self._most:
+            why = f"the body has more than {self._most} bytes, the most this server takes"
+            raise ApiError(413, why, code="body_too_large")
+        if size > _SMALL and self._bytes + size - counted > max(_IN_HAND, self._most):
+            why = "too many large requests are being answered; try again in 1 second"
+            raise ApiError(429, why, "rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
+
+
+def _require_simple(body: bytes) -> None:
+    """Refuses JSON of so many values that reading it would take long; long texts are one value each.
+
+    Counted is what stands between the texts, up to the most there may be, so that this takes no longer than that.
+    """
+    try:
+        text, count, at = body.decode(), 0, 0
+        while count <= _SIMPLE and at < len(text):
+            quote = text.find('"', at)
+            end = len(text) if quote < 0 else quote
+            count += sum(text.count(mark, at, end) for mark in ",[{") + _MEMBER * text.count(":", at, end)
+            at = end if quote < 0 else _scan(text, quote + 1, False)[1]
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {str(error)[:100]}", code="invalid_json") from error
+    if count > _SIMPLE:
+        why = f"the body has more than {_SIMPLE} values (a member of an object counts as {_MEMBER}); send fewer at once"
+        raise ApiError(400, why, code="body_too_complex")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
@@ -29,6 +31,13 @@ class Server(uvicorn.Server):
         wait = int(patience) + _MARGIN
         super().__init__(uvicorn.Config(app, server_header=False, timeout_graceful_shutdown=wait, **config))
         self._engine, self._patience = engine, patience
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn does, but a process that did as a signal told it ends with 0: uvicorn would raise it again."""
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         draining = asyncio.create_task(self._engine.drain(self._patience))

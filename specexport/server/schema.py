@@ -26,9 +26,10 @@ Unsupported = Annotated[
 ]
 """What clients may send as long as it asks for nothing."""
 
+# Lists end at the first thing that is wrong with them: of a million wrong ones each would take its time to be said.
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
-Tokens = Annotated[list[Count], Field(min_length=1)]
+Tokens = Annotated[list[Count], Field(min_length=1, fail_fast=True)]
 Others = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Text = Annotated[str, Field(max_length=4_000_000)]
 
@@ -54,7 +55,7 @@ class SpeculativeOptions(_Request):
 class Generation(_Request):
     """What completions and chats have in common."""
 
-    model: str | None = Field(None, description="One of those /v1/models names; may be left out.")
+    model: str | None = Field(None, max_length=4096, description="One of those /v1/models names; may be left out.")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Outputs for a prompt.")
     stream: bool = Field(False, description="Send chunks as server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="With stream only.")
@@ -88,9 +89,9 @@ class CompletionRequest(Generation):
 
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
         | Tokens
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     ) = Field(description="Text or token ids; several of either are several prompts.")
     max_tokens: Count | None = Field(16, description="None for what the context holds.")
     logprobs: Others | None = Field(None, description="Give each token's log-probability and those of so many others.")
@@ -106,7 +107,7 @@ class TextPart(_Request):
     text: Text
 
 
-Content = Text | Annotated[list[TextPart], Field(max_length=256)]
+Content = Text | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)]
 
 
 def plain_text(content: Content | None) -> str:
@@ -128,7 +129,7 @@ class ChatMessage(_Request):
     tool_calls: Unsupported = None
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
 
 
 class AnyFormat(_Request):
@@ -198,7 +199,7 @@ class ChatRequest(Generation):
 class TokenizeRequest(_Request):
     """``POST /tokenize``: a prompt or a conversation."""
 
-    model: str | None = None
+    model: str | None = Field(None, max_length=4096)
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool = Field(True, description="Of a prompt: those the tokenizer adds by itself.")

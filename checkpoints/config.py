@@ -1,0 +1,175 @@
+"""What a checkpoint says of itself, checked before anything is made of it: its configurations, and its tensors' shapes.
+
+transformers believes a configuration: a layer that the weights lack is drawn at random, and one of a billion is made.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from msgspec import Meta
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specexport.checkpoints.quiet import quiet
+from specexport.checkpoints.stored import CONFIG, StoredTensor, read_config, stored_tensors
+from specexport.contract.errors import BuildError
+
+GENERATION = "generation_config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_MAX_BYTES = 16 << 20
+_MAX_INDEX = 64 << 20
+_MOST_PARTS, _LARGEST, _MAX_INT = 4096, 1 << 24, 1 << 53
+_PARTS = re.compile(r"(^|_)(layers?|experts?|heads?|blocks?|stages?)($|_)")
+_SIZES = re.compile(r"size|dim|vocab|position|embd|inner|ctx")
+
+Token = Annotated[int, Meta(ge=0)]
+Tokens = Token | list[Token] | None
+
+
+class Generation(msgspec.Struct):
+    """What is read of ``generation_config.json``; other keys are left alone."""
+
+    do_sample: bool | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    eos_token_id: Tokens = None
+
+    def defaults(self) -> dict[str, float]:
+        """The sampling defaults; temperature 0 where it does not ask to sample."""
+        if not self.do_sample:
+            return {"temperature": 0.0}
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        return {"temperature": 1.0} | {name: float(value) for name, value in given.items() if value is not None}
+
+
+def read_model_config(folder: Path) -> Any:
+    """The configuration of a checkpoint's folder, as transformers reads it; code beside it is never run.
+
+    Raises:
+        BuildError: it is no JSON object, of a family that transformers does not know, or a number in it is absurd;
+            names the file and the field.
+    """
+    path = folder / CONFIG
+    document = _document(path, _MAX_BYTES)
+    for name, value in _integers(document):
+        most = _MOST_PARTS if _PARTS.search(name) else _LARGEST if _SIZES.search(name) else _MAX_INT
+        if abs(value) > most:
+            raise BuildError(f"{path}: {name} is {str(value)[:20]}; expected at most {most}")
+    try:
+        with quiet():
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever the family's code raises
+        raise BuildError(f"{path}: {error or type(error).__name__}") from error
+
+
+def read_generation(folder: Path, config: Any) -> tuple[dict[str, float], tuple[int, ...]]:
+    """The sampling defaults of a checkpoint (``temperature``, ``top_p``, ...), and the tokens that end a text.
+
+    Args:
+        folder: the checkpoint.
+        config: its configuration, which says what ends a text where ``generation_config.json`` does not.
+
+    Raises:
+        BuildError: a field is of the wrong kind or out of its range; names the file and the field.
+    """
+    path = folder / GENERATION
+    given = read_config(path, Generation, "generation") if path.is_file() else Generation()
+    tokens: Any = given.eos_token_id
+    if tokens is None or tokens == []:
+        path, tokens = folder / CONFIG, getattr(config, "eos_token_id", None)
+    try:
+        tokens = msgspec.convert(tokens, Tokens)
+    except msgspec.ValidationError as error:
+        raise BuildError(f"{path}: eos_token_id is {tokens!r}: {error}") from error
+    tokens = [] if tokens is None else [tokens] if isinstance(tokens, int) else tokens
+    vocab_size = getattr(config.get_text_config(), "vocab_size", None) or _LARGEST
+    beyond = [token for token in tokens if token >= vocab_size]
+    if beyond:
+        raise BuildError(f"{path}: eos_token_id is {beyond[0]}; expected a token of the model, which has {vocab_size}")
+    return given.defaults(), tuple(tokens)
+
+
+def require_stored(folder: Path, config: Any) -> None:
+    """Compares the sizes that a configuration gives with the tensors of the checkpoint, by the headers of its files.
+
+    Raises:
+        BuildError: a file is missing, malformed or outside the folder, or the model would have layers, tensors or
+            shapes that the weights do not have; names the file, and the field or the tensor.
+    """
+    stored = {tensor.name: tensor for tensor in _tensors(folder)}
+    path = folder / CONFIG
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    numbered = [int(match[1]) for name in stored if (match := re.search(r"\.(\d+)\.", f".{name}"))]
+    there = 1 + max(numbered, default=-1)
+    if isinstance(layers, int) and layers > there:
+        raise BuildError(f"{path}: num_hidden_layers is {layers}, but the weights have {there} layers")
+    try:
+        with quiet(), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+    except Exception as error:  # as above
+        raise BuildError(f"{path}: no model can be made of it: {error or type(error).__name__}") from error
+    for name, parameter in model.state_dict().items():
+        found = stored.get(name) or stored.get(name.removeprefix(f"{model.base_model_prefix}."))
+        if found is not None and found.shape != tuple(parameter.shape):
+            raise BuildError(
+                f"{path}: its sizes make tensor {name!r} {list(parameter.shape)}, but the weights hold "
+                f"{list(found.shape)}; expected the configuration that the weights were saved with"
+            )
+    described = sum(parameter.numel() for parameter in model.parameters())
+    held = sum(torch.Size(tensor.shape).numel() for tensor in stored.values())
+    if described > 2 * held:
+        raise BuildError(f"{path}: describes {described:,} parameters, but the weights hold {held:,}")
+
+
+def _tensors(folder: Path) -> Iterator[StoredTensor]:
+    """The tensors of the files that transformers reads."""
+    if (folder / SINGLE).is_file():
+        yield from stored_tensors(folder / SINGLE)
+        return
+    path = folder / INDEX
+    if not path.is_file():
+        raise BuildError(f"{folder}: neither {SINGLE} nor {INDEX}; expected the files that save_pretrained writes")
+    placed = _document(path, _MAX_INDEX).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+        raise BuildError(f"{path}: weight_map is no object of file names by tensors; fetch the checkpoint again")
+    for file in sorted(set(placed.values())):
+        if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+            raise BuildError(f"{path}: weight_map: {file!r} is no safetensors file of the folder; refusing to read it")
+        if not (folder / file).is_file():
+            raise BuildError(f"{folder / file}: missing, and {INDEX} names it; fetch the checkpoint again")
+        yield from stored_tensors(folder / file)
+
+
+def _document(path: Path, most: int) -> dict[str, Any]:
+    size = path.stat().st_size
+    if size > most:
+        raise BuildError(f"{path}: {size} bytes; expected at most {most}")
+    try:
+        found = json.loads(path.read_bytes())  # not msgspec: Python, which wrote it, writes Infinity too
+    except (ValueError, RecursionError) as error:
+        raise BuildError(f"{path}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise BuildError(f"{path}: holds {type(found).__name__}; expected an object")
+    return found
+
+
+def _integers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """Every whole number, with the name of the field it is in."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _integers(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _integers(inner, name)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
+        yield name, int(value)

@@ -1,0 +1,140 @@
+"""What reads files from outside. A target takes a seed's name, the harmed bytes (None for the seed as it is), and a
+folder of its own that stays from call to call; it returns, or raises one of our errors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from functools import lru_cache
+from pathlib import Path
+
+from specexport.contract.manifest import MANIFEST_NAME
+from specexport.contract.tree import TokenTree
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.bundle import Bundle
+
+PARAMS = (
+    SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=1.0, max_tokens=6, seed=1),
+)
+
+
+def put(path: Path, data: bytes | None) -> None:
+    """Writes a file anew: libraries may still have the old one mapped."""
+    if data is not None:
+        beside = path.with_name(path.name + ".new")
+        beside.write_bytes(data)
+        os.replace(beside, path)  # noqa: PTH105
+
+
+@lru_cache(maxsize=16)
+def _copy(source: str, folder: Path) -> Path:
+    name = folder / Path(source).name
+    return shutil.copytree(source, name, dirs_exist_ok=True)
+
+
+def _generate(bundle: Path, check_hashes: bool) -> None:
+    with Engine.load(bundle, threads=1, check_hashes=check_hashes) as engine:
+        for params in PARAMS:
+            engine.generate([5, 8, 5, 8], params)
+
+
+def manifest(seed: str, data: bytes | None, folder: Path) -> None:
+    """``specexport.json`` of a bundle, which is then run."""
+    bundle = _copy(seed, folder)
+    put(bundle / MANIFEST_NAME, data)
+    _generate(bundle, check_hashes=True)
+
+
+def _file(seed: str, data: bytes | None, folder: Path, name: str) -> Path:
+    """A bundle with one file harmed, and listed as it is: whoever forges a file forges its hash too."""
+    bundle = _copy(seed, folder)
+    put(bundle / name, data)
+    raw = (bundle / name).read_bytes()
+    document = json.loads((bundle / MANIFEST_NAME).read_text(encoding="utf-8"))
+    for entry in document["files"]:
+        if entry["path"] == name:
+            entry.update(size=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+    (bundle / MANIFEST_NAME).write_text(json.dumps(document), encoding="utf-8")
+    return bundle
+
+
+def graph(seed: str, data: bytes | None, folder: Path) -> None:
+    """The target's ONNX graph, loaded."""
+    Engine.load(_file(seed, data, folder, "target/step.onnx"), threads=1).close()
+
+
+def weights(seed: str, data: bytes | None, folder: Path) -> None:
+    """The target's weights, run."""
+    _generate(_file(seed, data, folder, "target/weights.bin"), check_hashes=True)
+
+
+def tokenizer(seed: str, data: bytes | None, folder: Path) -> None:
+    """``tokenizer.json``."""
+    Bundle.open(_file(seed, data, folder, "tokenizer/tokenizer.json")).tokenizer()
+
+
+def tree(seed: str, data: bytes | None, folder: Path) -> None:
+    """A tree file."""
+    del seed
+    path = folder / "tree.json"
+    put(path, b"[[0]]" if data is None else data)
+    made = TokenTree.load(path)
+    assert TokenTree.from_choices(made.choices).parents == made.parents or made.mask.any()
+
+
+# --- what the exporter reads ------------------------------------------------------------------------------------------
+
+
+def _checkpoint(seed: str, data: bytes | None, folder: Path, name: str) -> None:
+    from specexport.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+
+    model = _copy(seed, folder)
+    put(model / name, data)
+    load_tokenizer(model)
+    load_checkpoint(str(model))
+
+
+def config(seed: str, data: bytes | None, folder: Path) -> None:
+    """``config.json`` of a checkpoint."""
+    _checkpoint(seed, data, folder, "config.json")
+
+
+def generation(seed: str, data: bytes | None, folder: Path) -> None:
+    """``generation_config.json`` of a checkpoint."""
+    _checkpoint(seed, data, folder, "generation_config.json")
+
+
+def safetensors(seed: str, data: bytes | None, folder: Path) -> None:
+    """The weights of a checkpoint, header and all."""
+    _checkpoint(seed, data, folder, "model.safetensors")
+
+
+def index(seed: str, data: bytes | None, folder: Path) -> None:
+    """``model.safetensors.index.json`` of a checkpoint whose weights are in several files."""
+    _checkpoint(seed, data, folder, "model.safetensors.index.json")
+
+
+def medusa(seed: str, data: bytes | None, folder: Path) -> None:
+    """The configuration of Medusa heads, their safetensors or their ``.pt``."""
+    from specexport.checkpoints.medusa import load_medusa
+
+    source, _, name = seed.rpartition("|")
+    heads = _copy(source, folder / name)
+    put(heads / name, data)
+    load_medusa(heads, hidden=16, vocab=12)
+
+
+def speculator(seed: str, data: bytes | None, folder: Path) -> None:
+    """The configuration of an MLP speculator, or its safetensors."""
+    from specexport.checkpoints.mlp_speculator import load_speculator, read_speculator, require_fit
+
+    source, _, name = seed.rpartition("|")
+    stages = _copy(source, folder / name)
+    put(stages / name, data)
+    outline = read_speculator(str(stages))
+    require_fit(outline, hidden=16, vocab=12)
+    load_speculator(outline)

@@ -1,0 +1,148 @@
+"""Every file from outside, harmed: it is loaded or refused in one line; nothing crashes, hangs or takes all memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+
+from specexport.contract.manifest import MANIFEST_NAME
+from tests.fuzz.conftest import Fuzz
+from tests.fuzz.mutations import Edit, edits, harmed_bytes, harmed_json
+from tests.fuzz.sandbox import Sandbox
+
+Bundles = Callable[[str], Path]
+
+
+def _try(
+    fuzz: Fuzz, box: Sandbox, target: str, seeds: dict[str, Path], harm: Callable[[Path, list[Edit]], bytes], count: int
+) -> None:
+    """Harms files, each named by its seed, and calls the target in the sandbox."""
+
+    def check(given: tuple[str, list[Edit]]) -> str:
+        seed, done = given
+        return box.call(f"tests.fuzz.targets:{target}", seed, harm(seeds[seed], done))
+
+    fuzz(target, st.tuples(st.sampled_from(sorted(seeds)), edits), check, count)
+
+
+def as_bytes(path: Path, done: list[Edit]) -> bytes:
+    return harmed_bytes(path.read_bytes(), done)
+
+
+def as_json(path: Path, done: list[Edit]) -> bytes:
+    return harmed_json(json.loads(path.read_bytes()), done)
+
+
+def as_safetensors(path: Path, done: list[Edit]) -> bytes:
+    """Its header as JSON, or all of it as bytes."""
+    raw = path.read_bytes()
+    if done[0][0] % 2:
+        return harmed_bytes(raw, done[1:] or done)
+    size = int.from_bytes(raw[:8], "little")
+    header = harmed_json(json.loads(raw[8 : 8 + size]), done[1:] or done)
+    return len(header).to_bytes(8, "little") + header + raw[8 + size :]
+
+
+def either(path: Path, done: list[Edit]) -> bytes:
+    if path.suffix == ".json":
+        return as_json(path, done)
+    return as_safetensors(path, done) if path.suffix == ".safetensors" else as_bytes(path, done)
+
+
+# --- bundles ----------------------------------------------------------------------------------------------------------
+
+
+def test_manifests(fuzz: Fuzz, box: Sandbox, bundle: Bundles) -> None:
+    names = ("dice-near", "dice-mlp", "dice-medusa-draft", "dice-lookahead")
+    seeds = {str(bundle(name)): bundle(name) / MANIFEST_NAME for name in names}
+    _try(fuzz, box, "manifest", seeds, as_json, 400)
+
+
+def test_graphs(fuzz: Fuzz, box: Sandbox, bundle: Bundles) -> None:
+    folder = bundle("dice-near")
+    _try(fuzz, box, "graph", {str(folder): folder / "target" / "step.onnx"}, as_bytes, 150)
+
+
+def test_weights(fuzz: Fuzz, box: Sandbox, bundle: Bundles) -> None:
+    folder = bundle("dice-near")
+    _try(fuzz, box, "weights", {str(folder): folder / "target" / "weights.bin"}, as_bytes, 60)
+
+
+def test_tokenizers(fuzz: Fuzz, box: Sandbox, bundle: Bundles) -> None:
+    folder = bundle("dice-near")
+    _try(fuzz, box, "tokenizer", {str(folder): folder / "tokenizer" / "tokenizer.json"}, as_json, 300)
+
+
+def test_trees(fuzz: Fuzz, box: Sandbox, tmp_path: Path) -> None:
+    seeds = {"choices": [[0], [1], [0, 0], [0, 1], [0, 0, 0]], "parents": {"parents": [-1, 0, 0, 1, 2]}}
+    files = {name: tmp_path / name for name in seeds}
+    for name, content in seeds.items():
+        files[name].write_text(json.dumps(content), encoding="utf-8")
+    _try(fuzz, box, "tree", files, as_json, 1000)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model in one file and in two, with Medusa heads and a speculator."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from tests.checkpoints import make_checkpoint, make_heads, make_speculator
+    from tests.make_bundles import DICE
+
+    root = tmp_path_factory.mktemp("checkpoints")
+    make_checkpoint(root / "model", "llama", **DICE)
+    shutil.copytree(root / "model", root / "parts")
+    weights = load_file(root / "model" / "model.safetensors")
+    (root / "parts" / "model.safetensors").unlink()
+    placed = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(sorted(weights))}
+    for file in set(placed.values()):
+        held = {name: weights[name] for name in placed if placed[name] == file}
+        save_file(held, root / "parts" / file, {"format": "pt"})
+    index = {"metadata": {"total_size": 1}, "weight_map": placed}
+    (root / "parts" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    make_heads(root / "heads", root / "model", 2, tied=False)
+    make_speculator(root / "speculator", root / "model", 2, inner=8)
+    # Heads of the other kind of file.
+    shutil.copytree(root / "heads", root / "pickled")
+    (root / "pickled" / "medusa_lm_head.safetensors").unlink()
+    torch.save(load_file(root / "heads" / "medusa_lm_head.safetensors"), root / "pickled" / "medusa_lm_head.pt")
+    return root
+
+
+@pytest.mark.exporter
+@pytest.mark.parametrize(
+    ("target", "file", "count"),
+    [
+        ("config", "model/config.json", 40),
+        ("generation", "model/generation_config.json", 60),
+        ("safetensors", "model/model.safetensors", 60),
+        ("index", "parts/model.safetensors.index.json", 60),
+    ],
+)
+def test_checkpoints(fuzz: Fuzz, box: Sandbox, checkpoints: Path, target: str, file: str, count: int) -> None:
+    path = checkpoints / file
+    _try(fuzz, box, target, {str(path.parent): path}, either, count)
+
+
+@pytest.mark.exporter
+@pytest.mark.parametrize(
+    ("target", "files"),
+    [
+        ("medusa", ("heads/config.json", "heads/medusa_lm_head.safetensors", "pickled/medusa_lm_head.pt")),
+        ("speculator", ("speculator/config.json", "speculator/model.safetensors")),
+    ],
+)
+def test_heads_and_speculators(
+    fuzz: Fuzz, box: Sandbox, checkpoints: Path, target: str, files: tuple[str, ...]
+) -> None:
+    paths = [checkpoints / file for file in files]
+    _try(fuzz, box, target, {f"{path.parent}|{path.name}": path for path in paths}, either, 200)

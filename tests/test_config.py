@@ -1,0 +1,172 @@
+"""A checkpoint's configurations are refused by field, before anything is made of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specexport.checkpoints.checkpoint import load_checkpoint
+from specexport.contract.errors import BuildError
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
+from tests.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.exporter
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("made") / "model", "llama")
+
+
+@pytest.fixture
+def model(made: Path, tmp_path: Path) -> Path:
+    """A checkpoint to do harm to."""
+    return shutil.copytree(made, tmp_path / "model")
+
+
+def change(path: Path, **fields: Any) -> None:
+    document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    path.write_text(json.dumps(document | fields), encoding="utf-8")
+
+
+def refused(model: Path, *words: str) -> None:
+    """Checks that a build is refused soon, with one line that holds these words, and writes nothing."""
+    steps: list[str] = []
+    start = time.monotonic()
+    with pytest.raises(BuildError) as caught:
+        build(BuildOptions(target=str(model), output=model.parent / "out"), lambda step, *_: steps.append(step))
+    assert time.monotonic() - start < 20
+    assert set(steps) <= {"loading the target"}
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+    assert list(model.parent.iterdir()) == [model]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("top_k", "x", "Expected `int"),
+        ("top_k", -1, ">= 0"),
+        ("temperature", -1, ">= 0"),
+        ("temperature", "1", "Expected `float"),
+        ("top_p", 0, "> 0"),
+        ("min_p", 2, "<= 1"),
+        ("do_sample", "yes", "Expected `bool"),
+        ("eos_token_id", [1, "a"], "eos_token_id[1]"),
+        ("eos_token_id", -1, ">= 0"),
+        ("eos_token_id", 10**9, "expected a token of the model, which has 320"),
+        ("eos_token_id", [1, 320], "eos_token_id is 320"),
+    ],
+)
+def test_a_generation_default_is_named_with_its_file(model: Path, field: str, value: Any, said: str) -> None:
+    change(model / "generation_config.json", **{"do_sample": True, field: value})
+    refused(model, str(model / "generation_config.json"), field, said)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; expected at most 4096"),
+        ("num_hidden_layers", 3, "num_hidden_layers is 3, but the weights have 2 layers"),
+        ("hidden_size", 10**9, "hidden_size is 1000000000; expected at most"),
+        ("hidden_size", 128, "'model.embed_tokens.weight' [320, 128], but the weights hold [320, 64]"),
+        ("hidden_size", "64", "hidden_size"),
+        ("intermediate_size", 2**20, "mlp.gate_proj.weight"),
+        ("vocab_size", 1000, "[1000, 64], but the weights hold [320, 64]"),
+        ("num_attention_heads", 0, "config.json"),
+        ("num_key_value_heads", 4, "k_proj.weight"),
+        ("eos_token_id", 10**9, "eos_token_id is 1000000000"),
+        ("model_type", "no-such-model", "no-such-model"),
+        ("model_type", "gpt2", "config.json"),
+        ("attention_bias", True, "config.json"),
+        ("max_position_embeddings", 10**12, "max_position_embeddings"),
+    ],
+)
+def test_a_size_that_is_absurd_or_not_of_the_weights_is_named(model: Path, field: str, value: Any, said: str) -> None:
+    (model / "generation_config.json").unlink()
+    change(model / "config.json", **{field: value})
+    refused(model, "config.json", said)
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff", b'{"a": ' + b"[" * 200_000, b" " * (17 << 20)])
+def test_what_is_no_configuration_is_named(model: Path, raw: bytes) -> None:
+    (model / "config.json").write_bytes(raw)
+    refused(model, str(model / "config.json"))
+
+
+def test_code_beside_a_checkpoint_is_not_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\n", encoding="utf-8")
+    auto = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.C"}
+    change(model / "config.json", auto_map=auto, model_type="mine")
+    refused(model, "config.json", "trust_remote_code")
+    assert not (tmp_path / "ran").exists()
+
+
+def _without(model: Path, name: str) -> None:
+    weights = load_file(model / "model.safetensors")
+    save_file({key: value for key, value in weights.items() if key != name}, model / "model.safetensors")
+
+
+def test_a_tensor_that_is_missing_is_not_drawn_at_random(model: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    _without(model, name)
+    refused(model, f"the weights lack {name!r}")
+
+
+# --- weights in several files -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sharded(model: Path) -> Path:
+    """The same weights in two files and an index."""
+    weights = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    placed = {}
+    for number, name in enumerate(sorted(weights)):
+        placed[name] = f"model-{1 + number % 2}.safetensors"
+    for file in set(placed.values()):
+        save_file({name: weights[name] for name in placed if placed[name] == file}, model / file, {"format": "pt"})
+    change(model / "model.safetensors.index.json", metadata={}, weight_map=placed)
+    return model
+
+
+def test_weights_in_several_files_are_the_same(sharded: Path, made: Path) -> None:
+    whole, parts = load_checkpoint(str(made)).model.state_dict(), load_checkpoint(str(sharded)).model.state_dict()
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+HARMS: dict[str, tuple[Callable[[dict[str, Any], Path], object], str]] = {
+    "outside": (lambda placed, model: placed.update({min(placed): "../other.safetensors"}), "'../other.safetensors'"),
+    "absolute": (lambda placed, model: placed.update({min(placed): "/etc/passwd"}), "'/etc/passwd'"),
+    "missing": (
+        lambda placed, model: placed.update({min(placed): "absent.safetensors"}),
+        "missing, and",
+    ),
+    "of no kind": (lambda placed, model: placed.update({min(placed): 3}), "weight_map is no object"),
+    "cut short": (lambda placed, model: (model / "model-1.safetensors").write_bytes(b"x" * 20), "model-1.safetensors"),
+    "a huge header": (
+        lambda placed, model: (model / "model-1.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{}"),
+        "model-1.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_an_index_that_leads_elsewhere_is_refused(sharded: Path, harm: str) -> None:
+    path = sharded / "model.safetensors.index.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    (sharded.parent / "model" / "more").mkdir()
+    HARMS[harm][0](document["weight_map"], sharded)
+    path.write_text(json.dumps(document), encoding="utf-8")
+    refused(sharded, HARMS[harm][1])

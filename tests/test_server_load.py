@@ -1,0 +1,194 @@
+"""The server under what should not come but does: long prompts, crowds, and clients that vanish."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serving import Served, served, with_chat_template
+
+LONG = {"prompt": "a", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+TEXT = "the quick brown fox " * 195_000
+HANG = 2.0
+"""Seconds that no answer of /health may take, on a machine that is busy; what is refused here took eight."""
+
+
+@pytest.fixture(scope="module")
+def folder(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("loaded") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[Served]:
+    with served(folder) as server:
+        yield server
+
+
+@contextmanager
+def watched(url: str) -> Iterator[list[float]]:
+    """Asks /health all the time, and gathers how long each answer took."""
+    took: list[float] = []
+    ended = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=url, timeout=60) as http:
+            while not ended.is_set():
+                began = time.monotonic()
+                assert http.get("/health").status_code == 200
+                took.append(time.monotonic() - began)
+                time.sleep(0.002)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield took
+    finally:
+        ended.set()
+        thread.join(60)
+
+
+def long_requests() -> Iterator[tuple[str, bytes, str]]:
+    """Requests that took seconds to refuse: path, body, and what the refusal says."""
+    said = [{"role": "user", "content": TEXT}]
+    yield "/v1/completions", json.dumps({"prompt": TEXT}).encode(), "context_length_exceeded"
+    yield "/v1/completions", json.dumps({"prompt": ["a", TEXT]}).encode(), "context_length_exceeded"
+    yield "/v1/chat/completions", json.dumps({"messages": said}).encode(), "context_length_exceeded"
+    yield "/tokenize", json.dumps({"prompt": TEXT}).encode(), "context_length_exceeded"
+    yield "/tokenize", json.dumps({"messages": said}).encode(), "context_length_exceeded"
+    expected = {"messages": [{"role": "user", "content": "a"}], "prediction": {"type": "content", "content": TEXT}}
+    yield "/v1/chat/completions", json.dumps(expected).encode(), "context_length_exceeded"
+    yield "/v1/completions", b'{"prompt": [' + b"1," * 3_900_000 + b"1]}", "body_too_complex"
+    yield "/v1/completions", b'{"prompt": [' + b"-1," * 50_000 + b"1]}", "string_type"
+    yield "/v1/completions", b'{"prompt": [' + b'"",' * 50_000 + b'""]}', "int_type"
+    yield "/v1/completions", b"{" + b'"x":1,' * 1_000_000 + b'"prompt": "a"}', "body_too_complex"
+    yield "/v1/chat/completions", b'{"messages": [' + b'{"role":"cat"},' * 5_000 + b"{}]}", "literal_error"
+    yield "/v1/completions", b'{"prompt": "' + b"\\u0061" * 1_300_000 + b'"}', "context_length_exceeded"
+    yield "/v1/completions", b"\xff" * 4_000_000, "invalid_json"
+
+
+def test_health_answers_while_long_requests_come(running: Served) -> None:
+    with watched(running.url) as took, httpx.Client(base_url=running.url, timeout=120) as http:
+        for path, body, code in long_requests():
+            answer = http.post(path, content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 400, (path, body[:40], answer.text[:200])
+            assert answer.json()["error"]["code"] == code, (path, body[:40], answer.text[:200])
+            assert len(answer.text) < 1000
+    assert max(took) < HANG
+    running.idle()
+
+
+def test_a_long_body_that_is_mostly_text_is_read(running: Served) -> None:
+    """Commas, colons and brackets count outside of texts only."""
+    text = '{"a": [1, 2, "\\\\"]}, ' * 15_000
+    body = {"messages": [{"role": "user", "content": "a"}], "user": "u", "chat_template_kwargs": {"unused": text}}
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json={**body, "max_tokens": 1}, timeout=60)
+    assert answer.status_code == 200, answer.text[:200]
+
+
+def post_head(url: str, size: int) -> socket.socket:
+    """Begins a request with a body of so many bytes."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    made = socket.create_connection((host, int(port)), timeout=60)
+    made.sendall(
+        f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+        "".encode()
+    )
+    return made
+
+
+def test_large_bodies_are_in_hand_up_to_a_bound(folder: Path) -> None:
+    size = 12 << 20
+
+    def refused(server: Served) -> bytes:
+        with post_head(server.url, size) as another:
+            another.settimeout(0.2)
+            with suppress(TimeoutError):
+                return another.recv(10_000)
+        return b""
+
+    with served(folder, max_body_bytes=size) as server:
+        with ExitStack() as stack:
+            for _ in range(2):
+                stack.enter_context(post_head(server.url, size)).sendall(b" " * (size - 1))
+            until = time.monotonic() + 60
+            while not (answer := refused(server)):
+                assert time.monotonic() < until
+            assert answer.startswith(b"HTTP/1.1 429")
+            assert b"retry-after: 1" in answer
+            small = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=60)
+            assert small.status_code == 200
+        until = time.monotonic() + 60
+        while refused(server):
+            assert time.monotonic() < until, "what vanished clients had sent is still counted"
+
+
+def test_unknown_endpoints_are_answered_with_those_there_are(running: Served) -> None:
+    known = "POST /v1/completions, POST /v1/chat/completions, POST /tokenize, GET /health"
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/health", 405),
+    ):
+        answer = httpx.request(method, f"{running.url}{path}")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["code"]) == (status, "invalid_request_error", "unknown_url")
+        assert error["message"].startswith(f"there is no {method} {path}; there are GET /v1/models, ")
+        assert known in error["message"]
+    assert answer.headers["Allow"] == "GET"
+
+
+def test_who_finds_no_place_is_refused_before_the_body_comes(folder: Path) -> None:
+    with served(folder, max_queue=0) as crowded, ExitStack() as stack:
+        http = stack.enter_context(httpx.Client(base_url=crowded.url, timeout=60))
+        for _ in range(crowded.service.engine.slots):
+            stack.enter_context(http.stream("POST", "/v1/completions", json={**LONG, "stream": True}))
+        with post_head(crowded.url, 1 << 20) as late:
+            assert late.recv(100).startswith(b"HTTP/1.1 429")
+        with served(folder, api_keys=["key"]) as locked, post_head(locked.url, 1 << 20) as stranger:
+            assert stranger.recv(100).startswith(b"HTTP/1.1 401")
+
+
+def test_small_switch_intervals_lose_no_request(folder: Path) -> None:
+    """Threads change places a thousand times as often as they usually do."""
+    before = sys.getswitchinterval()
+    expected: dict[int, str] = {}
+    with served(folder, max_queue=64) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+
+        def ask(index: int) -> None:
+            kind = index % 5
+            body: dict[str, Any] = {"prompt": [5 + index % 3, 60], "max_tokens": 24, "temperature": 0}
+            if kind == 0:
+                with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+                    assert answer.status_code == 200
+                    next(answer.iter_lines())
+                return
+            if kind == 1:
+                answer = http.post("/v1/completions", json={**LONG, "timeout": 0.02})
+                assert answer.status_code in (200, 504), answer.text
+                return
+            answer = http.post("/v1/completions", json={**body, "n": kind - 1})
+            assert answer.status_code == 200, answer.text
+            for choice in answer.json()["choices"]:
+                assert expected.setdefault(index % 3, choice["text"]) == choice["text"]
+
+        sys.setswitchinterval(1e-6)
+        try:
+            with ThreadPoolExecutor(16) as threads:
+                list(threads.map(ask, range(150)))
+        finally:
+            sys.setswitchinterval(before)
+        server.idle()
+        refused = server.service.metrics.registry.get_sample_value
+        assert refused("specexport:requests_refused_total", {"model_name": "tiny", "status": "500"}) is None
