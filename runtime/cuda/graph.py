@@ -17,7 +17,7 @@ from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
 from specexport.runtime.cuda.memory import BufferLayout, Device, MemoryPlan, Staged, Tensor
 from specexport.runtime.cuda.repeat import PASTS, Repeated, call_arrays, call_of, note_pasts, repeated_points
 from specexport.runtime.cuda.stream import Captured
-from specexport.runtime.graph import FIRST, Array, Buffers, SlotGraph
+from specexport.runtime.graph import FIRST, Array, Buffers, Graph
 
 _Piece = tuple[Enqueue, Callable[[Enqueue], None]]
 """Work that can be captured, and what puts the captured graph's launch in its place."""
@@ -37,7 +37,7 @@ class Width:
     launches: dict[_Place, Enqueue] = field(default_factory=dict)
 
 
-class DeviceGraph(SlotGraph):
+class DeviceGraph(Graph):
     """A graph over device memory that is planned and taken when it is opened; see ``runtime.graph.Graph``.
 
     A run is: inputs to the device, the graph, outputs back, wait. Where the executor lets it, the first three are one
@@ -120,11 +120,7 @@ class DeviceGraph(SlotGraph):
         return self.cache.nbytes
 
     def reserve(self, rows: int) -> None:
-        """See :class:`~specexport.runtime.graph.Graph`; takes no memory, as all of it was taken at first.
-
-        Raises:
-            BackendError: no declared size is large enough.
-        """
+        # It takes no memory, as all of it was taken at first.
         if rows > self.cache.rows:
             self.cache.resize(self._cache_size(rows))
 
@@ -135,13 +131,11 @@ class DeviceGraph(SlotGraph):
             self.cache.resize(size)
 
     def copy(self, source: int, to: int, rows: int) -> None:
-        """See :class:`~specexport.runtime.graph.Graph`; done in the stream's order."""
         if source != to:
             self.cache.copy(source, to, rows)
         self._filled[to] = rows
 
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
-        """See :class:`~specexport.runtime.graph.Graph`; done in the stream's order."""
         self._filled[slot] = past + len(nodes)
         self.cache.move(slot, past, nodes, self._made)
 

@@ -189,5 +189,4 @@ def merged(guesses: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
 
 
 def open_proposer(method: Lookahead, opening: Opening) -> Proposer:
-    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
     return LookaheadProposer(method)

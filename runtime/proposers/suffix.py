@@ -251,5 +251,4 @@ class SuffixProposer(TextProposer[_Text]):
 
 
 def open_proposer(method: Suffix, opening: Opening) -> Proposer:
-    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
     return SuffixProposer(method, OutputStore(method.store_tokens) if method.store_tokens else None)
