@@ -121,7 +121,7 @@ class OnnxRuntimeBackend:
 class OnnxRuntimeGraph(Graph):
     """A graph in an onnxruntime session on the CPU; see :class:`~specexport.runtime.graph.Graph`.
 
-    The session runs the symbolic master, so weights are held once; only the manifest's shape points are ever run. A
+    The session runs the symbolic master, so weights are held once, and a step may be of any width. A
     point's input and output buffers are made once, and bound once a window together with the caches of its slots, which
     are neighbours in memory: lowered natively the caches as input and output alike, which is what makes TensorScatter
     write in place; lowered portably as input, and the new rows as output.
