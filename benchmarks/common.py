@@ -20,13 +20,18 @@ from specexport.runtime.machine import cpu_features, cpu_name
 FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm", "sve")
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what every benchmark of the benchmark-size pair takes."""
+def add_common_arguments(parser: argparse.ArgumentParser, **counts: int) -> None:
+    """Declares what every benchmark of the benchmark-size pair takes, and numbers with its own defaults.
+
+    ``counts`` are some of ``num_prompts``, ``prompt_tokens`` and ``new_tokens``.
+    """
     parser.add_argument("--models", type=Path, default=Path("examples/models"), help="holds the demo models and heads")
     parser.add_argument("--prompts", type=Path, default=Path("examples/prompts/held_out.jsonl"))
     parser.add_argument("--work", type=Path, default=Path(".cache/bench"), help="keeps inflated models and bundles")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    for name, default in counts.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
 
 
 def open_console() -> Console:
