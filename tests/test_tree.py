@@ -104,6 +104,14 @@ def test_files_that_hold_no_tree_are_refused(content: str, reason: str, tmp_path
         TokenTree.load(path)
 
 
+@pytest.mark.parametrize("raw", [b'{"\xff": 1}', b"[" * 100_000])
+def test_files_that_are_no_json_are_refused(raw: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "tree.json"
+    path.write_bytes(raw)
+    with pytest.raises(SpecExportError, match=r"tree\.json: .*expected a list of choices"):
+        TokenTree.load(path)
+
+
 def test_a_name_that_is_neither_file_nor_preset_is_refused() -> None:
     with pytest.raises(SpecExportError, match=r"no such file, and no preset .*mc_sim_7b_63"):
         TokenTree.load("mc_sim_8b")

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from tokenizers import Tokenizer
 
-from specexport.contract.errors import TrainError
+from specexport.contract.errors import UNREADABLE, TrainError
 
 MAX_WHOLE, MAX_LINE = 1 << 30, 64 << 20
 """Bytes of a file that is read whole, and of a line of JSON Lines."""
@@ -148,15 +148,9 @@ def sampled_windows(ids: torch.Tensor, prompt: int, ends: Sequence[int]) -> Wind
 
 
 def read_windows(files: Sequence[Path], tokenizer: Any, *, seq_len: int, seed: int) -> Windows:
-    """Reads files, shuffles their documents and packs these into windows, one after the other.
+    """Reads files, shuffles their documents and packs these into windows of L = ``seq_len`` tokens.
 
     The last window is filled up with tokens that are not learnt; windows with nothing to learn are left out.
-
-    Args:
-        files: text, ``.jsonl`` or ``.json``; see the module.
-        tokenizer: a fast transformers tokenizer.
-        seq_len: L.
-        seed: of the order.
 
     Raises:
         TrainError: a file is missing, too large or malformed, or nothing in them is to be learnt; names the file and,
@@ -233,7 +227,7 @@ def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
     elif path.suffix.lower() == ".json":
         try:
             whole: list[msgspec.Raw] = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw])
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise TrainError(
                 f"{path}: expected a list of objects with text, conversations or messages: {error}"
             ) from error
@@ -251,7 +245,7 @@ def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
 def _row(raw: bytes, where: str) -> Iterator[tuple[str, str | _Chat]]:
     try:
         row = msgspec.json.decode(raw, type=_Row)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise TrainError(f"{where}: {error}") from error
     given = [name for name in ("text", "conversations", "messages") if getattr(row, name) is not None]
     if len(given) != 1:

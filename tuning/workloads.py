@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from specexport.contract.errors import RequestError
+from specexport.contract.errors import UNREADABLE, RequestError
 
 _FILES = ("queue.py", "heapq.py", "shlex.py", "textwrap.py", "sched.py", "fnmatch.py", "bisect.py", "colorsys.py")
 """Of Python's standard library."""
@@ -87,18 +87,12 @@ def read_lines(path: Path) -> Iterator[Line]:
         if line.strip():
             try:
                 yield msgspec.json.decode(line.encode(), type=Line)
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 raise RequestError(f"{path}: line {number}: {error}; expected an object with a text") from error
 
 
 def read(encode: Encode, files: Sequence[Path], count: int, tokens: int) -> list[Task]:
     """Tasks from JSON lines: objects with a ``text``, and perhaps a ``workload`` and a ``hypothesis``.
-
-    Args:
-        encode: gives a text's tokens.
-        files: ``.jsonl``.
-        count: tasks of each workload at most.
-        tokens: of a prompt at most; of longer ones the end is taken.
 
     Raises:
         RequestError: a file is missing, or has a line that is none of these; names it.
