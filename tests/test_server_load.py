@@ -174,7 +174,10 @@ def test_small_switch_intervals_lose_no_request(bundle: Callable[[str], Path]) -
     """Threads change places a thousand times as often as they usually do."""
     before = sys.getswitchinterval()
     expected: dict[int, str] = {}
-    with served(bundle("llama-near-batch"), max_queue=64) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+    with (
+        served(bundle("llama-near-batch"), max_queue=64) as server,
+        httpx.Client(base_url=server.url, timeout=120) as http,
+    ):
 
         def ask(index: int) -> None:
             kind = index % 5
