@@ -27,12 +27,9 @@ MAX_SEQ_LEN = 512
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks batch``."""
-    add_common_arguments(parser)
+    add_common_arguments(parser, num_prompts=16, prompt_tokens=64, new_tokens=64)
     parser.add_argument("--precisions", default="fp32,int8")
     parser.add_argument("--concurrency", default="1,2,4,8,16")
-    parser.add_argument("--num-prompts", type=int, default=16, help="requests at each concurrency")
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--k", type=int, default=4, help="draft tokens a request alone speculates")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--measure", action="store_true", help="measure the cost curve anew")

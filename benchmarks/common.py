@@ -9,20 +9,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime
 from rich.console import Console
 from rich.table import Table
 
 from specexport.runtime import Completion
+from specexport.runtime.machine import cpu_features, cpu_name
+
+FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm", "sve")
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what every benchmark of the benchmark-size pair takes."""
+def add_common_arguments(parser: argparse.ArgumentParser, **counts: int) -> None:
+    """Declares what every benchmark of the benchmark-size pair takes, and numbers with its own defaults.
+
+    ``counts`` are some of ``num_prompts``, ``prompt_tokens`` and ``new_tokens``.
+    """
     parser.add_argument("--models", type=Path, default=Path("examples/models"), help="holds the demo models and heads")
     parser.add_argument("--prompts", type=Path, default=Path("examples/prompts/held_out.jsonl"))
     parser.add_argument("--work", type=Path, default=Path(".cache/bench"), help="keeps inflated models and bundles")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    for name, default in counts.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
 
 
 def open_console() -> Console:
@@ -37,14 +46,14 @@ def read_texts(prompts: Path) -> list[str]:
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """What the figures were taken on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    """What the figures were taken on; of the processor's instruction sets those that kernels are chosen by."""
+    features = cpu_features().split()
     return {
-        "cpu": next(names, platform.processor()),
+        "cpu": cpu_name(),
+        "features": [name for name in FEATURES if name in features],
         "threads": threads,
         "python": platform.python_version(),
+        "numpy": np.__version__,
         "onnxruntime": onnxruntime.__version__,
     }
 

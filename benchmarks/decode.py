@@ -18,17 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.common import (
-    acceptance_length,
-    add_common_arguments,
-    machine,
-    new_table,
-    open_console,
-    read_texts,
-    same_texts,
-    speed,
-    write_report,
-)
+from benchmarks import common
 from benchmarks.pair import bundle, inflated_pair
 from specexport.contract import tensors
 from specexport.runtime import Completion, Engine, SamplingParams
@@ -41,12 +31,9 @@ CHOICES = tuple(range(1, 9))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks decode``."""
-    add_common_arguments(parser)
+    common.add_common_arguments(parser, num_prompts=16, prompt_tokens=128, new_tokens=96)
     parser.add_argument("--precisions", default="fp32,int8,int4")
     parser.add_argument("--k", default="1,2,3,4,5,6,7,8", help="draft tokens a step to try")
-    parser.add_argument("--num-prompts", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy; above, texts are seeded samples")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--block-size", type=int, default=32)
@@ -87,10 +74,10 @@ class Point:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints its tables."""
-    console = open_console()
+    console = common.open_console()
     target, draft = inflated_pair(args.models, args.work)
     ks = tuple(int(k) for k in args.k.split(","))
-    texts = read_texts(args.prompts)[: args.num_prompts]
+    texts = common.read_texts(args.prompts)[: args.num_prompts]
     measured: list[Point] = []
     over_bare: dict[str, float] = {}
     for precision in args.precisions.split(","):
@@ -112,10 +99,10 @@ def main(args: argparse.Namespace) -> int:
             f"a plain step takes {long['plain']:.3f}x, a verify step {long['verify']:.3f}x as long"
         )
     options = ("num_prompts", "prompt_tokens", "new_tokens", "temperature", "repeats", "block_size")
-    write_report(
+    common.write_report(
         args.json,
         {
-            "machine": machine(args.threads),
+            "machine": common.machine(args.threads),
             "options": {name: getattr(args, name) for name in options},
             "points": [asdict(p) for p in measured],
             "plain_over_bare": over_bare,
@@ -168,21 +155,21 @@ def _point(
 ) -> Point:
     done, plain = runs[k], runs[0]
     steps = sum(run.stats.steps for run in done)
-    length = acceptance_length(done)
+    length = common.acceptance_length(done)
     # Means, as speeds are: a median would leave out the moments when the machine was slow for everyone.
     verify, propose = (statistics.mean(part) for part in zip(*costs[k], strict=True))
     bare = statistics.mean(cost for cost, _ in costs[0])
     return Point(
         precision,
         k,
-        speed(done),
-        speed(done) / speed(plain),
+        common.speed(done),
+        common.speed(done) / common.speed(plain),
         length,
         verify,
         propose,
         length * bare / (verify + propose),
         sum(run.stats.host + run.stats.accept for run in done) / steps * 1e3,
-        same_texts(done, plain) // repeats,
+        common.same_texts(done, plain) // repeats,
     )
 
 
@@ -243,7 +230,7 @@ def _long_context(target: Path, draft: Path, texts: list[str], args: argparse.Na
 def _table(title: str, points: list[Point], comparable: int) -> Table:
     """A row a K; ``comparable`` is how many prompts can be expected to give the same text, 0 for samples."""
     columns = ("K", "tokens/s", "speed-up", "acceptance length", "c(K+1) ms", "d(K) ms", "allowed", "efficiency")
-    table = new_table(title, (), (*columns, "host ms", "same text"))
+    table = common.new_table(title, (), (*columns, "host ms", "same text"))
     for p in points:
         table.add_row(
             str(p.k) if p.k else "plain",

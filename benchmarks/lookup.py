@@ -2,8 +2,9 @@
 
 ``edit`` holds a file of the standard library and has begun to write it again, as an answer does that repeats most of
 what it was given; ``completion`` goes on with held-out code; ``no repeats`` samples at a temperature where hardly any
-two tokens come together twice. All ways run one after another on each prompt, so that a machine whose speed drifts
-treats them alike. Speeds are tokens over seconds, both summed over prompts.
+two tokens come together twice. Held-out code has half as many tokens as a file. All ways run one after another on each
+prompt, so that a machine whose speed drifts treats them alike. Speeds are tokens over seconds, both summed over
+prompts.
 
 Beside the table it says what a tree would add: at every step of greedy text, how many more tokens the second-latest
 continuation would have had right than the latest one.
@@ -12,7 +13,6 @@ continuation would have had right than the latest one.
 from __future__ import annotations
 
 import argparse
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,39 +20,23 @@ from pathlib import Path
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.common import (
-    acceptance_length,
-    add_common_arguments,
-    machine,
-    new_table,
-    open_console,
-    read_texts,
-    same_texts,
-    speed,
-    write_report,
-)
+from benchmarks import common
 from benchmarks.pair import built, inflated_pair
 from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
+from specexport.tuning import workloads
 
 SIZES = (8, 16, 4, 2)
 METHODS = ("ngram", "suffix")
-FILES = ("queue.py", "heapq.py", "shlex.py", "textwrap.py", "sched.py", "fnmatch.py", "bisect.py", "colorsys.py")
-"""Of Python's standard library, whose licence lets anyone copy them."""
-SKIPPED, BEGUN = 200, 48
-"""Tokens left out at a file's start, where licences and lists of names are; and tokens of the second copy given."""
 WARM_UP = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks lookup``."""
-    add_common_arguments(parser)
+    common.add_common_arguments(parser, num_prompts=8, prompt_tokens=240, new_tokens=96)
     parser.add_argument("--bundles", type=Path, help="keeps bundles (default: as --work)")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--k", default="16,8,4", help="draft tokens a step at most; each of 16, 8, 4, 2")
-    parser.add_argument("--num-prompts", type=int, default=8, help="of each workload")
-    parser.add_argument("--prompt-tokens", type=int, default=240, help="of the file; of held-out code half as many")
-    parser.add_argument("--new-tokens", type=int, default=96)
 
 
 @dataclass(frozen=True)
@@ -93,7 +77,7 @@ class Row:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints its table."""
-    console = open_console()
+    console = common.open_console()
     target, _ = inflated_pair(args.models, args.work)
     folder = built(
         (args.bundles or args.work) / f"lookup.{target.name}.{args.precision}",
@@ -123,10 +107,10 @@ def main(args: argparse.Namespace) -> int:
     for name, gained in branching.items():
         console.print(f"{name}: a second chain of 8 beside the first would add {gained:.3f} tokens a step")
     options = ("precision", "num_prompts", "prompt_tokens", "new_tokens")
-    write_report(
+    common.write_report(
         args.json,
         {
-            "machine": machine(args.threads),
+            "machine": common.machine(args.threads),
             "options": {name: getattr(args, name) for name in options},
             "rows": [asdict(row) for row in rows],
             "gained_by_branching": branching,
@@ -137,12 +121,12 @@ def main(args: argparse.Namespace) -> int:
 
 def _workloads(engine: Engine, args: argparse.Namespace) -> list[Workload]:
     greedy = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
-    library = Path(sysconfig.get_paths()["stdlib"])
-    files = [engine.encode((library / name).read_text(encoding="utf-8"))[SKIPPED:] for name in FILES]
-    copies = [[*file[: args.prompt_tokens], *file[:BEGUN]] for file in files if len(file) >= args.prompt_tokens]
-    code = [engine.encode(text)[: args.prompt_tokens // 2] for text in read_texts(args.prompts)][: args.num_prompts]
+    tasks = workloads.built_in(engine.encode, args.num_prompts, args.prompt_tokens)
+    edits = [task.prompt for task in tasks if task.workload == "edit"]
+    texts = common.read_texts(args.prompts)[: args.num_prompts]
+    code = [engine.encode(text)[: args.prompt_tokens // 2] for text in texts]
     return [
-        Workload("edit", copies[: args.num_prompts], greedy),
+        Workload("edit", edits, greedy),
         Workload("completion", code, greedy),
         Workload("completion, T = 0.7", code, greedy.replace(temperature=0.7)),
         Workload("no repeats, T = 1.5", code, greedy.replace(temperature=1.5)),
@@ -197,19 +181,19 @@ def _row(workload: str, way: tuple[str, int], done: list[Completion], plain: lis
     return Row(
         workload,
         *way,
-        acceptance_length(done),
+        common.acceptance_length(done),
         sum(run.stats.steps_with_draft for run in done) / steps,
         sum(run.stats.propose for run in done) / steps * 1e6,
-        speed(done),
-        speed(done) / speed(plain),
-        same_texts(done, plain),
+        common.speed(done),
+        common.speed(done) / common.speed(plain),
+        common.same_texts(done, plain),
     )
 
 
 def _table(args: argparse.Namespace, rows: list[Row]) -> Table:
     title = f"{args.precision}, {args.num_prompts} prompts a workload, {args.new_tokens} tokens generated"
     numbers = ("K", "tokens a step", "with draft", "look-up us", "tokens/s", "against plain", "same text")
-    table = new_table(title, ("workload", "method"), numbers)
+    table = common.new_table(title, ("workload", "method"), numbers)
     for row in rows:
         table.add_row(
             row.workload,

@@ -17,17 +17,7 @@ from typing import Any
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.common import (
-    acceptance_length,
-    add_common_arguments,
-    machine,
-    new_table,
-    open_console,
-    read_texts,
-    same_texts,
-    speed,
-    write_report,
-)
+from benchmarks import common
 from benchmarks.pair import built, inflated_heads, inflated_pair, inflated_speculator
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
@@ -49,14 +39,11 @@ WARM_UP = 12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks methods``."""
-    add_common_arguments(parser)
+    common.add_common_arguments(parser, num_prompts=8, prompt_tokens=128, new_tokens=96)
     parser.add_argument("--draft-heads", default="demo-draft-medusa", help="heads of demo-draft; left out if not there")
     parser.add_argument("--speculator", type=Path, help="an MLP speculator of demo-target, to be compared too")
     parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--tuning-prompts", type=int, default=24, help="others, from the end of the file")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sampled rows")
 
 
@@ -107,8 +94,8 @@ class Row:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints its table."""
-    console = open_console()
-    texts = read_texts(args.prompts)
+    console = common.open_console()
+    texts = common.read_texts(args.prompts)
     if args.num_prompts + args.tuning_prompts > len(texts):
         raise SystemExit(f"{args.prompts} has {len(texts)} prompts, fewer than are to be decoded and tuned with")
     folders = _bundles(args)
@@ -135,10 +122,10 @@ def main(args: argparse.Namespace) -> int:
     rows = [_row(way, done, ways, runs, costs[way.bundle]) for way, done in zip(ways, runs, strict=True)]
     console.print(_table(args, rows))
     names = ("precision", "num_prompts", "tuning_prompts", "prompt_tokens", "new_tokens", "temperature")
-    write_report(
+    common.write_report(
         args.json,
         {
-            "machine": machine(args.threads),
+            "machine": common.machine(args.threads),
             "options": {name: getattr(args, name) for name in names},
             "step_ms": {name: [cost * 1e3 for cost in found] for name, found in costs.items()},
             "rows": [asdict(row) for row in rows],
@@ -228,18 +215,18 @@ def _row(way: Way, done: list[Completion], ways: list[Way], runs: list[list[Comp
         len(way.tree),
         way.tree.depth,
         way.tuned,
-        acceptance_length(done),
+        common.acceptance_length(done),
         costs[len(way.tree) - 1] * 1e3,
-        speed(done),
-        speed(done) / speed(plain),
-        same_texts(done, plain),
+        common.speed(done),
+        common.speed(done) / common.speed(plain),
+        common.same_texts(done, plain),
     )
 
 
 def _table(args: argparse.Namespace, rows: list[Row]) -> Table:
     title = f"{args.precision}, {args.num_prompts} prompts of {args.prompt_tokens} tokens, {args.new_tokens} generated"
     numbers = ("nodes", "depth", "tokens a step", "c(T) ms", "tokens/s", "against plain", "same text")
-    table = new_table(title, ("method", "sampling"), numbers)
+    table = common.new_table(title, ("method", "sampling"), numbers)
     for row in rows:
         table.add_row(
             row.method,

@@ -25,13 +25,12 @@ from benchmarks.serving import Process, quantile, server
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks serve``."""
-    add_common_arguments(parser)
+    add_common_arguments(parser, new_tokens=64)
     parser.add_argument("--bundle", type=Path, help="what to serve (default: the benchmark-size pair, K = 4)")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--prompt-chars", type=int, default=400)
-    parser.add_argument("--new-tokens", type=int, default=64)
 
 
 @dataclass

@@ -12,12 +12,6 @@ def program_points(graph: ProgramGraph, manifest: Manifest, batch: int, cache: i
 
     Logits of one slot are those of its first N tokens, whatever the target saw behind them. Those of several slots lie
     as far apart as the target saw tokens: there N is T, of every step but that of one token.
-
-    Args:
-        graph: of the bundle.
-        manifest: the bundle's.
-        batch: slots.
-        cache: rows of the cache whose rows a commit graph moves.
     """
     trees = {tree for method in manifest.methods for tree in method.token_trees()}
     verified = {graph.point for graph in manifest.target.graph.points if graph.point.batch == batch}
@@ -37,11 +31,6 @@ def program_points(graph: ProgramGraph, manifest: Manifest, batch: int, cache: i
 
 
 def program_sizes(point: ShapePoint, vocab: int) -> dict[str, int]:
-    """Every symbolic dimension of such a graph at a shape.
-
-    Args:
-        point: the shape; its tokens are the nodes of the tree, N.
-        vocab: V, the width of the target's logits.
-    """
+    """Every symbolic dimension of such a graph at a shape; N are its tokens, V the width of the target's logits."""
     nodes = point.tokens
     return point.sizes | {"N": nodes, "drafts": nodes - 1, "drafts + 1": nodes, "V": vocab}

@@ -62,10 +62,6 @@ def cache_buckets(max_seq_len: int, widest: int) -> tuple[int, ...]:
     Attention over a static cache costs for its whole length, so a short text must not pay for a long declared context:
     sizes grow by about 1.4x from 128 rows. The last one leaves room for a whole step of ``widest`` tokens that starts
     at the last row of the context, so that a step at the end of the context runs at the same shape as any other.
-
-    Args:
-        max_seq_len: the longest sequence (prompt and output), in tokens.
-        widest: most tokens any step writes.
     """
     top = -(-(max_seq_len + widest) // _BUCKET_GRAIN) * _BUCKET_GRAIN
     sizes: list[int] = []
@@ -97,12 +93,7 @@ def uncached_points(points: Collection[ShapePoint]) -> list[ShapePoint]:
 
 
 def window(slots: Collection[int], sizes: Sequence[int]) -> range:
-    """The slots one run takes so that it takes in some of them: as many as the smallest batch size that spans them.
-
-    Args:
-        slots: at least one.
-        sizes: batch sizes, ascending; the last one is the number of slots there are.
-    """
+    """The slots one run takes so that it takes in some of them: as many as the smallest batch size that spans them."""
     first, last = min(slots), max(slots)
     size = next(size for size in sizes if size > last - first)
     # Aligned where that does, so that there are few different windows.

@@ -60,12 +60,7 @@ SAMPLING: Signature = {
 
 
 def step_signature(outputs: Signature, embedding_size: int | None = None) -> GraphSignature:
-    """A step graph that makes these outputs.
-
-    Args:
-        outputs: such as logits ``[B,R,V]``.
-        embedding_size: H of the embeddings it reads in the place of tokens; None where it reads none.
-    """
+    """A step graph that makes these outputs, and reads embeddings of H = ``embedding_size`` in the place of tokens."""
     inputs: Signature = {
         tensors.INPUT_IDS: Spec("int64", ("B", "T")),
         tensors.POSITION_IDS: Spec("int64", ("B", "T")),

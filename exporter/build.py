@@ -28,7 +28,7 @@ from specexport.contract.methods import Method
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.exporter.build_plan import PREFILL_CHUNK
 from specexport.exporter.engines.bundle import CompileReport, compile_graphs
-from specexport.exporter.engines.library import load_library
+from specexport.exporter.engines.compiler import load_library
 from specexport.exporter.engines.program import write_program
 from specexport.exporter.methods import Build, exporter_of
 from specexport.exporter.models import WrittenTarget, target_stage

@@ -152,14 +152,8 @@ class StepModule(torch.nn.Module):
 class CandidatesModule(StepModule):
     """A draft with Medusa heads: a step that makes candidates for every depth of a tree instead of logits.
 
-    Args:
-        model: the draft, loaded with ``attn_implementation=ATTENTION_NAME``.
-        layers: number of attention layers.
-        heads: its Medusa heads; its own head proposes for depth 1, head i for depth 2+i.
-        candidates: M, how many at each depth.
-        vocab_size: proposals are below this; the smaller of the target's and the draft's logits width.
-        input_vocab: rows of the draft's embedding; a larger token id, which only the target has, is read as the last.
-        lowering: which operators attention is made of.
+    Its own head proposes for depth 1, Medusa head i for depth 2+i. ``vocab_size`` and ``input_vocab`` are those of
+    :class:`~specexport.graphs.propose.DraftPass`, the rest is as in :class:`StepModule`.
     """
 
     def __init__(

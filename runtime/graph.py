@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy.typing as npt
 
@@ -19,32 +20,45 @@ FIRST = range(1)
 """The window of a single request: the first slot alone."""
 
 
-class Graph(Protocol):
+class Graph(ABC):
     """A loaded graph with its static buffers and a cache of several slots.
 
     A run takes a window of neighbouring slots, as many as one of the batch sizes, at one of the bundle's shape points:
     T tokens; R rows of logits for step graphs; K draft tokens for propose graphs. Inputs are written into the arrays
     :meth:`inputs` returns; results are read from those :meth:`run` returns; their first dimension is the window's. Both
     are the same memory call after call: copy what must outlive the next run.
+
+    Attributes:
+        sizes: batch sizes a window may have, ascending; the last is the number of slots.
+        cache_sizes: rows a slot's cache may have, ascending.
     """
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Batch sizes a window may have, ascending; the last is the number of slots."""
+    sizes: tuple[int, ...]
+
+    def __init__(self, points: Collection[ShapePoint], slots: int) -> None:
+        self._points = frozenset(points)
+        self._slots = slots
+        self._filled = [0] * slots
+        self.cache_sizes = tuple(sorted({point.cache for point in points}))
 
     @property
+    @abstractmethod
     def cache_bytes(self) -> int:
         """Bytes of the KV cache at its present size."""
 
     def widths(self, slots: int) -> tuple[int, ...]:
         """T of the steps that compute logits of every token, ascending, for a window of so many slots."""
+        return tuple(sorted({p.tokens for p in self._points if p.batch == slots and p.rows == p.tokens}))
 
     def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
         """K and T of the runs of a propose graph, ascending, for a window of so many slots."""
+        return tuple(sorted({(p.drafts, p.tokens) for p in self._points if p.batch == slots and p.drafts}))
 
     def filled(self, slot: int) -> int:
         """How many rows of a slot's cache are what was committed there, from the first on."""
+        return self._filled[slot]
 
+    @abstractmethod
     def reserve(self, rows: int) -> None:
         """Makes every slot's cache hold at least ``rows`` rows, keeping its content.
 
@@ -52,12 +66,15 @@ class Graph(Protocol):
             BackendError: the bundle has no cache so large.
         """
 
+    @abstractmethod
     def shrink_cache(self, rows: int) -> None:
         """Makes the cache as small as ``rows`` rows allow, if it is larger; rows beyond its new size are lost."""
 
+    @abstractmethod
     def copy(self, source: int, to: int, rows: int) -> None:
         """Makes the first ``rows`` rows of a slot's cache those of another one."""
 
+    @abstractmethod
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         """Puts the rows of those tokens of the last run that are kept into the cache, one after the other.
 
@@ -69,9 +86,11 @@ class Graph(Protocol):
             nodes: which of the tokens fed are kept, ascending; their rows go to ``past``, ``past + 1``, ...
         """
 
+    @abstractmethod
     def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """The input arrays of a shape point at the present cache size, by name."""
 
+    @abstractmethod
     def protect_rows(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> None:
         """Sets ``past_length`` so that the next run leaves every slot's committed rows alone.
 
@@ -79,27 +98,9 @@ class Graph(Protocol):
         rows that the run writes in any case, its last rows are given up.
         """
 
+    @abstractmethod
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """Runs at that shape point; the outputs by name, without the caches."""
-
-
-class SlotGraph:
-    """What backends' graphs share: the shape points they run at, and what each slot's cache holds."""
-
-    def __init__(self, points: Collection[ShapePoint], slots: int) -> None:
-        self._points = frozenset(points)
-        self._slots = slots
-        self._filled = [0] * slots
-        self.cache_sizes = tuple(sorted({point.cache for point in points}))
-
-    def widths(self, slots: int) -> tuple[int, ...]:
-        return tuple(sorted({p.tokens for p in self._points if p.batch == slots and p.rows == p.tokens}))
-
-    def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
-        return tuple(sorted({(p.drafts, p.tokens) for p in self._points if p.batch == slots and p.drafts}))
-
-    def filled(self, slot: int) -> int:
-        return self._filled[slot]
 
     def _cache_size(self, rows: int) -> int:
         """The smallest cache of at least so many rows."""

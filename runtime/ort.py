@@ -16,7 +16,7 @@ from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.declared import require_declared
-from specexport.runtime.graph import FIRST, Array, Buffers, Graph, SlotGraph, caches_by_shape
+from specexport.runtime.graph import FIRST, Array, Buffers, Graph, caches_by_shape
 from specexport.runtime.machine import Remembered, available_cores, cpu_name
 from specexport.runtime.program import Speculation
 from specexport.runtime.step import HostProgram
@@ -118,10 +118,10 @@ class OnnxRuntimeBackend:
         """See :class:`~specexport.runtime.backend.Backend`; graphs go when nothing refers to them."""
 
 
-class OnnxRuntimeGraph(SlotGraph):
+class OnnxRuntimeGraph(Graph):
     """A graph in an onnxruntime session on the CPU; see :class:`~specexport.runtime.graph.Graph`.
 
-    The session runs the symbolic master, so weights are held once; only the manifest's shape points are ever run. A
+    The session runs the symbolic master, so weights are held once, and a step may be of any width. A
     point's input and output buffers are made once, and bound once a window together with the caches of its slots, which
     are neighbours in memory: lowered natively the caches as input and output alike, which is what makes TensorScatter
     write in place; lowered portably as input, and the new rows as output.

@@ -223,10 +223,7 @@ def best(
     found as ratios are maximised (Dinkelbach 1967): a method's best option at a rate is the one of largest gain less
     rate times seconds, whatever the other methods do, and the rate of that choice is the next to try.
 
-    Args:
-        options: of each method.
-        requests: how many; each commits one token in any case.
-        verify: seconds of a step of some width, without proposing.
+    Each request commits one token in any case; ``verify`` gives seconds of a step of some width, without proposing.
 
     Returns:
         An option or None for each method; None for all unless the best is faster than plain decoding by ``MARGIN``.

@@ -137,27 +137,3 @@ def _draft_tokens(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number or several with commas between") from None
-
-
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags that name a method's checkpoints, for commands that look at them again."""
-    for name, flag in _flags():
-        if flag.key in method_type(name).sources:
-            what = flag.help.split("(")[0].split(",")[0].split(":")[0].strip()
-            parser.add_argument(
-                flag.name, metavar=flag.metavar, help=f"{what}, if it has moved since the build", default=None
-            )
-
-
-def source_arguments(arguments: argparse.Namespace) -> dict[str, str]:
-    """By ``METHOD.key``: where a checkpoint is now."""
-    found: dict[str, str] = {}
-    for name, flag in _flags():
-        value = getattr(arguments, flag.name[2:].replace("-", "_"), None)
-        if flag.key in method_type(name).sources and value is not None:
-            found[f"{name}.{flag.key}"] = value
-        for other, key in (flag.claims or {}).items():
-            value = getattr(arguments, other[2:].replace("-", "_"), None)
-            if value is not None:
-                found[f"{name}.{key}"] = value
-    return found

@@ -23,11 +23,9 @@ def folder(bundle: Callable[[str], Path]) -> str:
     return str(bundle("llama-near"))
 
 
-def test_run_prints_the_same_text_streamed_whole_and_as_json(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_the_same_text_streamed_and_as_json(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", folder, "--prompt", PROMPT, "-n", "12", "--temperature", "0"]) == 0
     streamed = capsys.readouterr().out
-    assert main(["run", folder, "--prompt", PROMPT, "-n", "12", "--temperature", "0", "--no-stream"]) == 0
-    assert capsys.readouterr().out == streamed
     assert main(["run", folder, "--prompt", PROMPT, "-n", "12", "--temperature", "0", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["text"] + "\n" == streamed

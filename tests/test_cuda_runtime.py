@@ -83,10 +83,10 @@ def test_real_package_takes_what_is_given_and_says_there_is_no_driver() -> None:
         lambda: cuda.instantiate(16),
         lambda: cuda.launch(16, 16),
         lambda: cuda.destroy_executable(16),
-        lambda: cuda.create_event(),
-        lambda: cuda.record(16, 16),
-        lambda: cuda.wait(16),
-        lambda: cuda.milliseconds(16, 16),
+        lambda: cuda.call("cudaEventCreateWithFlags", 0),
+        lambda: cuda.call("cudaEventRecord", 16, 16),
+        lambda: cuda.call("cudaEventSynchronize", 16),
+        lambda: cuda.call("cudaEventElapsedTime", 16, 16),
         lambda: cuda.memory(),
     ):
         with pytest.raises(BackendError, match=kinds):

@@ -31,8 +31,7 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
 from specexport.exporter.build import build
-from specexport.exporter.engines.compiler import compile_graph
-from specexport.exporter.engines.library import load_library
+from specexport.exporter.engines.compiler import compile_graph, load_library
 from specexport.exporter.engines.profiles import model_jobs
 from specexport.exporter.engines.source import write_source
 from specexport.exporter.methods import TargetOutline, exporter_of

@@ -88,6 +88,16 @@ def test_health_answers_while_long_requests_come(running: Served) -> None:
     running.idle()
 
 
+def test_health_answers_while_long_answers_are_written(running: Served) -> None:
+    body = {**LONG, "n": 8, "logprobs": 20, "echo": True}
+    with watched(running.url) as took:
+        answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=120)
+        assert answer.status_code == 200
+    choices = answer.json()["choices"]
+    assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [401] * 8
+    assert max(took) < HANG
+
+
 def test_a_long_body_that_is_mostly_text_is_read(running: Served) -> None:
     """Commas, colons and brackets count outside of texts only."""
     text = '{"a": [1, 2, "\\\\"]}, ' * 15_000

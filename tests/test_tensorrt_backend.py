@@ -15,7 +15,7 @@ import pytest
 from specexport.contract import engines as ce
 from specexport.contract.errors import BackendError
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.cuda import api, graph, trt
+from specexport.runtime.cuda import api, trt
 from specexport.runtime.speculative import PLAIN
 from tests import tensorrt_stand_in
 from tests.compiled import compiled
@@ -148,12 +148,6 @@ def test_engines_are_chosen_by_device() -> None:
     ada = ce.CompiledEngine(file="b", compute_capabilities=("8.9",), **base)
     hopper = ce.CompiledEngine(file="c", compute_capabilities=("9.0",), **base)
     assert trt.choose((hopper, ada), "tensorrt", device) == [ada]
-
-
-def test_a_prefill_chunk_may_be_drafted_behind() -> None:
-    widths = {(2, 0, 4): 0, (64, 0, 4): 0, (64, 0, 7): 0, (2, 0, 7): 0}
-    assert graph._wider_drafts(widths) == {(64, 0, 1): (64, 0, 4)}
-    assert graph._wider_drafts({**widths, (64, 0, 1): 0}) == {}
 
 
 def test_stand_in_has_the_names_of_the_real_package() -> None:

@@ -16,6 +16,7 @@ import onnx
 import pytest
 from rich.console import Console
 
+from specexport.cli import main
 from specexport.contract.errors import BuildError, BundleError, RequestError
 from specexport.contract.manifest import FileEntry
 from specexport.contract.methods.draft_model import DraftModel
@@ -203,7 +204,7 @@ def test_models_that_are_not_there_are_not_run(copy: Path, checkpoints: dict[str
     assert report.passed
     assert report.verdict == "passed what could be checked"
     assert "--target DIR" in _check(report, "logits").sentence
-    assert "--draft DIR" in _check(report, "draft_model").sentence
+    assert "--source draft_model.model=DIR" in _check(report, "draft_model").sentence
 
     found = verify(
         copy,
@@ -224,9 +225,13 @@ def test_a_bundle_without_a_draft(copy: Path, checkpoints: dict[str, Path]) -> N
         verify(copy, sources={"draft_model.model": str(checkpoints["draft"])})
 
 
-def test_wrong_arguments(fp32: Path, tmp_path: Path) -> None:
+def test_wrong_arguments(fp32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BuildError, match="no such folder"):
         verify(fp32, target=str(tmp_path / "gone"))
+    with pytest.raises(RequestError, match=r"draft\.model was given, .* expected one of draft_model\.model"):
+        verify(fp32, sources={"draft.model": "x"})
+    assert main(["verify", str(fp32), "--source", "draft_model"]) == 1
+    assert "expected METHOD.KEY=DIR" in capsys.readouterr().err
     with pytest.raises(RequestError, match="max_tokens is 0"):
         verify(fp32, max_tokens=0)
     with pytest.raises(RequestError, match="prompt 2 has no tokens"):

@@ -148,15 +148,9 @@ def sampled_windows(ids: torch.Tensor, prompt: int, ends: Sequence[int]) -> Wind
 
 
 def read_windows(files: Sequence[Path], tokenizer: Any, *, seq_len: int, seed: int) -> Windows:
-    """Reads files, shuffles their documents and packs these into windows, one after the other.
+    """Reads files, shuffles their documents and packs these into windows of L = ``seq_len`` tokens.
 
     The last window is filled up with tokens that are not learnt; windows with nothing to learn are left out.
-
-    Args:
-        files: text, ``.jsonl`` or ``.json``; see the module.
-        tokenizer: a fast transformers tokenizer.
-        seq_len: L.
-        seed: of the order.
 
     Raises:
         TrainError: a file is missing, too large or malformed, or nothing in them is to be learnt; names the file and,

@@ -191,16 +191,10 @@ def measured(
     *,
     batch_size: int = 8,
 ) -> HeadAccuracy:
-    """Measures what predicts several tokens ahead.
+    """Measures what predicts several tokens ahead, over windows it was not trained on.
 
-    Args:
-        losses_of: of hidden states ``[B,L,H]`` and a batch, for each of the predictions what :func:`summed_loss` gives
-            of the true tokens where ``learnt_from(2 + i)`` says.
-        count: how many predictions there are.
-        model: the causal LM that makes the hidden states.
-        windows: not trained on.
-        place: where to compute.
-        batch_size: windows at once.
+    ``losses_of`` gives, of hidden states ``[B,L,H]`` and a batch, for each of ``count`` predictions what
+    :func:`summed_loss` gives of the true tokens where ``learnt_from(2 + i)`` says.
     """
     counts = torch.zeros(count, MAX_TOP_K + 1, dtype=torch.int64)
     paths: Counter[tuple[int, ...]] = Counter()

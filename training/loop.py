@@ -59,10 +59,7 @@ def adamw(groups: Sequence[tuple[Sequence[torch.nn.Parameter], float]]) -> torch
 def muon_and_adamw(model: Any, rate: float, *, heads: torch.nn.Module | None = None) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, and AdamW for the embeddings, the output projection, norms and biases.
 
-    Args:
-        model: a causal LM.
-        rate: the learning rate of both.
-        heads: heads tied to the model's projection, to be trained with it.
+    Heads tied to the model's projection may be trained with it.
     """
     outer = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     matrices: list[torch.nn.Parameter] = []

@@ -34,7 +34,6 @@ class Place:
     """Where and how finely numbers are computed.
 
     Attributes:
-        device: of models and batches.
         bf16: matrices are multiplied in bfloat16; what is trained stays in float32.
     """
 

@@ -60,11 +60,11 @@ def measure_into(
     backend: str | None = None,
     seconds: float = DEFAULT_SECONDS,
     progress: Progress | None = None,
+    keep: bool = True,
 ) -> CostCurve:
     """Measures a bundle on this device and writes the curve into its manifest, in place of an older one of the device.
 
-    Returns:
-        The curve.
+    ``seconds`` is about how long it may take, beside warming up. Without ``keep`` the manifest stays as it is.
 
     Raises:
         BundleError: the bundle is incomplete, altered or too new.
@@ -73,9 +73,11 @@ def measure_into(
     bundle = Bundle.open(folder, check_hashes=False)
     running = open_backend(bundle, backend, threads, DEFAULT_UTILIZATION)
     try:
-        curve = measure(bundle, running, seconds, progress)
+        curve = _measure(bundle, running, seconds, progress)
     finally:
         running.close()
+    if not keep:
+        return curve
     # Read again: somebody may have measured on another device meanwhile.
     with changing(bundle.folder) as manifest:
         others = tuple(one for one in manifest.costs if one.device != curve.device)
@@ -83,12 +85,8 @@ def measure_into(
     return curve
 
 
-def measure(
-    bundle: Bundle, backend: Backend, seconds: float = DEFAULT_SECONDS, progress: Progress | None = None
-) -> CostCurve:
+def _measure(bundle: Bundle, backend: Backend, seconds: float, progress: Progress | None) -> CostCurve:
     """Times steps and proposals of a bundle at its smallest cache size and at its largest, at most ``LARGEST_CACHE``.
-
-    ``seconds`` is about how long it may take, beside warming up; nothing else may use the backend meanwhile.
 
     All are taken in turns, so that a device whose speed drifts treats them alike; a figure is the least of 25
     turns, or of as many as there is time for, at least three.

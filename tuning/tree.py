@@ -10,14 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.errors import RequestError
 from specexport.contract.methods import RankedMethod
-from specexport.contract.model import Model, PointGraph
-from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
@@ -127,7 +124,7 @@ def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, prog
     """Seconds of a step of the target for T = 1 to ``widest`` tokens: c(1), c(2), ...; over ``rows`` rows of cache."""
     widths = [width for width in _WIDTHS if width < widest] + [widest]
     model = bundle.manifest.target
-    graph = open_graph(bundle, with_widths(model, widths), 1, buffers(bundle.manifest.target_signature), threads)
+    graph = open_graph(bundle, model, 1, buffers(bundle.manifest.target_signature), threads)
     graph.reserve(rows + widest)
     times: dict[int, list[float]] = {width: [] for width in widths}
     for turn in range(_ROUNDS + 1):
@@ -144,15 +141,6 @@ def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, prog
     # A wider step is never cheaper; where it looks so, that is noise.
     medians = list(itertools.accumulate(medians, max))
     return [float(cost) for cost in np.interp(np.arange(1, widest + 1), widths, medians)]
-
-
-def with_widths(model: Model, widths: Sequence[int]) -> Model:
-    """A model that may run steps of other widths too, which a symbolic master can."""
-    sizes = sorted({graph.point.cache for graph in model.graph.points})
-    there = {graph.point for graph in model.graph.points}
-    wanted = {ShapePoint(1, width, size, width) for width in widths for size in sizes} - there
-    points = (*model.graph.points, *(PointGraph(point=point, file="") for point in sorted(wanted)))
-    return msgspec.structs.replace(model, graph=msgspec.structs.replace(model.graph, points=points))
 
 
 def candidates(method: RankedMethod, observed: Observed, costs: Sequence[float]) -> list[TreeCandidate]:

@@ -94,12 +94,6 @@ def read_lines(path: Path) -> Iterator[Line]:
 def read(encode: Encode, files: Sequence[Path], count: int, tokens: int) -> list[Task]:
     """Tasks from JSON lines: objects with a ``text``, and perhaps a ``workload`` and a ``hypothesis``.
 
-    Args:
-        encode: gives a text's tokens.
-        files: ``.jsonl``.
-        count: tasks of each workload at most.
-        tokens: of a prompt at most; of longer ones the end is taken.
-
     Raises:
         RequestError: a file is missing, or has a line that is none of these; names it.
     """

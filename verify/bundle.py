@@ -213,14 +213,14 @@ def _moved(bundle: Bundle, target: str | None, sources: Mapping[str, str]) -> di
         BuildError: a checkpoint that was given is not there.
     """
     known = {f"{method.name}.{key}": kind for method in bundle.manifest.methods for key, kind in method.sources.items()}
-    # Flags stand for several methods' keys: one of them must be the bundle's.
-    for value in set(sources.values()):
-        keys = [key for key, given in sources.items() if given == value]
-        if not known.keys() & set(keys):
-            raise RequestError(f"{keys[0]} was given, but {bundle.folder} was built without it", param=keys[0])
-    found = {key: given for key, given in sources.items() if key in known}
-    if target is not None:
-        found["target"] = target
+    for key in sources:
+        if key not in known:
+            raise RequestError(
+                f"{key} was given, but {bundle.folder} was built without it; expected one of "
+                f"{', '.join(known) or 'none'}",
+                param=key,
+            )
+    found = dict(sources) | ({} if target is None else {"target": target})
     for key, value in found.items():
         if known.get(key) != "folder":
             locate(value)  # an argument that is wrong is no result of a check

@@ -24,7 +24,7 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.exporter.engines.library import Library, load_library
+from specexport.exporter.engines.compiler import Library, load_library
 from specexport.exporter.quality import relative_rms
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda

@@ -36,9 +36,7 @@ class Call:
     """One run of a graph.
 
     Attributes:
-        graph: the ONNX graph, with symbolic dimensions and without its weights.
         tree: its tokens; of as many nodes as the point has tokens.
-        vocab: the target's.
     """
 
     graph: onnx.GraphProto

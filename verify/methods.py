@@ -49,19 +49,19 @@ class MethodRun:
         """
         name = f"{method.name}.{key}" if method is not None else "target"
         known = self.bundle.manifest.target.source if method is None else str(getattr(method, key))
-        flag = next((f.name for f in method.flags if f.key == key), f"--{key}") if method is not None else "--target"
+        flag = "--target DIR" if method is None else f"--source {name}=DIR"
         given = self._sources.get(name)
         if method is not None and method.sources[key] == "folder":
             folder = Path(given or known).expanduser()
             if not folder.is_dir():
-                raise NotRunError(f"{name}: what it was built from is not there ({folder}); pass {flag} DIR")
+                raise NotRunError(f"{name}: what it was built from is not there ({folder}); pass {flag}")
             return folder
         if given is not None:
             return locate(given)
         try:
             return locate(known)
         except BuildError as error:
-            raise NotRunError(f"the {name} it was built from is not there ({error}); pass {flag} DIR") from error
+            raise NotRunError(f"the {name} it was built from is not there ({error}); pass {flag}") from error
 
     def drafted(self, method: Method, texts: list[list[int]]) -> list[tuple[list[int], list[int]]]:
         """Texts and the greedy chain proposed after each, through the runtime's own proposer.

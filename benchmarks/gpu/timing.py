@@ -29,6 +29,11 @@ def on_device(engine: Engine) -> CudaBackend:
     return engine.backend
 
 
+def create_event(cuda: Cuda) -> int:
+    """An event that can be timed."""
+    return int(cuda.call("cudaEventCreateWithFlags", 0))
+
+
 def copy_bandwidth(cuda: Cuda, rounds: int = 10) -> float:
     """Bytes a second that a copy within the device's memory reads and writes."""
     device, needs = Device.share(cuda, 1.0), MemoryPlan()
@@ -36,16 +41,16 @@ def copy_bandwidth(cuda: Cuda, rounds: int = 10) -> float:
     needs.add("from", nbytes)
     needs.add("to", nbytes)
     memory, stream = needs.allocate(device, "the bandwidth test"), device.stream
-    start, end = cuda.create_event(), cuda.create_event()
+    start, end = create_event(cuda), create_event(cuda)
     times = []
     for _ in range(rounds):
-        cuda.record(start, stream.handle)
+        cuda.call("cudaEventRecord", start, stream.handle)
         device.copy(memory["to"].address, memory["from"].address, nbytes)
-        cuda.record(end, stream.handle)
-        cuda.wait(end)
-        times.append(cuda.milliseconds(start, end))
+        cuda.call("cudaEventRecord", end, stream.handle)
+        cuda.call("cudaEventSynchronize", end)
+        times.append(float(cuda.call("cudaEventElapsedTime", start, end)))
     for event in (start, end):
-        cuda.destroy_event(event)
+        cuda.call("cudaEventDestroy", event)
     memory.close()
     stream.close()
     return 2e3 * nbytes / min(times)
@@ -78,16 +83,16 @@ class Watch:
 
     def __init__(self, backend: CudaBackend, most: int = 4096) -> None:
         self._cuda, self._stream = backend.cuda, backend.stream
-        self._events = [(self._cuda.create_event(), self._cuda.create_event()) for _ in range(most)]
+        self._events = [(create_event(self._cuda), create_event(self._cuda)) for _ in range(most)]
         self._waits: list[int] = []
         backend.watch(self._around)
 
     def _around(self, launch: Enqueue) -> None:
         start, end = self._events[len(self._waits) % len(self._events)]
         self._waits.append(self._stream.waits)
-        self._cuda.record(start, self._stream.handle)
+        self._cuda.call("cudaEventRecord", start, self._stream.handle)
         launch()
-        self._cuda.record(end, self._stream.handle)
+        self._cuda.call("cudaEventRecord", end, self._stream.handle)
 
     def gaps(self) -> Gaps:
         """The gaps between the launches so far; then forgets them."""
@@ -97,10 +102,10 @@ class Watch:
             itertools.pairwise(self._events), itertools.pairwise(self._waits), strict=False
         ):
             kind = gaps.queued if before == after else gaps.after_wait
-            kind.append(1e3 * self._cuda.milliseconds(end, start))
+            kind.append(1e3 * float(self._cuda.call("cudaEventElapsedTime", end, start)))
         for pair in self._events:
             for event in pair:
-                self._cuda.destroy_event(event)
+                self._cuda.call("cudaEventDestroy", event)
         return gaps
 
 

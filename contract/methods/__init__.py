@@ -109,12 +109,7 @@ def text_methods() -> tuple[type[TextMethod], ...]:
 
 
 def part(method: Method | type[Method], room: str) -> ModuleType:
-    """The module of a method in another room.
-
-    Args:
-        method: the method.
-        room: ``proposer``, with ``open_proposer``, or ``exporter``, with ``EXPORTER``.
-    """
+    """A method's module in another room: ``proposer``, with ``open_proposer``, or ``exporter``, with ``EXPORTER``."""
     rooms = {"proposer": "specexport.runtime.proposers", "exporter": "specexport.exporter.methods"}
     kind = method if isinstance(method, type) else type(method)
     return importlib.import_module(getattr(kind, room) or f"{rooms[room]}.{method_name(kind)}")

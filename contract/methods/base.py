@@ -194,12 +194,7 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
         return tuple(tree for _, tree in sorted(trees.items(), reverse=True))
 
     def memory(self, files: Mapping[str, int], rows: int) -> int:
-        """Bytes it needs beside the target and its cache.
-
-        Args:
-            files: bytes of the bundle's files.
-            rows: of a cache for the longest text.
-        """
+        """Bytes it needs beside the target and its cache; ``rows`` are those of a cache for the longest text."""
         return sum(files[model.weights] + model.cache_row_bytes * rows for model in self.models.values())
 
 

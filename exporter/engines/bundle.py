@@ -13,8 +13,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.reading import changing, check_files, exchange_manifest, file_entry
-from specexport.exporter.engines.compiler import EngineReport, compile_graph
-from specexport.exporter.engines.library import Library, load_library
+from specexport.exporter.engines.compiler import EngineReport, Library, compile_graph, load_library
 from specexport.exporter.engines.options import (
     FP8_CAPABILITY,
     Capability,

@@ -1,5 +1,6 @@
-"""Brings weight multiplications into one form, ``MatMul(x, W)`` with ``W`` a ``[K,N]`` initializer, and joins those
-that share their input: the query, key and value projections, the gate and up projections.
+"""Brings every weight multiplication into one form, ``MatMul(x, W)`` with ``W`` a ``[K,N]`` initializer.
+
+Those that share their input are joined: the query, key and value projections, the gate and up projections.
 """
 
 from __future__ import annotations

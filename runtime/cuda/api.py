@@ -40,14 +40,14 @@ class Cuda:
 
     def __init__(self, bindings: Any, index: int = 0) -> None:
         self._rt = bindings
-        count = self._call("cudaGetDeviceCount")
+        count = self.call("cudaGetDeviceCount")
         if index >= count:
             raise BackendError(f"there is no GPU {index}; CUDA sees {count}. See nvidia-smi and CUDA_VISIBLE_DEVICES")
-        self._call("cudaSetDevice", index)
+        self.call("cudaSetDevice", index)
         kinds = bindings.cudaDeviceAttr
-        major = self._call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMajor, index)
-        minor = self._call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMinor, index)
-        name = self._call("cudaGetDeviceProperties", index).name
+        major = self.call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMajor, index)
+        minor = self.call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMinor, index)
+        name = self.call("cudaGetDeviceProperties", index).name
         self.device = CudaDevice(
             index, name.decode() if isinstance(name, bytes) else str(name), (major, minor), self.memory()[1]
         )
@@ -70,7 +70,7 @@ class Cuda:
 
     def memory(self) -> tuple[int, int]:
         """Bytes of device memory: free, total."""
-        free, total = self._call("cudaMemGetInfo")
+        free, total = self.call("cudaMemGetInfo")
         return int(free), int(total)
 
     def allocate(self, nbytes: int) -> int:
@@ -79,90 +79,72 @@ class Cuda:
         Raises:
             OutOfDeviceMemoryError: there is not that much.
         """
-        return int(self._call("cudaMalloc", nbytes, wanted=nbytes))
+        return int(self.call("cudaMalloc", nbytes, wanted=nbytes))
 
     def free(self, address: int) -> None:
-        self._call("cudaFree", address)
+        self.call("cudaFree", address)
 
     def allocate_pinned(self, nbytes: int) -> int:
         """Page-locked host memory, which copies to and from the device without a detour."""
-        return int(self._call("cudaHostAlloc", nbytes, self._rt.cudaHostAllocDefault))
+        return int(self.call("cudaHostAlloc", nbytes, self._rt.cudaHostAllocDefault))
 
     def free_pinned(self, address: int) -> None:
-        self._call("cudaFreeHost", address)
+        self.call("cudaFreeHost", address)
 
     def create_stream(self) -> int:
         """A stream that does not wait for the legacy default stream."""
-        return int(self._call("cudaStreamCreateWithFlags", self._rt.cudaStreamNonBlocking))
+        return int(self.call("cudaStreamCreateWithFlags", self._rt.cudaStreamNonBlocking))
 
     def destroy_stream(self, stream: int) -> None:
-        self._call("cudaStreamDestroy", stream)
+        self.call("cudaStreamDestroy", stream)
 
     def synchronize(self, stream: int) -> None:
         """Waits until a stream has done everything given to it."""
-        self._call("cudaStreamSynchronize", stream)
-
-    def create_event(self) -> int:
-        """An event that can be timed."""
-        return int(self._call("cudaEventCreateWithFlags", self._rt.cudaEventDefault))
-
-    def record(self, event: int, stream: int) -> None:
-        self._call("cudaEventRecord", event, stream)
-
-    def wait(self, event: int) -> None:
-        """Waits until a stream has come to an event."""
-        self._call("cudaEventSynchronize", event)
-
-    def milliseconds(self, start: int, end: int) -> float:
-        """Between two events a stream has come to."""
-        return float(self._call("cudaEventElapsedTime", start, end))
-
-    def destroy_event(self, event: int) -> None:
-        self._call("cudaEventDestroy", event)
+        self.call("cudaStreamSynchronize", stream)
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copies bytes; the direction follows from the addresses."""
-        self._call("cudaMemcpyAsync", to, source, nbytes, self._rt.cudaMemcpyKind.cudaMemcpyDefault, stream)
+        self.call("cudaMemcpyAsync", to, source, nbytes, self._rt.cudaMemcpyKind.cudaMemcpyDefault, stream)
 
     def copy_rows(
         self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int
     ) -> None:
         """Copies ``rows`` rows of ``width`` bytes that begin a pitch apart; they may not overlap."""
         kind = self._rt.cudaMemcpyKind.cudaMemcpyDefault
-        self._call("cudaMemcpy2DAsync", to, to_pitch, source, source_pitch, width, rows, kind, stream)
+        self.call("cudaMemcpy2DAsync", to, to_pitch, source, source_pitch, width, rows, kind, stream)
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
-        self._call("cudaMemsetAsync", address, value, nbytes, stream)
+        self.call("cudaMemsetAsync", address, value, nbytes, stream)
 
     def begin_capture(self, stream: int) -> None:
         """From here on work given to a stream is recorded, not done. Other threads are not affected."""
         mode = self._rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-        self._call("cudaStreamBeginCapture", stream, mode)
+        self.call("cudaStreamBeginCapture", stream, mode)
 
     def end_capture(self, stream: int) -> int:
-        return int(self._call("cudaStreamEndCapture", stream))
+        return int(self.call("cudaStreamEndCapture", stream))
 
     def abandon_capture(self, stream: int) -> None:
         """Ends a capture in which something failed, so that the stream can be used again."""
         status, graph = self._rt.cudaStreamEndCapture(stream)
         if not int(status) and int(graph):
-            self._call("cudaGraphDestroy", graph)
+            self.call("cudaGraphDestroy", graph)
         self._rt.cudaGetLastError()
 
     def instantiate(self, graph: int) -> int:
         """An executable of a captured graph, which is given back."""
-        executable = int(self._call("cudaGraphInstantiate", graph, 0))
-        self._call("cudaGraphDestroy", graph)
+        executable = int(self.call("cudaGraphInstantiate", graph, 0))
+        self.call("cudaGraphDestroy", graph)
         return executable
 
     def launch(self, executable: int, stream: int) -> None:
-        self._call("cudaGraphLaunch", executable, stream)
+        self.call("cudaGraphLaunch", executable, stream)
 
     def destroy_executable(self, executable: int) -> None:
-        self._call("cudaGraphExecDestroy", executable)
+        self.call("cudaGraphExecDestroy", executable)
 
-    def _call(self, name: str, *arguments: Any, wanted: int = 0) -> Any:
-        """The result of a call: nothing, a value, or a tuple of values."""
+    def call(self, name: str, *arguments: Any, wanted: int = 0) -> Any:
+        """Any function of the CUDA runtime: gives nothing, a value, or a tuple of values."""
         status, *result = getattr(self._rt, name)(*arguments)
         if int(status):
             raise self._error(name, status, wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,16 +11,14 @@ import numpy as np
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
-from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
+from specexport.contract.shapes import ShapePoint
 from specexport.runtime.cuda.caches import DeviceCache, Made
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
 from specexport.runtime.cuda.memory import BufferLayout, Device, MemoryPlan, Staged, Tensor
 from specexport.runtime.cuda.repeat import PASTS, Repeated, call_arrays, call_of, note_pasts, repeated_points
 from specexport.runtime.cuda.stream import Captured
-from specexport.runtime.graph import FIRST, Array, Buffers, SlotGraph
+from specexport.runtime.graph import FIRST, Array, Buffers, Graph
 
-_Key = tuple[int, int, int]
-"""T, R and K: a shape point but for its batch and its cache."""
 _Piece = tuple[Enqueue, Callable[[Enqueue], None]]
 """Work that can be captured, and what puts the captured graph's launch in its place."""
 _Place = tuple[int, int]
@@ -39,7 +37,7 @@ class Width:
     launches: dict[_Place, Enqueue] = field(default_factory=dict)
 
 
-class DeviceGraph(SlotGraph):
+class DeviceGraph(Graph):
     """A graph over device memory that is planned and taken when it is opened; see ``runtime.graph.Graph``.
 
     A run is: inputs to the device, the graph, outputs back, wait. Where the executor lets it, the first three are one
@@ -73,8 +71,8 @@ class DeviceGraph(SlotGraph):
         built = {point for point in executor.points if point.batch == slots}
         if not built:
             raise BackendError(f"the {role} was not compiled for {slots} slots; compile it with that batch size")
-        together = {_key(point) for point in built}
-        built |= {point for point in executor.points if point.batch == 1 and _key(point) not in together}
+        together = {_batched(point)[1:] for point in built}
+        built |= {point for point in executor.points if point.batch == 1 and _batched(point)[1:] not in together}
         self._repeated = repeated_points([graph.point for graph in model.graph.points], built)
         super().__init__(built | self._repeated, slots)
         self.sizes = (slots,)
@@ -86,9 +84,6 @@ class DeviceGraph(SlotGraph):
         self._made: Made | None = None
         self._captured: list[Captured] = []
         points = {_batched(point): point for point in self._points}
-        # A compiled propose graph drafts the same number of tokens behind a prefill chunk: nobody reads them.
-        self._instead = _wider_drafts({_key(point) for point in self._points})
-        self._beyond = max((drafts - 1 for _, _, drafts in self._instead.values()), default=0)
         layouts = {key: self._layouts(point, buffers) for key, point in points.items()}
         self._call = next((BufferLayout(call_arrays(point, buffers)) for point in self._repeated), BufferLayout({}))
 
@@ -125,29 +120,22 @@ class DeviceGraph(SlotGraph):
         return self.cache.nbytes
 
     def reserve(self, rows: int) -> None:
-        """See :class:`~specexport.runtime.graph.Graph`; takes no memory, as all of it was taken at first.
-
-        Raises:
-            BackendError: no declared size is large enough.
-        """
-        rows = min(rows + self._beyond, max(rows, self.cache_sizes[-1]))
+        # It takes no memory, as all of it was taken at first.
         if rows > self.cache.rows:
             self.cache.resize(self._cache_size(rows))
 
     def shrink_cache(self, rows: int) -> None:
-        size = self._cache_size(min(rows + self._beyond, self.cache_sizes[-1]))
+        size = self._cache_size(min(rows, self.cache_sizes[-1]))
         if size < self.cache.rows:
             self._filled = [min(count, size) for count in self._filled]
             self.cache.resize(size)
 
     def copy(self, source: int, to: int, rows: int) -> None:
-        """See :class:`~specexport.runtime.graph.Graph`; done in the stream's order."""
         if source != to:
             self.cache.copy(source, to, rows)
         self._filled[to] = rows
 
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
-        """See :class:`~specexport.runtime.graph.Graph`; done in the stream's order."""
         self._filled[slot] = past + len(nodes)
         self.cache.move(slot, past, nodes, self._made)
 
@@ -219,7 +207,6 @@ class DeviceGraph(SlotGraph):
 
     def _point(self, tokens: int, rows: int, drafts: int, batch: int) -> ShapePoint:
         """The shape that runs at a width, at the present cache size."""
-        tokens, rows, drafts = self._instead.get((tokens, rows, drafts), (tokens, rows, drafts))
         return ShapePoint(batch, tokens, self.cache.rows, rows, drafts)
 
     def _layouts(self, point: ShapePoint, buffers: Buffers) -> tuple[BufferLayout, BufferLayout]:
@@ -290,18 +277,5 @@ class DeviceGraph(SlotGraph):
         return self._executor.prepare(point, arrays | caches | returned, self._memory["workspace"])
 
 
-def _key(point: ShapePoint) -> _Key:
-    return point.tokens, point.rows, point.drafts
-
-
 def _batched(point: ShapePoint) -> tuple[int, int, int, int]:
     return point.batch, point.tokens, point.rows, point.drafts
-
-
-def _wider_drafts(widths: Collection[_Key]) -> dict[_Key, _Key]:
-    """For each T that is drafted behind, but by no graph with K = 1: the graph with the least K."""
-    found: dict[_Key, _Key] = {}
-    for tokens, rows, drafts in sorted(widths):
-        if drafts > 1 and tokens > CATCH_UP_TOKENS:
-            found.setdefault((tokens, rows, 1), (tokens, rows, drafts))
-    return {asked: instead for asked, instead in found.items() if asked not in widths}

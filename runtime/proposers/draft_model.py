@@ -105,5 +105,4 @@ class DraftModelProposer(ReadingProposer):
 
 
 def open_proposer(method: ChainDraft, opening: Opening) -> DraftModelProposer:
-    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
     return DraftModelProposer(opening.graph(method), opening.bundle.manifest)

@@ -100,5 +100,4 @@ class HypothesisProposer(TextProposer[_Followed]):
 
 
 def open_proposer(method: Hypothesis, opening: Opening) -> Proposer:
-    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
     return HypothesisProposer(method)

@@ -23,11 +23,7 @@ _SPARE = 0
 
 
 class NgramPool:
-    """N-grams by their first token, of each token the latest few.
-
-    Args:
-        limit: G, n-grams kept for a token; the least recently seen goes first.
-    """
+    """N-grams by their first token, of each token the latest few: G, the least recently seen goes first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -53,11 +49,6 @@ class Trajectory:
     Level 0, column 0 is the step's root, which is why level 0 holds a column less than the others. Column i of level l
     stands at position root + l + i. It begins with one level of W + N - 3 tokens; each of the first N - 2 steps adds a
     level and leaves a column behind, as the text moves on by a position.
-
-    Args:
-        window: W.
-        ngram: N.
-        first: the first level's tokens, W + N - 3.
     """
 
     def __init__(self, window: int, ngram: int, first: Sequence[int]) -> None:
@@ -91,10 +82,6 @@ class Trajectory:
 
     def advance(self, root: int, said: list[int]) -> list[tuple[int, tuple[int, ...]]]:
         """Takes in what the last level said, and moves on by a position.
-
-        Args:
-            root: the step's.
-            said: the most probable token after each node of the last level.
 
         Returns:
             The n-grams of the window's columns once all levels are there: first token and the rest.
@@ -202,5 +189,4 @@ def merged(guesses: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
 
 
 def open_proposer(method: Lookahead, opening: Opening) -> Proposer:
-    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
     return LookaheadProposer(method)

@@ -35,5 +35,4 @@ class MedusaProposer(SlotProposer[Ints]):
 
 
 def open_proposer(method: Medusa, opening: Opening) -> Proposer:
-    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
     return MedusaProposer()

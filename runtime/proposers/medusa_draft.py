@@ -78,5 +78,4 @@ class MedusaDraftProposer(ReadingProposer):
 
 
 def open_proposer(method: MedusaDraft, opening: Opening) -> MedusaDraftProposer:
-    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
     return MedusaDraftProposer(opening.graph(method), opening.bundle.manifest, method)

@@ -112,5 +112,4 @@ def _proposal(view: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
 
 
 def open_proposer(method: MlpSpeculator, opening: Opening) -> Proposer:
-    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
     return MlpSpeculatorProposer(opening.graph(method))

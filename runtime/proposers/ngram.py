@@ -75,5 +75,4 @@ class NgramProposer(TextProposer[NgramIndex]):
 
 
 def open_proposer(method: Ngram, opening: Opening) -> Proposer:
-    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
     return NgramProposer(method)

@@ -143,9 +143,6 @@ class OutputStore:
     Automata cannot forget, so there are two, each of at most half the tokens: when the younger is full, the older and
     with it the oldest outputs go, and a new one is begun. A stored token takes about half a kilobyte.
 
-    Args:
-        tokens: most tokens to hold.
-
     Raises:
         RequestError: too few for any output.
     """
@@ -254,5 +251,4 @@ class SuffixProposer(TextProposer[_Text]):
 
 
 def open_proposer(method: Suffix, opening: Opening) -> Proposer:
-    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
     return SuffixProposer(method, OutputStore(method.store_tokens) if method.store_tokens else None)

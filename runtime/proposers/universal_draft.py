@@ -119,7 +119,6 @@ class UniversalDraftProposer(SlotProposer[_Text]):
 
 
 def open_proposer(method: UniversalDraft, opening: Opening) -> Proposer:
-    """See :func:`specexport.runtime.proposers.opening.open_proposer`."""
     bundle = opening.bundle
     drafter = draft_model.open_proposer(method, opening)
     own = bundle.tokenizer(method.tokenizer)

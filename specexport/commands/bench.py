@@ -14,6 +14,7 @@ from rich.table import Table
 
 from specexport.building import progress_bars
 from specexport.commands import add_exactness
+from specexport.commands.inspect import bytes_text
 from specexport.contract.errors import RequestError
 from specexport.runtime import Engine
 from specexport.tuning import workloads
@@ -101,12 +102,9 @@ def table(rows: list[Row], names: list[str]) -> Table:
         said = (
             "not tried" if not requests else f"yes: {tokens} tokens" if row.lossless else f"{parted} of {requests} part"
         )
-        made.add_row(row.method, row.training or "none", _megabytes(row.memory), *cells, said)
+        memory = bytes_text(row.memory) if row.memory else "none"
+        made.add_row(row.method, row.training or "none", memory, *cells, said)
     return made
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count else "none"
 
 
 def _as_dict(row: Row) -> dict[str, Any]:

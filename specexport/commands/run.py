@@ -60,9 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--entropy-threshold", type=float, default=unset, help="of relaxed acceptance (default: none)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
-    parser.add_argument(
-        "--stream", action=argparse.BooleanOptionalAction, default=True, help="print text as it is generated"
-    )
     parser.add_argument("--stats", action="store_true", help="print counters and times to standard error")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--no-speculation", action="store_true", help="decode plainly, for comparison")
@@ -134,7 +131,9 @@ def main(arguments: argparse.Namespace) -> int:
             if arguments.json:
                 print(json.dumps(_result(prompt, stream) | {"params": dataclasses.asdict(params)}))
             else:
-                _print_text(stream, arguments.stream)
+                for chunk in stream:
+                    print(chunk.text, end="", flush=True)
+                print()
             if arguments.stats:
                 print(describe(stream.stats, engine.backend.fallback), file=sys.stderr)
     return 0
@@ -173,15 +172,6 @@ def _result(prompt: str, stream: Stream) -> dict[str, Any]:
         "finish_reason": chunks[-1].finish_reason,
         "stats": stream.stats.as_dict(),
     }
-
-
-def _print_text(stream: Stream, as_it_comes: bool) -> None:
-    if as_it_comes:
-        for chunk in stream:
-            print(chunk.text, end="", flush=True)
-        print()
-    else:
-        print("".join(chunk.text for chunk in stream))
 
 
 def describe(stats: Stats, fallback: str = "") -> str:

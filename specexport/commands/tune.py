@@ -22,7 +22,6 @@ from specexport.contract.errors import RequestError
 from specexport.contract.methods import RankedMethod
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.opening import DEFAULT_UTILIZATION, open_backend
 from specexport.tuning.workloads import read_lines
 
 if TYPE_CHECKING:
@@ -200,26 +199,19 @@ def _table(name: str, found: list[TreeCandidate], costs: Sequence[float]) -> Tab
 
 def tune_batch(arguments: argparse.Namespace) -> int:
     """Runs ``specexport tune batch``."""
-    from specexport.tuning.batch import measure, measure_into
+    from specexport.tuning.batch import measure_into
 
     if not arguments.seconds > 0:
         raise RequestError(f"--seconds is {arguments.seconds:g}; expected more than 0")
     with progress_bars() as progress:
-        if arguments.dry_run:
-            bundle = Bundle.open(arguments.bundle)
-            backend = open_backend(bundle, arguments.backend, arguments.threads, DEFAULT_UTILIZATION)
-            try:
-                curve = measure(bundle, backend, arguments.seconds, progress)
-            finally:
-                backend.close()
-        else:
-            curve = measure_into(
-                arguments.bundle,
-                threads=arguments.threads,
-                backend=arguments.backend,
-                seconds=arguments.seconds,
-                progress=progress,
-            )
+        curve = measure_into(
+            arguments.bundle,
+            threads=arguments.threads,
+            backend=arguments.backend,
+            seconds=arguments.seconds,
+            progress=progress,
+            keep=not arguments.dry_run,
+        )
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(curve), indent=2))
     else:
