@@ -75,11 +75,11 @@ def test_published_trees_are_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [[[0], [1], [0, 0]], {"choices": [[0], [1], [0, 0]]}, {"parents": [-1, 0, 0, 1]}], ids=str
+    "content", [[[0], [1], [0, 0]], {"choices": [[0], [1], [0, 0]]}, {"parents": [-1, 0, 1, 0]}], ids=str
 )
 def test_files_hold_choices_or_parents(content: Any, tmp_path: Path) -> None:
     (tmp_path / "tree.json").write_text(json.dumps(content))
-    assert TokenTree.load(tmp_path / "tree.json") == TokenTree((-1, 0, 0, 1))
+    assert TokenTree.load(tmp_path / "tree.json") == TokenTree((-1, 0, 1, 0))
 
 
 @pytest.mark.parametrize(
