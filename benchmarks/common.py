@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime
 from rich.console import Console
 from rich.table import Table
 
 from specexport.runtime import Completion
-from specexport.runtime.machine import cpu_name
+from specexport.runtime.machine import cpu_features, cpu_name
+
+FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm", "sve")
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, **counts: int) -> None:
@@ -43,11 +46,14 @@ def read_texts(prompts: Path) -> list[str]:
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """What the figures were taken on."""
+    """What the figures were taken on; of the processor's instruction sets those that kernels are chosen by."""
+    features = cpu_features().split()
     return {
         "cpu": cpu_name(),
+        "features": [name for name in FEATURES if name in features],
         "threads": threads,
         "python": platform.python_version(),
+        "numpy": np.__version__,
         "onnxruntime": onnxruntime.__version__,
     }
 

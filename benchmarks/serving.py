@@ -58,7 +58,8 @@ def server(bundle: Path, *flags: str, threads: int) -> Iterator[Process]:
             url = f"http://127.0.0.1:{port}"
             _until_ready(url, process)
             yield Process(url, process)
-            process.send_signal(signal.SIGTERM)
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
             if process.wait(120):
                 raise RuntimeError(f"the server ended with {process.returncode}; expected 0")
         finally:

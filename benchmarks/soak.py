@@ -1,8 +1,8 @@
-"""A soak of ``specexport serve``: mixed requests, random cancels and wrong ones, for as long as you like.
+"""A soak of ``specexport serve``: a crowd, clients that vanish, requests of every kind, and a signal to stop.
 
-Every request has to be answered, refused in OpenAI's shape, or cancelled by the client; at the end no slot may be held,
-and the process may not have grown by more than ``--growth`` MB since a fifth of the time had passed. Exits with 1 if
-anything of that does not hold.
+Every request has to be answered, refused in OpenAI's shape, or given up by its client. A crowd of ten times as many
+clients as there are places may not make those that are let in slower; no slot may stay held; the process may not grow,
+and when it is told to stop it finishes its requests and ends with 0. Exits with 1 if anything of that does not hold.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import statistics
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.common import write_report
-from benchmarks.serving import Process, server
+from benchmarks.serving import Process, quantile, server
 
 _WRONG: tuple[dict[str, Any], ...] = (
     {"prompt": 1},
@@ -30,15 +33,27 @@ _WRONG: tuple[dict[str, Any], ...] = (
     {"prompt": [2**40]},
     {"prompt": "a", "n": 0},
     {"model": "another", "prompt": "a"},
+    {"prompt": "the quick brown fox " * 100_000},
+    {"prompt": [1] * 400_000},
 )
+_SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "old": {"type": "boolean"}},
+    "required": ["kind", "old"],
+    "additionalProperties": False,
+}
+_PLACES = 12
+"""Requests that wait in the server that is soaked: few, so that a crowd is soon ten times as many."""
+_LOAD = {"prompt": "one two three", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks soak``."""
     parser.add_argument("--bundle", type=Path, required=True, help="what to serve")
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--concurrency", type=int, default=12)
-    parser.add_argument("--max-queue", type=int, default=8, help="small, so that some requests are refused")
+    parser.add_argument("--minutes", type=float, default=10.0, help="a fifth of it for the crowd")
+    parser.add_argument("--vanishing", type=int, default=1000, help="clients that leave in the middle of a stream")
+    parser.add_argument("--concurrency", type=int, default=12, help="clients of the mixture")
+    parser.add_argument("--slower", type=float, default=1.2, help="p99 with the crowd, most times that without it")
     parser.add_argument("--growth", type=float, default=32.0, metavar="MB", help="most the process may grow")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
@@ -62,24 +77,43 @@ class Tally:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``python -m benchmarks soak``."""
-    flags = ("--max-queue", str(arguments.max_queue), "--timeout", "60")
+    flags = ("--max-queue", str(_PLACES), "--timeout", "60", "--shutdown-timeout", "60")
+    seconds, tally = 60 * arguments.minutes, Tally()
     with server(arguments.bundle, *flags, threads=arguments.threads) as running:
-        tally = asyncio.run(_soak(running, arguments))
-        left = asyncio.run(_left(running))
-    if left:
-        tally.failures.append(f"{left:g} requests still hold a slot or wait")
-    fifth = arguments.seconds / 5
-    early = [value for at, value in tally.memory if fifth <= at < 2 * fifth]
-    late = [value for at, value in tally.memory if at >= 4 * fifth]
-    growth = statistics.median(late) - statistics.median(early) if early and late else 0.0
-    if growth > arguments.growth:
-        tally.failures.append(f"the process grew by {growth:.1f} MB")
+        places = _PLACES + int(running.metrics()["num_slots"])
+        crowd = asyncio.run(_crowds(running, places, seconds / 5, tally))
+        asyncio.run(_vanish(running, places, arguments.vanishing, tally))
+        held = asyncio.run(_left(running))
+        with ProcessPoolExecutor(1, get_context("spawn")) as another:
+            asking = another.submit(_ask_health, running.url, 0.75 * seconds)
+            asyncio.run(_mixture(running, 0.75 * seconds, arguments, tally))
+            health = asking.result()
+        held += asyncio.run(_left(running))
+        drained = asyncio.run(_drain(running, tally))
+        process = running.process
+    if held:
+        tally.failures.append(f"{held:g} requests still hold a slot or wait")
+    if crowd["slower"] > arguments.slower:
+        tally.failures.append(f"the p99 latency is {crowd['slower']:.2f} times as long with the crowd")
+    third = len(tally.memory) // 3
+    early, middle, late = (
+        statistics.median([value for _, value in part] or [0.0])
+        for part in (tally.memory[third // 2 : third], tally.memory[third : 2 * third], tally.memory[2 * third :])
+    )
+    if late - early > arguments.growth:
+        tally.failures.append(f"the process grew by {late - early:.1f} MB")
     figures = {
-        "seconds": arguments.seconds,
+        "minutes": arguments.minutes,
+        "crowd": crowd,
+        "vanished": arguments.vanishing,
+        "held_after": held,
         "requests": sum(tally.outcomes.values()),
         "outcomes": dict(sorted(tally.outcomes.items())),
-        "memory_mb": {"early": statistics.median(early or [0]), "late": statistics.median(late or [0])},
-        "growth_mb": growth,
+        "health_ms": {name: 1000 * quantile(health, share) for name, share in (("p50", 0.5), ("p99", 0.99))}
+        | {"max": 1000 * max(health)},
+        "memory_mb": {"early": early, "middle": middle, "late": late},
+        "stopping": drained | {"exit_code": process.returncode},
+        "errors": len(tally.failures),
         "failures": tally.failures[:20],
     }
     print(json.dumps(figures, indent=2))
@@ -87,9 +121,127 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if tally.failures else 0
 
 
-async def _soak(running: Process, arguments: argparse.Namespace) -> Tally:
-    tally, began = Tally(), time.monotonic()
-    until = began + arguments.seconds
+async def _crowds(running: Process, places: int, seconds: float, tally: Tally) -> dict[str, float]:
+    """How long answers take with as many clients as there are places, and with ten times as many, in turns.
+
+    With bare connections: an HTTP client of hundreds of connections takes longer than the server.
+    """
+    took: dict[int, list[float]] = {1: [], 10: []}
+    refused: Counter[int] = Counter()
+    body = json.dumps(_LOAD)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\n"
+    asked = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    host, _, port = running.url.removeprefix("http://").partition(":")
+
+    async def client(times: int, until: float) -> None:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        while time.monotonic() < until:
+            began = time.monotonic()
+            writer.write(asked)
+            fields = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            said = await reader.readexactly(int(fields.partition("content-length: ")[2].split("\r\n")[0]))
+            if fields.startswith("http/1.1 200"):
+                took[times].append(time.monotonic() - began)
+            elif fields.startswith("http/1.1 429") and "retry-after: " in fields:
+                refused[times] += 1
+                await asyncio.sleep(random.uniform(0.5, 1.5))  # many do not wait as long as they are told to
+            else:
+                tally.failures.append(f"in the crowd: {fields.splitlines()[0]}: {said[:200]!r}")
+        writer.close()
+
+    for times in (1, 10) * 3:
+        until = time.monotonic() + seconds / 6
+        await asyncio.gather(*(client(times, until) for _ in range(times * places)))
+    p99 = {times: quantile(of, 0.99) for times, of in took.items()}
+    return {
+        "p99_ms_at_1x": 1000 * p99[1],
+        "p99_ms_at_10x": 1000 * p99[10],
+        "slower": p99[10] / p99[1],
+        "answered_at_1x": len(took[1]),
+        "answered_at_10x": len(took[10]),
+        "refused_at_1x": refused[1],
+        "refused_at_10x": refused[10],
+    }
+
+
+async def _vanish(running: Process, places: int, clients: int, tally: Tally) -> None:
+    """Clients that leave after the first piece of a long stream."""
+    left = iter(range(clients))
+
+    async def worker(http: httpx.AsyncClient) -> None:
+        for _ in left:
+            answered = False
+            while not answered:
+                body = _LOAD | {"max_tokens": None, "stream": True}
+                async with http.stream("POST", "/v1/completions", json=body) as answer:
+                    answered = answer.status_code == 200
+                    if answered:
+                        await anext(answer.aiter_lines())
+                    elif answer.status_code != 429:
+                        tally.failures.append(f"before it vanished: {answer.status_code}")
+                        answered = True
+                if not answered:
+                    await asyncio.sleep(0.05)
+
+    async with httpx.AsyncClient(base_url=running.url, timeout=180) as http:
+        await asyncio.gather(*(worker(http) for _ in range(places)))
+
+
+def _ask_health(url: str, seconds: float) -> list[float]:
+    """Asks ``/health`` all the time, from a process that does nothing else: seconds each answer took."""
+    took: list[float] = []
+    until = time.monotonic() + seconds
+    with httpx.Client(base_url=url, timeout=60) as http:
+        while time.monotonic() < until:
+            began = time.monotonic()
+            http.get("/health").raise_for_status()
+            took.append(time.monotonic() - began)
+            time.sleep(0.02)
+    return took
+
+
+async def _drain(running: Process, tally: Tally) -> dict[str, float]:
+    """Tells the server to stop while it answers: all that run have to end well, and nothing new may be taken."""
+    begun, ended = 0, 0
+    told = asyncio.Event()
+
+    async def client(http: httpx.AsyncClient) -> None:
+        nonlocal begun, ended
+        body = _LOAD | {"max_tokens": None, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            begun += 1
+            await told.wait()
+            rest = [line async for line in lines if line]
+            reason = json.loads(rest[-2].removeprefix("data: ")).get("choices", [{}])[0].get("finish_reason")
+            ended += rest[-1] == "data: [DONE]" and reason == "length"
+
+    async with httpx.AsyncClient(base_url=running.url, timeout=180) as http:
+        streams = [asyncio.create_task(client(http)) for _ in range(4)]
+        while begun < len(streams):
+            await asyncio.sleep(0.001)
+        running.process.send_signal(signal.SIGTERM)
+        since = time.monotonic()
+        told.set()
+        await asyncio.sleep(0.2)
+        try:
+            late = httpx.post(f"{running.url}/v1/completions", json=_LOAD, timeout=60).status_code
+        except httpx.TransportError:
+            late = 503
+        await asyncio.gather(*streams)
+    if late != 503:
+        tally.failures.append(f"a request that came after the signal was answered with {late}")
+    if ended != len(streams):
+        tally.failures.append(f"of {len(streams)} streams {ended} ended well after the signal")
+    await asyncio.to_thread(running.process.wait, 120)
+    return {"streams": len(streams), "ended_well": ended, "seconds": time.monotonic() - since}
+
+
+async def _mixture(running: Process, seconds: float, arguments: argparse.Namespace, tally: Tally) -> None:
+    """Requests of every kind."""
+    began = time.monotonic()
+    until = began + seconds
     async with httpx.AsyncClient(base_url=running.url, timeout=180, limits=httpx.Limits(max_connections=64)) as client:
 
         async def worker(seed: int) -> None:
@@ -107,20 +259,21 @@ async def _soak(running: Process, arguments: argparse.Namespace) -> Tally:
             while time.monotonic() < until:
                 found = await asyncio.to_thread(running.metrics)
                 tally.memory.append((time.monotonic() - began, found["process_resident_memory_bytes"] / 1e6))
-                await asyncio.sleep(min(1.0, arguments.seconds / 20))
+                await asyncio.sleep(min(1.0, seconds / 20))
 
         workers = (worker(arguments.seed * 1000 + index) for index in range(arguments.concurrency))
         await asyncio.gather(watch(), *workers)
-    return tally
 
 
 async def _one(client: httpx.AsyncClient, draw: random.Random) -> str:
     """One request of any kind; says how it ended."""
     if draw.random() < 0.1:
         answer = await client.post("/v1/completions", json=draw.choice(_WRONG))
-        assert answer.status_code in (400, 404), answer.text
+        assert answer.status_code in (400, 404, 429), answer.text
         assert answer.json()["error"]["message"]
-        return "refused, wrong"
+        return "refused, queue full" if answer.status_code == 429 else "refused, wrong"
+    if draw.random() < 0.3:
+        return await _chat(client, draw)
     body: dict[str, Any] = {
         "prompt": " ".join(draw.choices(("def", "self", "return", "one", "the", "value"), k=draw.randint(1, 40))),
         "max_tokens": draw.choice((0, 1, 8, 32, 120)),
@@ -129,7 +282,7 @@ async def _one(client: httpx.AsyncClient, draw: random.Random) -> str:
         "n": draw.choice((1, 1, 1, 2)),
         "logprobs": draw.choice((None, None, 3)),
         "stop": draw.choice((None, ["e"])),
-        "speculative": {"num_speculative_tokens": draw.choice((None, 0))},
+        "speculative": draw.choice((None, {"num_speculative_tokens": 0}, {"method": "ngram"}, {"method": "suffix"})),
         "seed": draw.choice((None, 1)),
         "stream": draw.random() < 0.6,
         "timeout": draw.choice((None, None, None, 0.05)),
@@ -138,6 +291,29 @@ async def _one(client: httpx.AsyncClient, draw: random.Random) -> str:
         return await _streamed(client, body, draw)
     answer = await client.post("/v1/completions", json=body)
     return _outcome(answer.status_code, answer.json(), body)
+
+
+async def _chat(client: httpx.AsyncClient, draw: random.Random) -> str:
+    """A chat, some bound to a schema; a bundle without a chat template has to say so."""
+    said = " ".join(draw.choices(("what", "is", "a", "cat"), k=draw.randint(1, 30)))
+    schema = {"type": "json_schema", "json_schema": {"name": "pet", "schema": _SCHEMA}} if draw.random() < 0.5 else None
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": said}],
+        "max_tokens": draw.choice((4, 60)),
+        "response_format": schema,
+        "n": 1,
+        "timeout": None,
+    }
+    answer = await client.post("/v1/chat/completions", json=body)
+    if answer.status_code == 400 and "no chat template" in answer.text:
+        return "refused, no chat template"
+    outcome = _outcome(answer.status_code, answer.json(), body)
+    if outcome == "answered" and schema is not None:
+        choice = answer.json()["choices"][0]
+        if choice["finish_reason"] == "stop":
+            assert set(json.loads(choice["message"]["content"])) == {"kind", "old"}, choice
+        return "answered, schema"
+    return "answered, chat" if outcome == "answered" else outcome
 
 
 def _outcome(status: int, document: dict[str, Any], body: dict[str, Any]) -> str:

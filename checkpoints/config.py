@@ -163,13 +163,14 @@ def _document(path: Path, most: int) -> dict[str, Any]:
     return found
 
 
-def _integers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+def _integers(document: dict[str, Any]) -> Iterator[tuple[str, int]]:
     """Every whole number, with the name of the field it is in."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _integers(inner, key)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _integers(inner, name)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
-        yield name, int(value)
+    left: list[tuple[str, Any]] = list(document.items())
+    while left:  # no recursion: it may be nested as deeply as JSON is read
+        name, value = left.pop()
+        if isinstance(value, dict):
+            left += value.items()
+        elif isinstance(value, list):
+            left += ((name, inner) for inner in value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
+            yield name, int(value)

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from specexport.contract.errors import BuildError
+from specexport.contract.errors import UNREADABLE, BuildError
 
 CONFIG = "config.json"
 _MAX_CONFIG = 1 << 20
@@ -35,7 +35,7 @@ def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
         raise BuildError(f"{path}: {path.stat().st_size} bytes; expected at most {_MAX_CONFIG}")
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BuildError(f"{path}: not a configuration of {what}: {error}") from error
 
 

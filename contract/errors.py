@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises of bytes from outside that are not what was expected."""
 _LONGEST = 4000
 
 

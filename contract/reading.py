@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from specexport.contract import tensors
 from specexport.contract.costs import Cost, CostCurve
-from specexport.contract.errors import BundleError, SpecExportError
+from specexport.contract.errors import UNREADABLE, BundleError, SpecExportError
 from specexport.contract.folders import claimed, writing
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
 from specexport.contract.methods import Method, decode_hook
@@ -105,7 +105,7 @@ def _read(path: Path) -> Manifest:
                 "the bundle again"
             )
         manifest = msgspec.json.decode(raw, type=Manifest, dec_hook=decode_hook)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BundleError(f"{path}: not a valid manifest: {error}; build the bundle again") from error
     _check_references(path, manifest)
     _check_shapes(path, manifest)
@@ -129,7 +129,8 @@ def _check_references(path: Path, manifest: Manifest) -> None:
         if entry.path in listed:
             raise BundleError(f"{path}: files: {entry.path!r} is listed twice")
         listed.add(entry.path)
-    used = [manifest.tokenizer.file, *([manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else [])]
+    template = manifest.tokenizer.chat_template
+    used = [manifest.tokenizer.file, *([] if template is None else [template])]
     used += [file for method in manifest.methods for file in method.files]
     for model in manifest.models.values():
         used += [model.weights, model.graph.master, *(p.file for p in model.graph.points)]

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from specexport.contract.errors import SpecExportError
+from specexport.contract.errors import UNREADABLE, SpecExportError
 from specexport.contract.presets import PRESETS
 
 MAX_NODES = 128
@@ -134,7 +134,7 @@ class TokenTree:
                 return cls(tuple(msgspec.convert(found["parents"], list[int])))
             choices = found["choices"] if isinstance(found, dict) and found.keys() == {"choices"} else found
             return cls.from_choices(msgspec.convert(choices, list[list[int]]))
-        except (SpecExportError, msgspec.MsgspecError, RecursionError) as error:
+        except (SpecExportError, *UNREADABLE) as error:
             raise SpecExportError(
                 f"{path}: {error}; expected a list of choices such as [[0], [1], [0, 0]], or an object with "
                 '"choices" or "parents"'

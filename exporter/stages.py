@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from specexport.contract.errors import UNREADABLE
 from specexport.contract.manifest import FileEntry
 from specexport.contract.methods import decode_hook
 from specexport.contract.model import Strict
@@ -73,7 +74,7 @@ class Stages:
         """The record of a stage, if all it wrote is there as it was written."""
         try:
             record = msgspec.json.decode(path.read_bytes(), type=_Record)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, *UNREADABLE):
             return None
         if record.built_with != self._built_with or [entry.path for entry in record.files] != self._in(name):
             return None

@@ -23,6 +23,8 @@ MEMORY = 1 << 30
 """Bytes the process may take, where the system can hold it to that."""
 LONGEST = 1 << 24
 """Most characters of a rendered conversation."""
+_SHOWN = 300
+"""Most characters of what an error says."""
 
 
 class Generation(Extension):
@@ -59,6 +61,7 @@ def answer(template: jinja2.Template, given: Mapping[str, Any], others: Mapping[
     if taken is not None:
         return {"taken": taken}
     text = template.render({**others, **given})
+    text.encode()  # half a character, which JSON can say and a request may name, is no text
     return {"text": text} if len(text) <= LONGEST else {"failed": f"it makes a text of {len(text)} characters"}
 
 
@@ -76,14 +79,19 @@ def main() -> None:
             template = template or compiled(source)
             said = answer(template, *json.loads(line))
         except jinja2.TemplateSyntaxError as error:
-            said = {"invalid": f"line {error.lineno}: {error}"}
+            said = {"invalid": f"line {error.lineno}: {_worded(error)}"}
         except jinja2.TemplateError as error:
-            said = {"refused": str(error)}
+            said = {"refused": _worded(error)}
         except MemoryError:
             said = {"failed": f"it takes more than {MEMORY >> 20} MiB of memory"}
         except Exception as error:  # whatever a template does is its own fault
-            said = {"failed": f"{type(error).__name__}: {error}"}
+            said = {"failed": f"{type(error).__name__}: {_worded(error)}"}
         _say(said)
+
+
+def _worded(error: Exception) -> str:
+    """What an error says, in a line."""
+    return " ".join(str(error)[:_SHOWN].split())
 
 
 def _say(what: Mapping[str, Any]) -> None:

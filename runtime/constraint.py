@@ -26,6 +26,10 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 
+MAX_SCHEMA = 1 << 16
+"""Characters of a JSON schema."""
+
+
 class Grammars:
     """Makes constraints for one tokenizer."""
 
@@ -38,9 +42,13 @@ class Grammars:
         """A constraint to JSON that fits a schema, which is given as JSON.
 
         Raises:
-            RequestError: the schema is not one, or holds what no output can be constrained to.
+            RequestError: the schema is not one, is very large, or holds what no output can be constrained to.
             BackendError: llguidance is not installed.
         """
+        if len(schema) > MAX_SCHEMA:  # all requests of a batch wait while its masks are made
+            raise RequestError(
+                f"the JSON schema has {len(schema)} characters; expected at most {MAX_SCHEMA}", param="json_schema"
+            )
         # Imported here: only grammar-constrained outputs need it.
         known = self._vocabulary
         import llguidance

@@ -13,6 +13,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from specexport.contract.errors import UNREADABLE
+
 Found = TypeVar("Found", bound=msgspec.Struct)
 _MAX_FILE = 1 << 20
 
@@ -67,7 +69,7 @@ class Remembered(Generic[Found]):
 
     def load(self) -> Found | None:
         """What is remembered; None for nothing."""
-        with contextlib.suppress(OSError, RuntimeError, msgspec.MsgspecError):
+        with contextlib.suppress(OSError, RuntimeError, *UNREADABLE):
             if self._path.stat().st_size <= _MAX_FILE:
                 return msgspec.json.decode(self._path.read_bytes(), type=self._kind)
         return None

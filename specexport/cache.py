@@ -115,10 +115,11 @@ def _content(folder: Path, known: Path) -> dict[str, str]:
             found[file.name] = memo.read_text(encoding="ascii", errors="replace")
         else:
             found[file.name] = sha256(file)
-            known.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=known, delete=False, encoding="ascii") as written:
-                written.write(found[file.name])
-            Path(written.name).replace(memo)
+            with contextlib.suppress(OSError):  # then it is hashed again
+                known.mkdir(parents=True, exist_ok=True)
+                with tempfile.NamedTemporaryFile("w", dir=known, delete=False, encoding="ascii") as written:
+                    written.write(found[file.name])
+                Path(written.name).replace(memo)
     return found
 
 

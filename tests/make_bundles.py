@@ -33,7 +33,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # more are slower on models this 
 
 import torch
 from filelock import FileLock
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
@@ -65,7 +66,8 @@ class Recipe:
 
     Attributes:
         family: of the target.
-        draft: how its draft differs: ``equal``, ``near`` (with noise) or ``bad`` (unrelated); None for no draft.
+        draft: how its draft differs: ``equal``, ``near`` (with noise), ``bad`` (unrelated) or ``other`` (near, and its
+            tokens have other numbers); None for no draft.
         choices: numbers of draft tokens beside the default.
         default: draft tokens a step; None where trees say it.
         config: settings of the family's configuration to replace.
@@ -161,25 +163,48 @@ PORTABLE = (
     "dice-mixed-batch",
 )
 """These are there lowered portably too, as ``{name}-portable``."""
+_CHAINS = (3, 2, 1)
+_SPINES, _ANY = (_SPINE, _SMALL_SPINE), (_BUSHY, _SMALL)
+_HEAD_CHAINS = tuple(TokenTree.chain(size + 1) for size in _CHAINS)
+_DEEP = {**DICE, "num_hidden_layers": 2}
+LOSSLESSNESS = {
+    "draft": Recipe("llama", "near", _CHAINS[1:], _CHAINS[0], DICE),
+    "draft-tree": Recipe("llama", "near", config=DICE, trees=_SPINES),
+    "universal": Recipe("llama", "other", _CHAINS[1:], _CHAINS[0], DICE),
+    "self": Recipe("llama", None, _CHAINS[1:], _CHAINS[0], _DEEP, self_draft=1),
+    "self-tree": Recipe("llama", None, config=_DEEP, trees=_SPINES, self_draft=1),
+    "medusa": Recipe("llama", None, config=DICE, heads="target", trees=_HEAD_CHAINS),
+    "medusa-tree": Recipe("llama", None, config=DICE, heads="target", trees=_ANY),
+    "medusa-draft": Recipe("llama", "near", config=DICE, heads="draft", trees=_HEAD_CHAINS),
+    "medusa-draft-tree": Recipe("llama", "near", config=DICE, heads="draft", trees=_ANY),
+    "mlp": Recipe("llama", None, config=DICE, trees=_HEAD_CHAINS, speculator=True),
+    "mlp-tree": Recipe("llama", None, config=DICE, trees=_ANY, speculator=True),
+    "texts": Recipe("llama", None, _CHAINS[1:], _CHAINS[0], DICE, lookups=("ngram", "suffix", "hypothesis")),
+    "lookahead": Recipe("llama", None, config=DICE, lookahead=(3, 3, 3)),
+}
+"""Of ``python -m benchmarks losslessness``: of each method chains alone or trees alone, of several sizes."""
+LOSSLESSNESS = {name: dataclasses.replace(recipe, batch=8) for name, recipe in LOSSLESSNESS.items()}
 RECIPES |= {f"{name}-portable": dataclasses.replace(RECIPES[name], lowering="portable") for name in PORTABLE}
 _NOISE = {"llama": 0.03, "gpt2": 0.05}
 _DICE_NOISE = 0.3
 
 
-def make(name: str, root: Path) -> Path:
-    """The bundle of a name in a folder, made if it is not there; safe to call from several processes."""
+def make(name: str, root: Path, recipe: Recipe | None = None) -> Path:
+    """The bundle of a name in a folder, made if it is not there; safe to call from several processes.
+
+    A recipe makes one that ``RECIPES`` does not have.
+    """
     folder = root / name
     if not folder.exists():  # a build renames it into place when it is whole
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f".{name}.making"):
             if not folder.exists():
-                build(_options(name, root))
+                build(_options(name, root, recipe or RECIPES[name]))
     return folder
 
 
-def _options(name: str, root: Path) -> BuildOptions:
+def _options(name: str, root: Path, recipe: Recipe) -> BuildOptions:
     """What makes a bundle, with its checkpoints and, beside where it will be, what transformers says of its target."""
-    recipe = RECIPES[name]
     with FileLock(root / ".checkpoints.lock"):
         target = _target(recipe, root)
         twin = root / f"{name.removesuffix('-portable').removesuffix('-batch')}.json"
@@ -196,7 +221,8 @@ def _options(name: str, root: Path) -> BuildOptions:
         target=str(target),
         output=root / name,
         methods=ways(
-            draft=draft,
+            draft=None if recipe.draft == "other" else draft,
+            universal_draft=draft if recipe.draft == "other" else None,
             medusa=medusa,
             draft_medusa=draft_medusa,
             mlp_speculator=mlp_speculator,
@@ -253,9 +279,22 @@ def _draft(recipe: Recipe, target: Path, root: Path) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
+        if recipe.draft == "other":
+            for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+                weight.copy_(weight.flip(0))
     model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    (_reversed(model.config.vocab_size) if recipe.draft == "other" else tokenizer()).save_pretrained(folder)
     return folder
+
+
+def _reversed(vocab: int) -> PreTrainedTokenizerFast:
+    """The tokenizer of single bytes whose first tokens are the last of ours."""
+    ours = tokenizer()
+    names = {name: vocab - 1 - id for id, name in enumerate(ours.convert_ids_to_tokens(list(range(vocab))))}
+    bytewise = Tokenizer(models.BPE(names, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytewise)
 
 
 def _eager(folder: Path) -> Any:

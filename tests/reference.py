@@ -81,6 +81,28 @@ def chi_square_p(texts: Sequence[Text], exact: dict[Text, float]) -> float:
     return float(stats.chisquare(counts, expected_counts * (len(texts) / expected_counts.sum())).pvalue)
 
 
+def prefix_p_values(texts: Sequence[Text], exact: dict[Text, float]) -> list[float]:
+    """:func:`chi_square_p` of the texts' first token, of their first two, and so on up to the whole texts."""
+    found = []
+    for length in range(1, len(next(iter(exact))) + 1):
+        beginnings: dict[Text, float] = {}
+        for text, probability in exact.items():
+            beginnings[text[:length]] = beginnings.get(text[:length], 0.0) + probability
+        found.append(chi_square_p([text[:length] for text in texts], beginnings))
+    return found
+
+
+def exact_texts(next_logits: dict[str, Sequence[float]], params: SamplingParams, length: int) -> dict[Text, float]:
+    """How probable each text is.
+
+    Args:
+        next_logits: the target's logits after every text of fewer tokens; see ``tests.make_bundles``.
+        params: temperature and filters.
+        length: tokens of a text.
+    """
+    return text_distribution(lambda text: warped(next_logits[" ".join(map(str, text))], params), length)
+
+
 def everywhere(p: Distribution, size: int) -> npt.NDArray[np.float64]:
     """A distribution over all of a vocabulary."""
     whole = np.zeros(size)

@@ -20,7 +20,7 @@ from specexport.runtime.program import PLAIN_TREE, StepResult
 from specexport.runtime.request import Request
 from specexport.runtime.slots import Reuse, Slots
 from specexport.runtime.step import HostProgram
-from tests.reference import chi_square_p, text_distribution, warped
+from tests.reference import chi_square_p, exact_texts
 from tests.threads import in_threads
 
 SLOTS = 8
@@ -201,7 +201,7 @@ def test_a_batch_samples_the_target_distribution(
 ) -> None:
     name, params = "dice-near-batch", SamplingParams(temperature=0.9, max_tokens=3, ignore_eos=True, seed=None)
     logits = oracle(name)["next_logits"]
-    exact = text_distribution(lambda text: warped(logits[" ".join(map(str, text))], params), 3)
+    exact = exact_texts(logits, params, 3)
     one = generous(name) if budget == "generous" else Engine.load(bundle(name), threads=1)
     texts: list[tuple[int, ...]] = []
     queue = [one.stream(DICE_PROMPT, params.replace(seed=seed), {"num_speculative_tokens": (5, 1, 3)[seed % 3]})

@@ -16,16 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport.cli import main
-from specexport.contract.costs import Cost, CostCurve, MethodCosts
+from specexport.contract.costs import Cost, CostCurve
 from specexport.contract.errors import BundleError
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import method_name
 from specexport.contract.reading import check_files, exchange_manifest, read_manifest
-from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
 from specexport.runtime.costs import Costs
-from specexport.runtime.machine import cpu_name
 from specexport.runtime.policy import (
     MARGIN,
     PROBE_SHARE,
@@ -40,43 +38,18 @@ from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.text import TextStream
-from tests.reference import chi_square_p, text_distribution, warped
+from tests.manifests import DEVICE, curve, trees_of
+from tests.reference import chi_square_p, exact_texts
 
 Bundles = Callable[[str], Path]
-Price = Callable[[int, int], float]
-"""Seconds by slots and tokens."""
 
-DEVICE = f"onnxruntime, {cpu_name()}, 1 thread"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SIZES = (1, 2, 4, 8)
-
-
-def trees_of(manifest: Manifest, name: str) -> tuple[TokenTree, ...]:
-    return next(method.smaller_trees(manifest.target) for method in manifest.methods if method_name(method) == name)
 
 
 def speculations(manifest: Manifest) -> dict[str, Speculation]:
     """Ways to propose that nothing is asked of."""
     return {method_name(method): Speculation(method, cast(Any, None)) for method in manifest.methods}
-
-
-def curve(manifest: Manifest, step: Price, propose: Price = lambda *_: 0.0, read: float = 0.0) -> CostCurve:
-    """A made-up curve for a bundle."""
-    points = [graph.point for graph in manifest.target.graph.points]
-    widths = sorted({point.tokens for point in points if point.rows == point.tokens})
-    cache = min(point.cache for point in points)
-
-    def costs(price: Price, tokens: Sequence[int]) -> tuple[Cost, ...]:
-        return tuple(
-            Cost(batch=batch, tokens=count, cache=cache, seconds=price(batch, count))
-            for batch, count in itertools.product(manifest.batch_sizes, tokens)
-        )
-
-    methods = [
-        MethodCosts(method=name, propose=costs(propose, [len(tree) for tree in trees_of(manifest, name)]), read=read)
-        for name in map(method_name, manifest.methods)
-    ]
-    return CostCurve(device=DEVICE, versions={}, steps=costs(step, widths), methods=tuple(methods))
 
 
 class Batch:
@@ -105,7 +78,7 @@ class Batch:
         outcomes = []
         for tree in trees:
             kept = accepted(tree.depth) if len(tree) > 1 else 0
-            outcomes.append(Outcome([0] * (kept + 1), len(tree) - 1, tree.depth))
+            outcomes.append(Outcome([0] * (kept + 1), len(tree) - 1, tree.depth, kept))
         self.budget.learn(self.requests, outcomes)
         return [len(tree) for tree in trees]
 
@@ -156,7 +129,7 @@ def test_one_request_s_rejections_are_its_own(manifest: Manifest) -> None:
         batch.budget.assign(batch.requests)
         trees = [request.view.tree for request in batch.requests]
         kept = [tree.depth if at < 3 else 0 for at, tree in enumerate(trees)]
-        made = [Outcome([0] * (k + 1), len(tree) - 1, tree.depth) for k, tree in zip(kept, trees, strict=True)]
+        made = [Outcome([0] * (k + 1), len(tree) - 1, tree.depth, k) for k, tree in zip(kept, trees, strict=True)]
         batch.budget.learn(batch.requests, made)
     assert {len(tree) for tree in trees[:3]} == {5}
     chances = [request.history.acceptance(0).expected(1) for request in batch.requests]
@@ -433,7 +406,7 @@ def test_a_request_alone_is_reproducible(measured: Callable[..., Engine]) -> Non
 def test_a_batch_samples_the_target_distribution(measured: Callable[..., Engine], oracle: Callable[[str], Any]) -> None:
     name, params = "dice-near-batch", SamplingParams(temperature=0.9, max_tokens=3, ignore_eos=True)
     logits = oracle(name)["next_logits"]
-    exact = text_distribution(lambda text: warped(logits[" ".join(map(str, text))], params), 3)
+    exact = exact_texts(logits, params, 3)
     one = measured(name, lambda slots, tokens: 1.0 + 0.05 * slots * (tokens - 1), lambda *_: 0.02, 0.1)
     queue = [one.stream((5, 8, 5, 8), params.replace(seed=seed)) for seed in range(2000)]
     texts, drafted = [], 0

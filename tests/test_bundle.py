@@ -183,6 +183,7 @@ def test_a_newer_format_is_refused_whatever_else_it_says(copy: Path, version: in
         (b'{"format_version": "1"}', "format_version"),
         (b'{"format_version": true}', "format_version"),
         (CURRENT + b', "x": "\xff"}', "x"),
+        (CURRENT + b', "\xff": 1}', "utf-8"),
         (CURRENT + b', "x": ' + b"[" * 100_000, "recursion"),
         (b" " * (17 << 20), "bytes; a manifest has at most"),
     ],
@@ -389,6 +390,11 @@ def test_files_that_are_used_must_be_listed(copy: Path, place: str) -> None:
     refused(copy, "'extra' is used but not listed")
 
 
+def test_a_chat_template_without_a_name_is_none(copy: Path) -> None:
+    rewritten(copy, lambda document: document["tokenizer"].update(chat_template=""))
+    refused(copy, "'' is used but not listed")
+
+
 def test_a_file_listed_twice_is_refused(copy: Path) -> None:
     rewritten(copy, lambda document: document["files"].append(document["files"][0]))
     refused(copy, "listed twice")
@@ -445,7 +451,6 @@ def test_a_method_is_there_once(copy: Path) -> None:
         ("target.cache.0.heads", 2, "input 'past_key.0' is float32[B, 1, S, 8], but float32[B, 2, S, 8] by cache[0]"),
         ("target.cache.0.value_size", 9, "input 'past_value.0'"),
         ("target.cache", [{"heads": 1, "key_size": 8, "value_size": 8}] * 2, "input 'past_key.1' is absent"),
-        ("target.cache", [], "input 'past_key.0' is float32[B, 1, S, 8], but absent by cache[0]"),
         ("target.vocab_size", 13, "output 'logits' is float32[B, R, 12], but float32[1, 1, 13] by vocab_size"),
         ("target.embedding_size", 16, "input 'inputs_embeds' is absent"),
         ("methods.0.candidates", 11, "'draft_ids' is int64[K, B, 12], but int64[5, 1, 11] by candidates"),
@@ -458,9 +463,6 @@ def test_a_graph_that_is_not_what_the_manifest_says_is_named_with_the_field(
     def put(document: Document) -> None:
         holder, key = at(document, place)
         holder[key] = value
-        if not value:  # without a cache there are no cache rows
-            for one in document["target"]["graph"]["points"]:
-                one["point"]["cache"] = 0
 
     rewritten(copy, put)
     with pytest.raises(BundleError) as caught:

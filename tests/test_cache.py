@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from specexport import LLM, SamplingParams
 from specexport.cache import cache_folder, cached_bundle
 from specexport.contract.errors import BuildError
+from specexport.contract.folders import written_beside
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import read_methods
 from specexport.contract.reading import check_files, read_manifest
@@ -221,6 +223,26 @@ def test_llm_mends_what_was_damaged(tmp_path: Path, cache: Path) -> None:
     _first_byte(made / "target" / "weights.bin")
     with pytest.warns(UserWarning, match=r"weights\.bin: sha256.*built anew"):
         assert text() == before
+
+
+def test_a_cache_that_cannot_be_written_is_named(model: Path, cache: Path) -> None:
+    cache.write_text("no folder")
+    with pytest.raises(BuildError, match=f"{cache}.*choose a place whose parents are folders"):
+        cached_bundle({"target": str(model)}, Builds())
+    cache.unlink()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(BuildError, match=f"{cache}.*too large; raise the limit"):
+            cached_bundle({"target": str(model)}, whole)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((cache / "bundles").iterdir()) == []
+
+
+def whole(_: dict[str, Any], output: Path) -> None:
+    with written_beside(output, resume=True) as folder:
+        (folder / "weights.bin").write_bytes(b"0" * 2000)
 
 
 def test_what_killed_processes_left_goes_after_a_week(model: Path, cache: Path) -> None:

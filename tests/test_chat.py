@@ -135,3 +135,15 @@ def test_what_json_cannot_say_is_named() -> None:
 def test_a_broken_template_names_its_line() -> None:
     with pytest.raises(BundleError, match="line 2"):
         ChatTemplate("fine\n{% if %}", {}).render(CHAT)
+
+
+def test_half_a_character_is_no_text() -> None:
+    with pytest.raises(RequestError, match="fails on them: UnicodeEncodeError"):
+        ChatTemplate("{{ messages[0].content }}", {}).render([{"content": "\ud800"}])
+
+
+def test_what_a_template_says_is_one_short_line() -> None:
+    with pytest.raises(RequestError) as caught:
+        ChatTemplate("{{ raise_exception('a\\nb' * 9999) }}", {}).render(CHAT)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500

@@ -90,6 +90,7 @@ def test_a_generation_default_is_named_with_its_file(model: Path, field: str, va
         ("model_type", "gpt2", "config.json"),
         ("attention_bias", True, "config.json"),
         ("max_position_embeddings", 10**12, "max_position_embeddings"),
+        ("rope_parameters", {"factors": [[{"head_dim": 1e9}]]}, "head_dim is 1000000000; expected at most 4096"),
     ],
 )
 def test_a_size_that_is_absurd_or_not_of_the_weights_is_named(model: Path, field: str, value: Any, said: str) -> None:
@@ -98,10 +99,15 @@ def test_a_size_that_is_absurd_or_not_of_the_weights_is_named(model: Path, field
     refused(model, "config.json", said)
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff", b'{"a": ' + b"[" * 200_000, b" " * (17 << 20)])
-def test_what_is_no_configuration_is_named(model: Path, raw: bytes) -> None:
-    (model / "config.json").write_bytes(raw)
-    refused(model, str(model / "config.json"))
+DEEP = b'{"do_sample": ' + b"[" * 200_000
+NO_TEXT = b'{"eos_token_id": "\xff"}'
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", NO_TEXT, DEEP, b" " * (17 << 20)], ids=range(6))
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_what_is_no_configuration_is_named(model: Path, name: str, raw: bytes) -> None:
+    (model / name).write_bytes(raw)
+    refused(model, str(model / name))
 
 
 def test_code_beside_a_checkpoint_is_not_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

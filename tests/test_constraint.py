@@ -141,6 +141,7 @@ def test_stop_texts_and_logprobs_go_with_it(engine: Engines) -> None:
         ('{"type": "string", "pattern": "("}', "cannot be used"),
         ('{"not": {}}', "Unimplemented keys"),
         ("3", "cannot be used"),
+        (json.dumps({"enum": ["x" * 1000 + str(at) for at in range(70)]}), "characters; expected at most 65536"),
     ],
 )
 def test_a_schema_that_cannot_be_used_is_refused(engine: Engines, schema: str, words: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +14,22 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from benchmarks import exactness, losslessness
+from specexport.contract import methods as all_methods
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime import step as step_module
 from specexport.runtime.sampling import Distributions, accept_sampled, target_distribution
 from specexport.runtime.speculative import PLAIN, Speculative
-from tests.reference import Text, chi_square_p, draw_candidates, text_distribution, warped
+from tests.reference import (
+    Text,
+    chi_square_p,
+    draw_candidates,
+    exact_texts,
+    prefix_p_values,
+    text_distribution,
+    warped,
+)
 
 RUNS = 20_000
 LENGTH = 3
@@ -183,7 +196,7 @@ def test_the_engine_samples_the_target_distribution(
     setting: Setting, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
 ) -> None:
     texts, rate = engine_texts(engine(f"dice-{setting.draft}"), setting, RUNS)
-    exact = exact_texts(oracle(f"dice-{setting.draft}"), setting.params)
+    exact = exact_texts(oracle(f"dice-{setting.draft}")["next_logits"], setting.params, LENGTH)
     assert_distributed(texts, exact)
     assert rate > 0.999 if setting.draft == "equal" else 0.02 < rate < 0.95
 
@@ -195,7 +208,7 @@ def test_a_store_of_earlier_outputs_changes_nothing(
     setting = Setting("suffix", 5, SamplingParams(temperature=0.9))
     with Engine.load(bundle("dice-suffix"), threads=1, methods={"method": "suffix", "store_tokens": 200}) as engine:
         texts, _ = engine_texts(engine, setting, RUNS)
-    assert_distributed(texts, exact_texts(oracle("dice-suffix"), setting.params))
+    assert_distributed(texts, exact_texts(oracle("dice-suffix")["next_logits"], setting.params, LENGTH))
 
 
 @pytest.mark.slow
@@ -205,7 +218,10 @@ def test_an_engine_without_the_residual_is_found_out(
     monkeypatch.setattr(step_module, "accept_sampled", without_residual)
     setting = ENGINE_SETTINGS[1]
     texts, _ = engine_texts(engine(f"dice-{setting.draft}"), setting, RUNS // 4)
-    assert chi_square_p(texts, exact_texts(oracle(f"dice-{setting.draft}"), setting.params)) < SIGNIFICANCE**2
+    assert (
+        chi_square_p(texts, exact_texts(oracle(f"dice-{setting.draft}")["next_logits"], setting.params, LENGTH))
+        < SIGNIFICANCE**2
+    )
 
 
 def engine_texts(engine: Engine, setting: Setting, runs: int) -> tuple[list[Text], float]:
@@ -224,20 +240,10 @@ def engine_texts(engine: Engine, setting: Setting, runs: int) -> tuple[list[Text
 PROMPT = (5, 8, 5, 8)
 
 
-def exact_texts(oracle: dict[str, Any], params: SamplingParams) -> dict[Text, float]:
-    """How probable each text is, from the logits transformers computes after every text before its last token."""
-    logits = oracle["next_logits"]
-    return text_distribution(lambda text: warped(logits[" ".join(map(str, text))], params), LENGTH)
-
-
 def assert_distributed(texts: list[Text], exact: dict[Text, float]) -> None:
     """Checks the texts, and what they begin with, against their exact distribution."""
     assert sum(exact.values()) == pytest.approx(1.0)
-    for length in range(1, LENGTH + 1):
-        beginnings: dict[Text, float] = {}
-        for text, probability in exact.items():
-            beginnings[text[:length]] = beginnings.get(text[:length], 0.0) + probability
-        assert chi_square_p([text[:length] for text in texts], beginnings) > SIGNIFICANCE
+    assert min(prefix_p_values(texts, exact)) > SIGNIFICANCE
 
 
 # --- sampling: every setting, through the acceptance function ---------------------------------------------------------
@@ -409,3 +415,89 @@ def test_a_wrong_acceptance_is_found_out(draft: str, wrong: Accept) -> None:
     tables, setting = Tables(draft), Setting(draft, 3, SamplingParams())
     with pytest.raises(AssertionError):
         assert_distributed(tables.texts(setting, RUNS // 2, wrong), tables.exact(setting.params))
+
+
+# --- the benchmarks that do this at a size that settles it -----------------------------------------------------------
+
+
+@pytest.mark.exporter
+@pytest.mark.slow
+def test_the_benchmark_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*flags: str) -> int:
+        arguments = argparse.ArgumentParser()
+        losslessness.add_arguments(arguments)
+        always = ("--work", str(tmp_path), "--json", str(tmp_path / "found.json"))
+        return losslessness.main(arguments.parse_args([*always, *flags]))
+
+    assert run("--samples", "1000", "--only", "suffix, chain, batch, T") == 0
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert [row["sampling"] for row in found["rows"]] == ["T 0.7", "T 1.0"]
+    for row in found["rows"]:
+        assert row["accepted_at"][0] > row["accepted_at"][1] > 0
+        assert {"1", "3"} <= row["drafts"].keys()  # as many as the batch allows
+    assert run("--samples", "1000", "--only", "suffix, chain, batch") == 0
+    more = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert more["rows"][:2] == found["rows"]
+    assert len(more["rows"]) == 5
+    assert "3 cells to go" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"found\.json: rows of \[1000\] samples, and --samples is 400"):
+        run("--samples", "400")
+
+
+def test_every_cell_of_the_benchmark_is_there_once_and_none_has_the_seeds_of_another() -> None:
+    cells = losslessness.cells()
+    true = [cell for cell in cells if not cell.bias]
+    assert len(set(true)) == len(true) == len(losslessness.WAYS) * 2 * len(losslessness.SAMPLING)
+    assert {cell.way for cell in true[:15]} == set(losslessness.WAYS)
+    assert len({(cell.way, cell.load) for cell in true[:30]}) == 30
+    assert len({zlib.crc32(str(cell).encode()) for cell in cells}) == len(cells)
+    methods = {way.method for way in losslessness.WAYS.values()}
+    assert methods == set(all_methods.known())
+
+
+@pytest.mark.parametrize(("bias", "share"), [("", 0.5), (losslessness.SHIFT, 0.51), (losslessness.FACTOR, 0.505)])
+def test_a_biased_acceptance_is_off_by_what_it_says(bias: str, share: float) -> None:
+    logits, q = np.zeros((2, 2), np.float32), Distributions(np.array([[0, 1]]), np.array([[1.0, 0.0]], np.float32))
+    steps = [
+        losslessness.ACCEPT[bias](
+            logits, TokenTree.chain(2), np.array([0]), q, SamplingParams(), np.array([(at + 0.5) / 1000, 0.5])
+        )
+        for at in range(1000)
+    ]
+    assert np.mean([len(path) for path, _ in steps]) == pytest.approx(share)
+
+
+def test_p_values_that_are_too_small_or_not_uniform_are_found() -> None:
+    def rows(p: npt.NDArray[np.float64]) -> list[losslessness.Row]:
+        return [
+            losslessness.Row("ngram, chain", "alone", "T 1.0", "", 1, column.tolist(), 1, 1, [1, 0, 0], {}, 0.0)
+            for column in p
+        ]
+
+    uniform = np.random.default_rng(0).random((60, 3))
+    assert losslessness.summary(rows(uniform))["overall"] > 0.05
+    one = uniform.copy()
+    one[7, 1] = 1e-6
+    assert losslessness.summary(rows(one))["overall"] < losslessness.LEVEL
+    assert losslessness.summary(rows(uniform**2))["overall"] < losslessness.LEVEL
+
+
+def test_the_benchmark_of_exactness_decodes_in_every_way_and_says_where_texts_part(
+    engine: Callable[[str], Engine], bundle: Callable[[str], Path]
+) -> None:
+    name, prompts = "qwen3-lookup-batch", [[5, 6, 7, 8, 5, 6, 7], [9, 10, 11], [40], [5, 6, 5, 6], [70, 71]]
+    one, cells = engine(name), exactness.cells(bundle(name), "fp32")
+    plain = exactness._plain(one, prompts, 12)
+    assert {(cell.method, cell.load) for cell in cells} == {
+        ("plain", "batch"),
+        *((method, load) for method in ("draft_model", "ngram", "suffix", "hypothesis") for load in ("alone", "batch")),
+    }
+    for cell in cells:
+        row = exactness.run(one, cell, prompts, plain)
+        assert (row.equal, row.texts, row.first) == (5, 5, None), row
+        assert (row.drafted > 0) == (cell.method != "plain")
+    (tokens, gaps), *others = plain
+    wrong = [((*tokens[:7], tokens[7] + 1, *tokens[8:]), gaps), *others]
+    row = exactness.run(one, cells[0], prompts, wrong)
+    assert row.equal == 4
+    assert row.first == {"prompt": 0, "after": 7, "plain": tokens[7] + 1, "said": tokens[7], "gap": gaps[7]}

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.__main__ import parser
 from benchmarks.serving import server
 from specexport.cli import main
+from tests.serving import with_chat_template
 
 pytestmark = pytest.mark.exporter  # as are the benchmarks, which make models
 
@@ -58,14 +59,20 @@ def test_a_process_serves_and_finishes_its_streams_when_it_is_told_to_stop(bundl
 
 
 def test_a_short_soak_loses_nothing(bundle: Callable[[str], Path], tmp_path: Path) -> None:
-    out = tmp_path / "soak.json"
-    words = ["soak", "--bundle", str(bundle("llama-near")), "--seconds", "8", "--threads", "1", "--json", str(out)]
-    arguments = parser().parse_args(words)
+    """Latencies are the whole soak's to judge, not this one's of seconds."""
+    out, folder = tmp_path / "soak.json", with_chat_template(bundle("llama-near-batch"), tmp_path / "bundle")
+    words = ["soak", "--bundle", str(folder), "--minutes", "0.2", "--threads", "1", "--json", str(out)]
+    arguments = parser().parse_args([*words, "--vanishing", "40", "--slower", "inf", "--growth", "200"])
     assert arguments.main(arguments) == 0
     figures = json.loads(out.read_text(encoding="utf-8"))
     assert figures["failures"] == []
     assert figures["requests"] > 20
     assert {"answered", "answered, streamed", "cancelled by the client", "refused, wrong"} <= set(figures["outcomes"])
+    assert {"answered, chat", "answered, schema"} <= set(figures["outcomes"])
+    assert figures["crowd"]["refused_at_10x"] > 0
+    assert figures["crowd"]["answered_at_10x"] > 0
+    assert figures["held_after"] == 0
+    assert figures["stopping"] == figures["stopping"] | {"streams": 4, "ended_well": 4, "exit_code": 0}
 
 
 def test_the_load_benchmark_runs(bundle: Callable[[str], Path], tmp_path: Path) -> None:

@@ -128,6 +128,14 @@ def test_stop_texts_seeds_and_n(tiny: Served, client: openai.OpenAI) -> None:
     assert len(set(texts[0])) == 3
 
 
+def test_an_event_is_one_line_to_every_client(tiny: Served) -> None:
+    prompt = "a\x85b\u2028c\u2029d\x0be\x0cf\x1cg\x1eh\r\ni"
+    body = {"prompt": prompt, "echo": True, "max_tokens": 0, "stream": True}
+    with httpx.stream("POST", f"{tiny.url}/v1/completions", json=body, timeout=120) as answer:
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == prompt
+
+
 @pytest.mark.parametrize("room", [0, 5])
 def test_echoed_logprobs_are_the_prompts_and_the_outputs(tiny: Served, client: openai.OpenAI, room: int) -> None:
     expected = said(tiny, PROMPT, temperature=0.0, max_tokens=room, ignore_eos=True, logprobs=2, prompt_logprobs=2)

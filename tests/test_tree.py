@@ -75,11 +75,11 @@ def test_published_trees_are_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [[[0], [1], [0, 0]], {"choices": [[0], [1], [0, 0]]}, {"parents": [-1, 0, 0, 1]}], ids=str
+    "content", [[[0], [1], [0, 0]], {"choices": [[0], [1], [0, 0]]}, {"parents": [-1, 0, 1, 0]}], ids=str
 )
 def test_files_hold_choices_or_parents(content: Any, tmp_path: Path) -> None:
     (tmp_path / "tree.json").write_text(json.dumps(content))
-    assert TokenTree.load(tmp_path / "tree.json") == TokenTree((-1, 0, 0, 1))
+    assert TokenTree.load(tmp_path / "tree.json") == TokenTree((-1, 0, 1, 0))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,14 @@ def test_files_that_hold_no_tree_are_refused(content: str, reason: str, tmp_path
     path = tmp_path / "tree.json"
     path.write_text(content)
     with pytest.raises(SpecExportError, match=f"tree.json.*({reason})"):
+        TokenTree.load(path)
+
+
+@pytest.mark.parametrize("raw", [b'{"\xff": 1}', b"[" * 100_000])
+def test_files_that_are_no_json_are_refused(raw: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "tree.json"
+    path.write_bytes(raw)
+    with pytest.raises(SpecExportError, match=r"tree\.json: .*expected a list of choices"):
         TokenTree.load(path)
 
 

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from tokenizers import Tokenizer
 
-from specexport.contract.errors import TrainError
+from specexport.contract.errors import UNREADABLE, TrainError
 
 MAX_WHOLE, MAX_LINE = 1 << 30, 64 << 20
 """Bytes of a file that is read whole, and of a line of JSON Lines."""
@@ -227,7 +227,7 @@ def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
     elif path.suffix.lower() == ".json":
         try:
             whole: list[msgspec.Raw] = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw])
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise TrainError(
                 f"{path}: expected a list of objects with text, conversations or messages: {error}"
             ) from error
@@ -245,7 +245,7 @@ def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
 def _row(raw: bytes, where: str) -> Iterator[tuple[str, str | _Chat]]:
     try:
         row = msgspec.json.decode(raw, type=_Row)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise TrainError(f"{where}: {error}") from error
     given = [name for name in ("text", "conversations", "messages") if getattr(row, name) is not None]
     if len(given) != 1:

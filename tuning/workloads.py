@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from specexport.contract.errors import RequestError
+from specexport.contract.errors import UNREADABLE, RequestError
 
 _FILES = ("queue.py", "heapq.py", "shlex.py", "textwrap.py", "sched.py", "fnmatch.py", "bisect.py", "colorsys.py")
 """Of Python's standard library."""
@@ -87,7 +87,7 @@ def read_lines(path: Path) -> Iterator[Line]:
         if line.strip():
             try:
                 yield msgspec.json.decode(line.encode(), type=Line)
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 raise RequestError(f"{path}: line {number}: {error}; expected an object with a text") from error
 
 

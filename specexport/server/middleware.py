@@ -16,11 +16,11 @@ _IN_HAND = 32 << 20
 """Most bytes of bodies at once, unless a single one may be larger: a body that is read takes several times its size."""
 _READING = 60.0
 """Seconds for a body to come."""
-_scan = json.decoder.scanstring  # type: ignore[attr-defined]  # the standard library's, in C: where a text ends
 _SIMPLE = 1 << 18
 """Most values in a body: with more, parsing and validating would hold the event loop for too long."""
 _MEMBER = 24
 """Values that a member of an object counts as, going by how long it takes."""
+_JSON = json.JSONDecoder(strict=False)
 _SMALL = 1 << 16
 """Bytes of a body that need not be looked at: they cannot hold that much."""
 
@@ -133,7 +133,7 @@ def _require_simple(body: bytes) -> None:
             quote = text.find('"', at)
             end = len(text) if quote < 0 else quote
             count += sum(text.count(mark, at, end) for mark in ",[{") + _MEMBER * text.count(":", at, end)
-            at = end if quote < 0 else _scan(text, quote + 1, False)[1]
+            at = end if quote < 0 else _JSON.raw_decode(text, quote)[1]
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {str(error)[:100]}", code="invalid_json") from error
     if count > _SIMPLE:

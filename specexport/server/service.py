@@ -27,6 +27,10 @@ from specexport.server.schema import CompletionTokensDetails, Generation, Specul
 _GONE = 499
 """Nginx's status for a client that hung up; nobody reads it."""
 _LEAST_LOGPROB = -9999.0
+_LINES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
+"""What some clients take for the end of a line, and JSON leaves as it is in a text: escaped in events."""
+_NO_CHOICES = '"choices":[]'
+"""How an answer without outputs says so; a name that a caller chose would have its quotes escaped."""
 
 
 def least(logprob: float) -> float:
@@ -146,9 +150,16 @@ async def respond(
         raise
     finally:
         gone.cancel()
-    choices = [form.choice(index, chunk, False) for index, chunk in enumerate(outputs)]
-    made = form.answer(choices, _usage(given, streams, prompt_tokens), False)
-    return Response(made.model_dump_json(exclude_unset=True), media_type="application/json")
+    usage = _usage(given, streams, prompt_tokens)
+
+    def written() -> str:
+        # Output by output: with log-probabilities they are long, and each is written under Python's lock.
+        before, empty, after = form.answer([], usage, False).model_dump_json(exclude_unset=True).partition(_NO_CHOICES)
+        made = (form.choice(index, chunk, False) for index, chunk in enumerate(outputs))
+        return f"{before}{empty[:-1]}{','.join(one.model_dump_json(exclude_unset=True) for one in made)}]{after}"
+
+    text = await asyncio.to_thread(written) if any(chunk.logprobs for chunk in outputs) else written()
+    return Response(text, media_type="application/json")
 
 
 class EventStream(StreamingResponse):
@@ -168,13 +179,17 @@ async def _events(
     service: Service, given: Generation, streams: list[AsyncStream], form: Format, prompt_tokens: int
 ) -> AsyncGenerator[str, None]:
     def event(model: BaseModel) -> str:
-        return f"data: {model.model_dump_json(exclude_unset=True)}\n\n"
+        return f"data: {model.model_dump_json(exclude_unset=True).translate(_LINES)}\n\n"
+
+    def piece(index: int, chunk: Chunk) -> str:
+        return event(form.answer([form.choice(index, chunk, True)], None, True))
 
     try:
         async with contextlib.aclosing(_merged(service, streams)) as chunks:
             async for index, chunk in chunks:
                 if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
-                    yield event(form.answer([form.choice(index, chunk, True)], None, True))
+                    # Those of a prompt come all at once.
+                    yield await asyncio.to_thread(piece, index, chunk) if chunk.logprobs else piece(index, chunk)
         if given.stream_options is not None and given.stream_options.include_usage:
             yield event(form.answer([], _usage(given, streams, prompt_tokens), True))
     except Exception as error:  # the answer has begun, so that its end has to say what went wrong
