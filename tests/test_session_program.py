@@ -60,7 +60,7 @@ def test_says_what_the_cpu_says(
     name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu
 ) -> None:
     # Both new, as heads propose nothing where the whole prompt is in the cache.
-    with load(name) as there, Engine.load(bundle(name), threads=1) as cpu:
+    with load(name) as there, Engine.load(bundle(name), threads=1, exactness="fast") as cpu:
         assert there.backend.execution == "graph per engine"
         assert "onnxruntime captures its own runs" in there.backend.fallback
         with gpu.cuda.sealed():
@@ -72,7 +72,10 @@ def test_several_requests_say_what_they_say_on_the_cpu(
     name: str, load: Callable[..., Engine], bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu
 ) -> None:
     """All at once; the device decides what is accepted."""
-    with load(name, max_batch_size=4) as there, Engine.load(bundle(name), threads=1, max_batch_size=4) as cpu:
+    with (
+        load(name, max_batch_size=4) as there,
+        Engine.load(bundle(name), threads=1, exactness="fast", max_batch_size=4) as cpu,
+    ):
         said = []
         for one in (there, cpu):
             streams = [
@@ -255,6 +258,6 @@ def test_building_for_it(
     manifest = read_manifest(folder)
     assert (manifest.backend, manifest.engines) == ("onnxruntime-cuda", ())
     assert {graph.file for graph in manifest.program} == {"program/accept.m1.onnx", "program/accept.typical.onnx"}
-    with Engine.load(folder) as there, Engine.load(folder, backend="onnxruntime", threads=1) as cpu:
+    with Engine.load(folder) as there, Engine.load(folder, backend="onnxruntime", threads=1, exactness="fast") as cpu:
         assert there.backend.device.startswith("onnxruntime-cuda")
         same(there.generate([7, 9, 11] * 4, SAMPLED), cpu.generate([7, 9, 11] * 4, SAMPLED))
