@@ -62,7 +62,7 @@ def read_model_config(folder: Path) -> Any:
     path = folder / CONFIG
     document = _document(path, _MAX_BYTES)
     for name, value in _integers(document):
-        most = _MOST_PARTS if _PARTS.search(name) else _LARGEST if _SIZES.search(name) else _MAX_INT
+        most = _LARGEST if _SIZES.search(name) else _MOST_PARTS if _PARTS.search(name) else _MAX_INT
         if abs(value) > most:
             raise BuildError(f"{path}: {name} is {str(value)[:20]}; expected at most {most}")
     try:
@@ -117,7 +117,8 @@ def require_stored(folder: Path, config: Any) -> None:
         with quiet(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
     except Exception as error:  # as above
-        raise BuildError(f"{path}: no model can be made of it: {error or type(error).__name__}") from error
+        why = str(error or type(error).__name__)[:300]  # some list all families there are
+        raise BuildError(f"{path}: model family '{config.model_type}' could not be loaded: {why}") from error
     for name, parameter in model.state_dict().items():
         found = stored.get(name) or stored.get(name.removeprefix(f"{model.base_model_prefix}."))
         if found is not None and found.shape != tuple(parameter.shape):
