@@ -8,6 +8,8 @@ before the graph was run here.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from specexport.runtime.machine import Remembered
 from specexport.runtime.opening import open_graph
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.widths import Agreement, BuiltWidths, ExactWidths
+from tests import masked_cpu
 from tests.checkpoints import VOCAB, make_checkpoint, make_heads
 from tests.ways import ways
 
@@ -127,6 +130,22 @@ def test_kernels_that_part_one_row_from_several_change_nothing(
     assert _differing(quantized) == 0
     # The test can fail: taken as narrow as they come, steps part.
     assert _differing(quantized, exactness="fast") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.exporter
+@pytest.mark.skipif(bool(masked_cpu.missing()), reason=masked_cpu.missing())
+@pytest.mark.parametrize("quantized", ["int4"], indirect=True)
+def test_on_a_processor_without_avx512(quantized: Path, tmp_path: Path) -> None:
+    """Its int4 kernel for a single row rounds otherwise than that for several."""
+    asked = (
+        "import sys; from pathlib import Path; from tests import test_exactness as t; folder = Path(sys.argv[1]); "
+        "print(t._differing(folder), t.Engine.load(folder, threads=2).widths.choose(range(1), 1))"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", asked, quantized], env=masked_cpu.environment(tmp_path), capture_output=True, text=True
+    )
+    assert said.stdout.split() == ["0", "2"], said.stderr
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -157,7 +158,7 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
 
     def token_trees(self) -> tuple[TokenTree, ...]:
         """The trees, the default first."""
-        return tuple(TokenTree.from_choices(choices) for choices in self.trees)
+        return _trees(self.trees)
 
     def validate_tree(self, tree: TokenTree) -> str | None:
         """Why it cannot fill a tree; None for one that it can."""
@@ -199,6 +200,11 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
 
 
 M = TypeVar("M", bound=Method)
+
+
+@lru_cache(maxsize=256)
+def _trees(choices: tuple[Choices, ...]) -> tuple[TokenTree, ...]:
+    return tuple(map(TokenTree.from_choices, choices))
 
 
 def method_name(kind: type[Method]) -> str:
