@@ -7,6 +7,7 @@ others run beside it. Which widths agree is not known from a list of processors:
 
 from __future__ import annotations
 
+import contextlib
 from typing import Literal, Protocol
 
 import msgspec
@@ -108,6 +109,7 @@ class ExactWidths:
         self._longest = manifest.max_seq_len
         self._last_position = manifest.target.max_positions - 1
         self._tokens = np.random.default_rng(0).integers(0, manifest.target.vocab_size, 256)
+        self._reference: Array | None = None  # while several widths are compared with the same rows
         known = memory.load()
         self.agreement = known if known is not None else self._begin()
 
@@ -142,8 +144,12 @@ class ExactWidths:
         self.agreement = Agreement(
             steps=np.array_equal(made[-1][half:], later[:half]), chunks=np.array_equal(*made), widths={}, parted=[]
         )
-        for width in self._target.widths(1):
+        built = self._target.widths(1)
+        with contextlib.suppress(BackendError):  # a context too short for it
+            self._reference = self._run(slot, _wider(built[-1] + _TRIED))[0].copy()
+        for width in built:
             self.choose(slot, width)
+        self._reference = None
         self._target.copy(0, 0, 0)
         self._memory.save(self.agreement)
         return self.agreement
@@ -158,14 +164,17 @@ class ExactWidths:
         if len(slots) > 1:  # the best guess until they show another
             narrowest = self.choose(range(1), needed)
         shown = [slot for slot in slots if self._target.filled(slot) >= min(_TEXT, self._longest // 2) // 2]
-        widest = (tried[-1] // _GRAIN + 1) * _GRAIN
+        widest = _wider(tried[-1])
         try:
             self._target.reserve(max(map(self._target.filled, slots)) + widest)
         except BackendError:  # a step at the end of the context
             return narrowest
         if not shown:
             return narrowest
-        alone = {slot: self._run(range(slot, slot + 1), widest)[0, :needed].copy() for slot in shown[:_EVIDENCE]}
+        if self._reference is not None:
+            alone = {slots.start: self._reference[:needed]}
+        else:
+            alone = {slot: self._run(range(slot, slot + 1), widest)[0, :needed].copy() for slot in shown[:_EVIDENCE]}
 
         def agrees(width: int) -> bool:
             beside = self._run(slots, width)
@@ -195,3 +204,8 @@ class ExactWidths:
             given[tensors.EMBEDS_MASK][:] = False
         made: Array = self._target.run(width, rows, slots=slots)[tensors.LOGITS]
         return made
+
+
+def _wider(width: int) -> int:
+    """The width of a run that rows of another are compared with."""
+    return (width // _GRAIN + 1) * _GRAIN
