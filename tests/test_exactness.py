@@ -30,7 +30,6 @@ from specexport.runtime.opening import open_graph
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.widths import Agreement, BuiltWidths, ExactWidths
 from tests import masked_cpu
-from tests.checkpoints import VOCAB, make_checkpoint, make_heads
 from tests.ways import ways
 
 TREE = TokenTree((-1, 0, 1, 2, 0, 4, 0, 6, 7, 1, 9))
@@ -48,6 +47,7 @@ def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """A draft that is the target, so that long paths are accepted, and heads, both with trees."""
     from specexport.exporter.build import build
     from specexport.exporter.options import BuildOptions
+    from tests.checkpoints import make_checkpoint, make_heads
 
     folder = tmp_path_factory.mktemp("quantized")
     model = make_checkpoint(folder / "llama", "llama", hidden_size=256, intermediate_size=512)
@@ -156,7 +156,7 @@ def test_rows_agree_at_the_widths_that_are_chosen(bundle: Callable[[str], Path],
     signature = opened.manifest.target_signature
     target = backend.open(opened.manifest.target, backend.default_slots, buffers(signature))
     widths = backend.widths(target)
-    text = np.random.default_rng(0).integers(3, VOCAB, 60)
+    text = np.random.default_rng(0).integers(3, opened.manifest.target.vocab_size, 60)
     alone = open_graph(opened, opened.manifest.target, 1, buffers(signature), threads)
     whole = _logits(alone, text, 16, 16)
     assert target.filled(0) == 0
