@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport.contract import tensors
+from specexport.contract.errors import BackendError
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.contract.tree import MAX_NODES, TokenTree
@@ -107,8 +108,12 @@ class HostProgram:
         to_verify = {slot: proposal.window or proposal for slot, proposal in proposals.items()}
         slots = window([view.slot for view in views], self.sizes)
         widest = max((len(step.tree) for step in to_verify.values()), default=1)
-        width = self.widths.choose(slots, widest)
-        self._target.reserve(max(len(view.tokens) for view in views) - 1 + width)
+        width, past = self.widths.choose(slots, widest), max(len(view.tokens) for view in views) - 1
+        try:
+            self._target.reserve(past + width)
+        except BackendError:  # at the context's end there is room for the bundle's own widths alone
+            width = next(built for built in self._target.widths(len(slots)) if built >= widest)
+            self._target.reserve(past + width)
         given = self._target.inputs(width, width, slots=slots)
         self._target.protect_rows(width, width, slots=slots)
         for view in views:

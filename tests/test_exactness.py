@@ -326,6 +326,18 @@ def test_output_is_not_taken_over_where_chunks_part_from_steps(
             assert again.stats.cached_tokens in (expected, expected + 1, expected + 2)
 
 
+def test_a_step_that_would_reach_beyond_the_largest_cache_is_no_wider_than_the_bundles(
+    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine.load(bundle("llama-near-batch"), threads=1) as engine:
+        limit = engine.manifest.max_seq_len
+        prompt = np.random.default_rng(3).integers(3, engine.manifest.target.vocab_size, limit - 6).tolist()
+        expected = engine.generate(prompt, GREEDY)
+        assert (expected.finish_reason, len(expected.token_ids)) == ("length", 6)
+        monkeypatch.setattr(ExactWidths, "choose", lambda *_: 160)
+        assert _said(engine.generate(prompt, GREEDY)) == _said(expected)
+
+
 # --- what is asked for ------------------------------------------------------------------------------------------------
 
 
