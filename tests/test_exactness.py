@@ -109,6 +109,16 @@ def test_quantized_texts_are_plain_decodings_bit_for_bit(quantized: Path) -> Non
 
 
 @pytest.mark.exporter
+def test_the_build_says_what_rounding_did(quantized: Path) -> None:
+    precision = Bundle.open(quantized).manifest.target.precision
+    assert precision.logits_rms_error is not None
+    assert precision.same_choice is not None
+    low, high = (0.005, 0.15) if precision.weights == "int8" else (0.05, 0.9)
+    assert low < precision.logits_rms_error < high
+    assert precision.same_choice > 0.1
+
+
+@pytest.mark.exporter
 def test_kernels_that_part_one_row_from_several_change_nothing(
     quantized: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
