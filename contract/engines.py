@@ -12,10 +12,12 @@ from specexport.contract.shapes import ShapePoint
 BackendName = Literal["onnxruntime", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 """What a bundle is meant to run on, and what runs one."""
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
-EngineRuntime = Literal["tensorrt", "tensorrt-rtx"]
-"""The libraries that compile engines and run them; neither runs the other's."""
+EngineRuntime = Literal["onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
+"""What runs a bundle's engines on a GPU; none runs another's."""
 ENGINE_RUNTIMES: tuple[EngineRuntime, ...] = get_args(EngineRuntime)
 ComputedIn = Literal["fp32", "fp16", "bf16"]
+COMPILERS: tuple[EngineRuntime, ...] = ("tensorrt", "tensorrt-rtx")
+"""Those of them that compile: their engines are not ONNX, and read no embeddings."""
 Capability = Annotated[str, Meta(pattern="^[1-9][0-9]?[.][0-9]$")]
 """A CUDA compute capability, such as ``8.9``."""
 _Width = Annotated[int, Meta(ge=1, le=2**24)]
@@ -26,18 +28,18 @@ class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class CompiledEngine(_Strict, frozen=True, kw_only=True):
-    """One graph, compiled for some devices.
+    """One graph, made for a library and some devices. For onnxruntime-cuda it is an ONNX graph, for any device.
 
     Inputs and outputs are those of the ONNX graph by the same names, of the same types but for the KV cache, which is
     of type ``compute``. Lowered natively, ``present_*`` must be bound to the memory of ``past_*``.
 
     Attributes:
-        file: the serialized engine.
+        file: the serialized engine; for onnxruntime-cuda the source itself.
         source: the ONNX file it was compiled from. It is derived from the master: fixed dimensions, a draft's loop
             unrolled, and activations of type ``compute``.
         runtime: the library that runs it.
-        version: of that library, as it calls itself.
-        compute_capabilities: the devices it was compiled for.
+        version: of that library, as it calls itself; empty where any will do.
+        compute_capabilities: the devices it was compiled for; none where any will do.
         compute: what activations and the KV cache are.
         profiles: the shapes it runs at, in the order of its optimization profiles, each with min = opt = max. A propose
             graph is compiled for K = 1: to draft K tokens it is called K times, each time with the last two tokens of
@@ -50,13 +52,13 @@ class CompiledEngine(_Strict, frozen=True, kw_only=True):
     source: str
     runtime: EngineRuntime
     version: str
-    compute_capabilities: Annotated[tuple[Capability, ...], Meta(min_length=1, max_length=32)]
+    compute_capabilities: Annotated[tuple[Capability, ...], Meta(max_length=32)]
     compute: ComputedIn
     profiles: Annotated[tuple[ShapePoint, ...], Meta(min_length=1, max_length=4096)]
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether it was compiled for a device of this compute capability."""
-        return "{}.{}".format(*capability) in self.compute_capabilities
+        return not self.compute_capabilities or "{}.{}".format(*capability) in self.compute_capabilities
 
 
 class _ProgramGraph(_Strict, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from specexport.contract.methods.base import Method
 from specexport.contract.model import Count, LoweredAs, Model, Probability, Size, Strict
 from specexport.contract.signature import GraphSignature, Signature, target_signature
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MANIFEST_NAME = "specexport.json"
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 

@@ -27,23 +27,16 @@ class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What every record of the manifest is: its fields by name, and no others."""
 
 
-class PointGraph(Strict, frozen=True):
-    """The static-shape graph of one shape point."""
-
-    point: ShapePoint
-    file: str
-
-
 class GraphFiles(Strict, frozen=True):
-    """One compiled graph: the symbolic master and its static shapes.
+    """A model's graph and its static shapes.
 
     Attributes:
-        master: ONNX file with symbolic B, T and S.
-        points: the shapes it may run at, each with its own ONNX file.
+        master: ONNX file whose dimensions are symbolic: those of ``ShapePoint.sizes``.
+        points: the shapes it runs at.
     """
 
     master: str
-    points: tuple[PointGraph, ...]
+    points: tuple[ShapePoint, ...]
 
 
 class CacheLayer(Strict, frozen=True):

@@ -14,7 +14,7 @@ def program_points(graph: ProgramGraph, manifest: Manifest, batch: int, cache: i
     as far apart as the target saw tokens: there N is T, of every step but that of one token.
     """
     trees = {tree for method in manifest.methods for tree in method.token_trees()}
-    verified = {graph.point for graph in manifest.target.graph.points if graph.point.batch == batch}
+    verified = {point for point in manifest.target.graph.points if point.batch == batch}
     widths = {point.tokens for point in verified if point.rows == point.tokens > 1}
     if isinstance(graph, Accept):
         sizes = widths if batch > 1 else set(map(len, trees))

@@ -133,7 +133,7 @@ def _check_references(path: Path, manifest: Manifest) -> None:
     used = [manifest.tokenizer.file, *([] if template is None else [template])]
     used += [file for method in manifest.methods for file in method.files]
     for model in manifest.models.values():
-        used += [model.weights, model.graph.master, *(p.file for p in model.graph.points)]
+        used += [model.weights, model.graph.master]
     used += [graph.file for graph in manifest.program]
     used += [name for engine in manifest.engines for name in (engine.file, engine.source)]
     for name in used:
@@ -177,7 +177,7 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
         if tensors.LOGITS_ROWS not in graph.inputs
     }
     for role, model in manifest.models.items():
-        points = [graph.point for graph in model.graph.points]
+        points = model.graph.points
         _check_points(path, role, points, role in proposing, manifest)
         width = sum(layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
         size = 4 * width * max((point.batch * point.cache for point in points), default=0)

@@ -12,7 +12,7 @@ import torch
 
 from specexport.checkpoints.checkpoint import TRANSFORMERS_VERSION, load_tokenizer
 from specexport.checkpoints.locate import locate
-from specexport.contract.engines import ProgramGraph
+from specexport.contract.engines import COMPILERS, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
 from specexport.contract.manifest import (
@@ -62,7 +62,7 @@ def build(
         raise BuildError(f"{output}: exists already; choose another folder or pass --overwrite to replace it")
     if output.exists() and not (output / MANIFEST_NAME).is_file():
         raise BuildError(f"{output}: exists and is not a bundle (no {MANIFEST_NAME}); not replacing it")
-    if options.engines is not None:
+    if options.engines is not None and options.engines.runtime in COMPILERS:
         load_library(options.engines.runtime)  # whether it is there should not be found out at the end
     with written_beside(output, overwrite=options.overwrite, resume=options.resume) as folder:
         stages = Stages(folder, _built_with())

@@ -56,7 +56,7 @@ class BuildPlan(Strict, frozen=True):
     @classmethod
     def of_bundle(cls, manifest: Manifest) -> BuildPlan:
         """The plan that a finished bundle was built by."""
-        points = [graph.point for graph in manifest.target.graph.points]
+        points = manifest.target.graph.points
         widths = tuple(sorted({point.tokens for point in points if point.rows == point.tokens}))
         return cls(
             methods=manifest.methods,
@@ -71,19 +71,19 @@ class BuildPlan(Strict, frozen=True):
     def target_points(self) -> tuple[ShapePoint, ...]:
         """Of the target's step graph: verify steps at every batch size, prefill chunks of one slot."""
         steps = ((batch, width, width, 0) for width in self.widths for batch in self.batches)
-        return self.pinned([*steps, (1, PREFILL_CHUNK, 1, 0)])
+        return self.at_caches([*steps, (1, PREFILL_CHUNK, 1, 0)])
 
     def propose_points(self, method: Method) -> tuple[ShapePoint, ...]:
         """Of a propose graph: every depth of the method's trees, and the shorter chains."""
         runs = [(batch, CATCH_UP_TOKENS, 0, depth) for depth in self.depths(method) for batch in self.batches]
-        return self.pinned([*runs, (1, PREFILL_CHUNK, 0, 1)])
+        return self.at_caches([*runs, (1, PREFILL_CHUNK, 0, 1)])
 
     def depths(self, method: Method) -> list[int]:
         """Draft tokens a method's graph may be asked for in a row, ascending."""
         own = {tree.depth for tree in method.token_trees()}
         return [depth for depth in sorted({*own, *self.chains}) if depth <= max(own)]
 
-    def pinned(
+    def at_caches(
         self, shapes: Iterable[tuple[int, int, int, int]], caches: tuple[int, ...] | None = None
     ) -> tuple[ShapePoint, ...]:
         """(batch, tokens, rows, drafts) at every cache size."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES, BackendName
+from specexport.contract.engines import BACKENDS, COMPILERS, BackendName
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import Method, read_methods
 from specexport.contract.model import LoweredAs
@@ -30,7 +30,7 @@ class BuildOptions:
             texts as ``--method`` takes. Those that need no graph work in every bundle and need not be named.
         inputs_embeds: let prompts hold embeddings in the place of tokens.
         max_seq_len: longest sequence in tokens; None for the models' limit, at most 2048.
-        max_batch_size: most requests that run at once; graphs are pinned for the powers of two up to it.
+        max_batch_size: most requests that run at once; steps are planned for the powers of two up to it.
         precision: how the target's matrices are stored.
         draft_precision: how those of what proposes are: a draft, heads, a speculator; None for int4 where ``precision``
             is, else int8. What they round off costs acceptance and never changes what the target says.
@@ -81,7 +81,7 @@ class BuildOptions:
         if self.engines is not None:
             check_stored((self.precision, self.proposing.kind), self.engines.capabilities)
             check_batches(self.engines.batch_sizes, batch_points(self.max_batch_size))
-        if self.inputs_embeds and self.backend in ENGINE_RUNTIMES:
+        if self.inputs_embeds and self.backend in COMPILERS:
             raise BuildError(
                 f"inputs_embeds was given with backend {self.backend}, whose engines read tokens alone; leave one out"
             )

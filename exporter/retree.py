@@ -1,4 +1,4 @@
-"""Gives a method of a finished bundle another tree: pins the graphs it needs, then exchanges the manifest."""
+"""Gives a method of a finished bundle another tree: exchanges the manifest."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ import msgspec
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import with_trees
-from specexport.contract.model import Model, PointGraph
-from specexport.contract.reading import changing, check_files, exchange_manifest, file_entry
+from specexport.contract.model import Model
+from specexport.contract.reading import changing, check_files, exchange_manifest
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.exporter import static
 from specexport.exporter.build_plan import BuildPlan
 from specexport.exporter.methods import exporter_of
 
 
 def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
     """Makes a tree the default of a method; the trees there were can still be chosen.
-
-    Graphs are written first and the manifest is exchanged at the end, so that a bundle is whole at every moment.
 
     Returns:
         The new manifest.
@@ -56,27 +53,17 @@ def _exchanged(folder: Path, manifest: Manifest, name: str, tree: TokenTree) -> 
         )
     target = manifest.target
     for width in method.widths():
-        target = _with_points(folder, target, plan.pinned([(batch, width, width, 0) for batch in plan.batches]))
+        target = _with_points(target, plan.at_caches([(batch, width, width, 0) for batch in plan.batches]))
     points = exporter_of(method).points(method, plan)
     if method.models:
-        method = method.with_models({r: _with_points(folder, model, points) for r, model in method.models.items()})
+        method = method.with_models({role: _with_points(model, points) for role, model in method.models.items()})
     methods = tuple(method if one.name == name else one for one in manifest.methods)
     new = msgspec.structs.replace(manifest, target=target, methods=methods)
-    listed = {entry.path for entry in manifest.files}
-    used = [graph.file for model in new.models.values() for graph in model.graph.points]
-    added = tuple(file_entry(folder, file) for file in dict.fromkeys(used) if file not in listed)
-    new = msgspec.structs.replace(new, files=(*manifest.files, *added))
     exchange_manifest(folder, new)
     return new
 
 
-def _with_points(folder: Path, model: Model, wanted: Sequence[ShapePoint]) -> Model:
-    """A model with points pinned that it may lack."""
-    master = folder / model.graph.master
-    points = {graph.point: graph for graph in model.graph.points}
-    for point in wanted:
-        if point not in points:
-            file = master.with_name(f"{master.stem}.{point}.onnx")
-            static.pin(master, point, file)
-            points[point] = PointGraph(point=point, file=file.relative_to(folder).as_posix())
-    return msgspec.structs.replace(model, graph=msgspec.structs.replace(model.graph, points=tuple(points.values())))
+def _with_points(model: Model, wanted: Sequence[ShapePoint]) -> Model:
+    """A model that also runs at these points."""
+    points = tuple(dict.fromkeys((*model.graph.points, *wanted)))
+    return msgspec.structs.replace(model, graph=msgspec.structs.replace(model.graph, points=points))

@@ -1,4 +1,4 @@
-"""A traced model written: one weights file, its master and a static graph for each shape point."""
+"""A traced model written: one weights file, and its graphs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specexport.checkpoints.checkpoint import Checkpoint
-from specexport.contract.model import CacheLayer, GraphFiles, Model, PointGraph, PrecisionInfo
+from specexport.contract.model import CacheLayer, GraphFiles, Model, PrecisionInfo
 from specexport.contract.shapes import ShapePoint
-from specexport.exporter import static
 from specexport.exporter.weights import QUANTIZED, Storage, WeightsFile, WeightsReport
 
 Progress = Callable[[str, int, int], None]
@@ -38,7 +37,7 @@ def write_models(
     heads: Storage | None,
     progress: Progress,
 ) -> list[Model]:
-    """Writes one weights file, masters and static graphs into ``folder`` and describes them."""
+    """Writes one weights file and masters into ``folder`` and describes them."""
     folder.mkdir()
     role = folder.name
     total = 4 * checkpoint.parameters
@@ -56,18 +55,10 @@ def write_models(
             reports.append(weights.report)
             weights.report = WeightsReport()
     progress(f"writing the {role}'s weights ({stored.kind})", total, total)
-    count, pinned, made = sum(len(part.at) for part in parts), 0, []
+    made = []
     for part, report in zip(parts, reports, strict=True):
         passes.RemoveUnusedNodesPass()(part.model)
-        master = folder / f"{part.name}.onnx"
-        ir.save(part.model, master)
-        graphs = []
-        for point in part.at:
-            file = folder / f"{part.name}.{point}.onnx"
-            static.pin(master, point, file)
-            graphs.append(PointGraph(point=point, file=f"{role}/{file.name}"))
-            pinned += 1
-            progress(f"pinning the {role}'s shape points", pinned, count)
+        ir.save(part.model, folder / f"{part.name}.onnx")
         made.append(
             Model(
                 family=checkpoint.family,
@@ -78,7 +69,7 @@ def write_models(
                 precision=_precision_info(stored, report),
                 cache=part.cache,
                 weights=f"{role}/weights.bin",
-                graph=GraphFiles(master=f"{role}/{part.name}.onnx", points=tuple(graphs)),
+                graph=GraphFiles(master=f"{role}/{part.name}.onnx", points=part.at),
             )
         )
     return made

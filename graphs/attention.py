@@ -213,18 +213,24 @@ def full_mask(tree_mask: torch.Tensor, past_length: torch.Tensor, cache_rows: in
     """
     column = torch.arange(cache_rows)[None, :] - past_length[:, None]  # [B,S], counted from the first new row
     tokens = tree_mask.shape[1]
-    index = column.clamp(0, tokens - 1)[:, None, :].expand(-1, tokens, -1)
-    among_new = torch.gather(tree_mask, 2, index) & (column < tokens)[:, None, :]
+    last = _last(tokens)
+    index = torch.minimum(column.clamp(min=0), last)[:, None, :].expand(-1, tokens, -1)
+    among_new = torch.gather(tree_mask, 2, index) & (column <= last)[:, None, :]
     return (column < 0)[:, None, :] | among_new
+
+
+def _last(tokens: int) -> torch.Tensor:
+    """``tokens - 1``, int64 ``[1]``, made where the graph runs: a symbolic size would be copied there in every run."""
+    return torch.arange(tokens)[-1:]
 
 
 def key_positions(position_ids: torch.Tensor, past_length: torch.Tensor, cache_rows: int) -> torch.Tensor:
     """The position of the token in each cache row, int64 ``[B,S]``: committed rows are in order, new ones as given."""
     row = torch.arange(cache_rows)[None, :].expand(past_length.shape[0], -1)
     column = row - past_length[:, None]
-    tokens = position_ids.shape[1]
-    new = torch.gather(position_ids, 1, column.clamp(0, tokens - 1))
-    return torch.where((column >= 0) & (column < tokens), new, row)
+    last = _last(position_ids.shape[1])
+    new = torch.gather(position_ids, 1, torch.minimum(column.clamp(min=0), last))
+    return torch.where((column >= 0) & (column <= last), new, row)
 
 
 def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:

@@ -40,7 +40,7 @@ def require_declared(path: Path, session: Any, model: Model, lowering: LoweredAs
     Raises:
         BundleError: a tensor is missing, not expected, or of another type or size; names it and the manifest's field.
     """
-    points = [graph.point for graph in model.graph.points]
+    points = model.graph.points
     # Of all stages, and the smallest of those.
     point = min(points, key=lambda point: (-point.drafts, point.sizes["B"], point.tokens, point.cache))
     inputs, outputs = buffers(point)

@@ -134,7 +134,7 @@ class OnnxRuntimeGraph(Graph):
     def __init__(
         self, path: Path, model: Model, lowering: LoweredAs, slots: int, buffers: Buffers, threads: int
     ) -> None:
-        super().__init__([graph.point for graph in model.graph.points if graph.point.batch <= slots], slots)
+        super().__init__([point for point in model.graph.points if point.batch <= slots], slots)
         self.sizes = tuple(sorted({point.batch for point in self._points}))
         self._ort = _import_onnxruntime(lowering)
         self._session = open_session(path, threads, lowering, model.precision.weights)

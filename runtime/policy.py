@@ -68,7 +68,7 @@ class MeasuredPolicy(SpeculationPolicy):
         self._costs = costs
         self._sizes = sizes
         self._chunk = manifest.prefill_chunk
-        points = [graph.point for graph in manifest.target.graph.points]
+        points = manifest.target.graph.points
         self._caches = sorted({point.cache for point in points})
         self._widths = sorted({point.tokens for point in points if point.rows == point.tokens})
         self._fits = {

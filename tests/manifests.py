@@ -36,7 +36,7 @@ def trees_of(manifest: Manifest, name: str) -> tuple[TokenTree, ...]:
 
 def curve(manifest: Manifest, step: Price, propose: Price = lambda *_: 0.0, read: float = 0.0) -> CostCurve:
     """A made-up curve for a bundle."""
-    points = [graph.point for graph in manifest.target.graph.points]
+    points = manifest.target.graph.points
     widths = sorted({point.tokens for point in points if point.rows == point.tokens})
     cache = min(point.cache for point in points)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,10 +25,11 @@ class OnnxRuntimeGpu:
 
     Attributes:
         on_cpu: types of nodes it cannot place on the GPU.
-        refuse_capture: whether sessions that capture are refused.
         without_libraries: sessions silently run on the CPU, as where CUDA's libraries cannot be loaded.
         providers: the options of every session opened.
-        runs: how often any session ran.
+        opened: the names of the files that sessions were opened over.
+        runs: how often any session ran but in a replay.
+        failing: makes every run fail.
     """
 
     __version__ = real.__version__
@@ -36,9 +38,10 @@ class OnnxRuntimeGpu:
     def __init__(self, cuda: StandIn) -> None:
         self.cuda = cuda
         self.on_cpu: tuple[str, ...] = ()
-        self.refuse_capture = False
         self.without_libraries = False
         self.providers: list[dict[str, str]] = []
+        self.opened: list[str] = []
+        self.failing = False
         self.runs = 0
         self.SessionOptions = real.SessionOptions
 
@@ -51,8 +54,8 @@ class OnnxRuntimeGpu:
         (name, given), *others = providers
         assert name == CUDA and not others and Path(path).is_file()
         self.providers.append(given)
-        if self.refuse_capture and given["enable_cuda_graph"] == "1":
-            raise RuntimeError("this session cannot use the CUDA Graph feature")
+        self.opened.append(Path(path).name)
+        assert given["enable_cuda_graph"] == "0"
         options.intra_op_num_threads = 1
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
         session = real.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -75,7 +78,7 @@ class Session:
     def __init__(self, module: OnnxRuntimeGpu, session: Any, stream: int) -> None:
         self._module, self._session, self._stream = module, session, stream
         self.get_inputs, self.get_outputs = session.get_inputs, session.get_outputs
-        self._graphs: dict[str, Binding] = {}
+        self._threads: set[int] = set()
 
     def get_providers(self) -> list[str]:
         return ["CPUExecutionProvider"] if self._module.without_libraries else [CUDA, "CPUExecutionProvider"]
@@ -96,10 +99,10 @@ class Session:
 
     def run_with_iobinding(self, binding: Binding, options: Any) -> None:
         assert options.get_run_config_entry("disable_synchronize_execution_providers") == "1"
-        # What was captured under an id is replayed, whatever is bound: an id belongs to one binding.
-        known = self._graphs.setdefault(options.get_run_config_entry("gpu_graph_id"), binding)
-        assert known is binding, "a captured run would be replayed over other memory"
-        assert not self._module.cuda.capturing, "onnxruntime's runs cannot be captured from outside"
+        self._threads.add(threading.get_ident())
+        assert len(self._threads) == 1, "onnxruntime has handles and scratch memory of its own for every thread"
+        if self._module.failing:
+            raise RuntimeError("out of kernels")
         self._module.runs += 1
         self._module.cuda.give(self._stream, lambda: self._session.run_with_iobinding(binding.real), *binding.spans)
 

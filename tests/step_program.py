@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from specexport.contract.engines import BackendName, ProgramGraph
-from specexport.contract.reading import file_entry, read_manifest, write_manifest
+from specexport.contract.engines import ProgramGraph
+from specexport.contract.reading import read_manifest
+from specexport.exporter.engines.bundle import compile_bundle
+from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.engines.program import write_program
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
@@ -34,11 +34,9 @@ def program_of(folder: Path) -> tuple[ProgramGraph, ...]:
     return write_program(folder, manifest.methods, manifest.target.cache, manifest.lowering)
 
 
-def with_program(folder: Path, backend: BackendName) -> Path:
-    """Makes a bundle one that was built for a backend with a step program, as ``specexport build`` does."""
-    program, manifest = program_of(folder), read_manifest(folder)
-    files = (*manifest.files, *(file_entry(folder, graph.file) for graph in program))
-    write_manifest(folder, msgspec.structs.replace(manifest, backend=backend, program=program, files=files))
+def for_onnxruntime(folder: Path) -> Path:
+    """Makes a bundle one for onnxruntime-cuda that computes in fp32, as ``specexport compile`` does."""
+    compile_bundle(folder, EngineOptions("onnxruntime-cuda", compute="fp32"))
     return folder
 
 

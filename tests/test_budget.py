@@ -263,7 +263,7 @@ def test_tuning_keeps_the_curve_in_the_bundle(copy: Path, capsys: pytest.Capture
     (kept,) = after.costs
     assert kept.device == found["device"] == DEVICE
     assert {cost.batch for cost in kept.steps} == set(SIZES)
-    points = [graph.point for graph in after.target.graph.points]
+    points = after.target.graph.points
     assert {cost.tokens for cost in kept.steps} == {point.tokens for point in points if point.rows == point.tokens}
     (method,) = kept.methods
     assert method.read > 0

@@ -82,7 +82,7 @@ def test_every_graph_of_a_bundle_compiles(name: str, uncompiled: Bundles, tmp_pa
     (target,) = manifest.target.engines
     assert target.compute == "fp16"
     nodes = max(len(tree) for tree in manifest.methods[0].token_trees())
-    points = [graph.point for graph in manifest.target.graph.points if graph.point.batch == 1]
+    points = [point for point in manifest.target.graph.points if point.batch == 1]
     # Without a profile of one token, which would store the weights twice.
     assert _widths(target) == sorted({point.tokens for point in points} - {1}) and nodes in _widths(target)
     attentions = {
@@ -253,7 +253,7 @@ def _session(path: Path) -> ort.InferenceSession:
 
 
 def _feed(model: Model, manifest: Manifest, float16: bool) -> dict[str, np.ndarray]:
-    random, tokens, cache = np.random.default_rng(0), 5, model.graph.points[0].point.cache
+    random, tokens, cache = np.random.default_rng(0), 5, model.graph.points[0].cache
     feed: dict[str, np.ndarray] = {
         tensors.INPUT_IDS: random.integers(3, manifest.target.vocab_size, (1, tokens)),
         tensors.POSITION_IDS: 40 + np.arange(tokens)[None],
@@ -277,7 +277,7 @@ def test_what_is_compiled_computes_what_the_bundle_does(name: str, uncompiled: B
     manifest = read_manifest(folder)
     master = folder / manifest.target.graph.master
     source = master.with_name("step.fp16.onnx")
-    write_source(master, source, "fp16", 0, {"B": 1})
+    write_source(master, source, "fp16", 0, {"B": 1}, compiled=True)
     halved, whole = _session(source), _session(master)
     types = {value.name: value.type for value in (*halved.get_inputs(), *halved.get_outputs())}
     for value, kind in types.items():
@@ -311,8 +311,8 @@ def test_a_weight_beyond_half_precision_is_refused(tmp_path: Path) -> None:
     del torch
     master = folder / read_manifest(folder).target.graph.master
     with pytest.raises(BuildError, match=r"its largest weight, 7e\+04, does not fit float16"):
-        write_source(master, master.with_name("step.fp16.onnx"), "fp16", 0, {})
-    write_source(master, master.with_name("step.bf16.onnx"), "bf16", 0, {})
+        write_source(master, master.with_name("step.fp16.onnx"), "fp16", 0, {}, compiled=True)
+    write_source(master, master.with_name("step.bf16.onnx"), "bf16", 0, {}, compiled=True)
 
 
 def test_one_token_has_a_profile_where_asked_for(uncompiled: Bundles) -> None:

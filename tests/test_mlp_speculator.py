@@ -345,7 +345,7 @@ def test_its_engine_is_compiled(quantized: Path, tmp_path: Path) -> None:
     assert job.profiles == tuple(ShapePoint(slots, TREE.level_width, 0, 0, STAGES) for slots in (1, 2))
     master = folder / model.graph.master
     source = master.with_name("propose.fp16.onnx")
-    write_source(master, source, "fp16", job.drafts, job.fixed)
+    write_source(master, source, "fp16", job.drafts, job.fixed, compiled=True)
     graph = onnx.load(source, load_external_data=False).graph
     kinds = {one.name: one.data_type for one in graph.initializer}
     tables = [kinds[node.input[0]] for node in graph.node if node.op_type == "Gather" and node.input[0] in kinds]
@@ -383,12 +383,12 @@ def test_a_bundle_says_what_its_checkpoint_does(
 
 
 def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Callable[[str], Path]) -> None:
-    """One that is as deep as another and as wide as a third needs graphs of its own."""
+    """One that is as deep as another and as wide as a third needs shapes of its own."""
     out = copytree(bundle("qwen3-mlp"), tmp_path / "bundle")
-    before = {graph.point for graph in read_manifest(out).models["speculator"].graph.points}
+    before = set(read_manifest(out).models["speculator"].graph.points)
     wide = TokenTree.from_choices([*([rank] for rank in range(6)), *([rank, 0] for rank in range(6))])
     manifest = set_default_tree(out, "mlp_speculator", wide)
-    after = {graph.point for graph in manifest.models["speculator"].graph.points}
+    after = set(manifest.models["speculator"].graph.points)
     assert {(point.tokens, point.drafts) for point in after - before} >= {(6, 2), (6, 3)}
     with Engine.load(out, threads=1) as engine:
         plain = engine.generate([5, 9, 17], GREEDY, PLAIN)

@@ -189,7 +189,7 @@ def test_a_bundle_made_for_its_trees_is_refused_before_anything_is_measured(
             "version": "1.7.1.116",
             "compute_capabilities": ["8.6"],
             "compute": "fp16",
-            "profiles": [target["graph"]["points"][0]["point"]],
+            "profiles": [target["graph"]["points"][0]],
         }
         target["engines"] = [engine]
         document["backend"] = "tensorrt-rtx"

@@ -99,7 +99,7 @@ def _measure(bundle: Bundle, backend: Backend, seconds: float, progress: Progres
     proposers = {name: open_proposer(method, opening) for name, method in methods.items()}
     widths_to_run = backend.widths(target)
     program = HostProgram(manifest, target, {_FIXED: Speculation(Method(), _Fixed())}, widths_to_run)
-    points = [graph.point for graph in manifest.target.graph.points]
+    points = manifest.target.graph.points
     widths = sorted({point.tokens for point in points if point.rows == point.tokens})
     caches = sorted({point.cache for point in points})
     measured = sorted({caches[0], max(size for size in caches if size <= max(caches[0], LARGEST_CACHE))})

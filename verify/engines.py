@@ -28,7 +28,8 @@ from specexport.exporter.engines.compiler import Library, load_library
 from specexport.exporter.quality import relative_rms
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
-from specexport.runtime.cuda.trt import check_version, choose, load_engine
+from specexport.runtime.cuda.library import choose
+from specexport.runtime.cuda.trt import check_version, load_engine
 from specexport.verify.feeds import CACHE_TYPES, FIRST_CHOICES, Call, Feed
 
 LIMITS: dict[ComputedIn, float] = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 0.2}

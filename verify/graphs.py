@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import onnx
 from onnx import TensorProto
 
-from specexport.contract import tensors
 from specexport.contract.errors import BundleError
 from specexport.contract.model import OPSETS
-from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import Dim, Signature, caches, returned
 from specexport.runtime.bundle import Bundle
 
@@ -21,15 +19,15 @@ Shapes = dict[str, tuple[str, tuple[Dim, ...]]]
 
 
 def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
-    """Checks every graph of a bundle: the masters and those of all shape points.
+    """Checks every graph of a bundle: the masters, and those that onnxruntime-cuda opens in their place.
 
     Returns:
         How many graphs there are.
 
     Raises:
         BundleError: names the first graph that is not valid ONNX, is not of its lowering's opset, uses an operator
-            outside the standard, has other inputs, outputs or shapes than ``contract.tensors`` and its shape point say,
-            or weights elsewhere.
+            outside the standard, has other inputs, outputs or shapes than ``contract.tensors`` says, or weights
+            elsewhere.
     """
     manifest = bundle.manifest
     lowering = manifest.lowering
@@ -37,19 +35,26 @@ def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
     described += [
         (model, method.signatures[role]) for method in manifest.methods for role, model in method.models.items()
     ]
-    work = []
-    for model, signature in described:
-        given = signature.inputs | caches(model)
+    sources = [(engine, m) for m, _ in described for engine in m.engines if engine.file == engine.source]
+    count = len(described) + len(sources)
+    for done, (model, signature) in enumerate(described, start=1):
+        path = bundle.file(model.graph.master)
+        graph = _check_graph(path, OPSETS[lowering], [bundle.file(model.weights)])
+        _check_interface(path, _shapes(signature.inputs | caches(model)), "input", graph.input)
         made = signature.outputs | returned(model, lowering, signature.fed)
-        for file, point in [(model.graph.master, None), *((at.file, at.point) for at in model.graph.points)]:
-            work.append((bundle.file(file), bundle.file(model.weights), _at(given, point), _at(made, point)))
-    for done, (path, weights, inputs, outputs) in enumerate(work, start=1):
-        _check_graph(path, OPSETS[lowering], weights, inputs, outputs)
-        progress(done, len(work))
-    return len(work)
+        _check_interface(path, _shapes(made), "output", graph.output)
+        progress(done, count)
+    for done, (engine, model) in enumerate(sources, start=len(described) + 1):
+        path = bundle.file(engine.file)
+        weights = [bundle.file(model.weights)]
+        if (converted := path.with_suffix(".bin")).is_file():
+            weights.append(converted)
+        _check_graph(path, OPSETS[lowering], weights)
+        progress(done, count)
+    return count
 
 
-def _check_graph(path: Path, opset: int, weights: Path, inputs: Shapes, outputs: Shapes) -> None:
+def _check_graph(path: Path, opset: int, weights: Sequence[Path]) -> onnx.GraphProto:
     try:
         # By path, so that the weights file is looked for where the graph says.
         onnx.checker.check_model(str(path), full_check=True)
@@ -64,19 +69,24 @@ def _check_graph(path: Path, opset: int, weights: Path, inputs: Shapes, outputs:
     )
     if foreign or model.functions:
         raise BundleError(f"{path}: operators outside the ONNX standard: {', '.join(foreign) or 'local functions'}")
-    for kind, values, expected in (("input", model.graph.input, inputs), ("output", model.graph.output, outputs)):
-        found = {value.name: _signature(value) for value in values}
-        for name in sorted(found.keys() | expected.keys()):
-            if found.get(name) != expected.get(name):
-                raise BundleError(
-                    f"{path}: {kind} {name} is {_words(found.get(name))}, expected {_words(expected.get(name))}"
-                )
-    size = weights.stat().st_size
+    sizes = {file.name: file.stat().st_size for file in weights}
     for tensor in _initializers(model.graph):
         if tensor.data_location == TensorProto.EXTERNAL:
             entry = {item.key: item.value for item in tensor.external_data}
-            if entry["location"] != weights.name or int(entry.get("offset", 0)) + int(entry.get("length", 0)) > size:
-                raise BundleError(f"{path}: weight {tensor.name} is not inside {weights.name}; build the bundle again")
+            end = int(entry.get("offset", 0)) + int(entry.get("length", 0))
+            if end > sizes.get(entry["location"], -1):
+                inside = " or ".join(sizes)
+                raise BundleError(f"{path}: weight {tensor.name} is not inside {inside}; build the bundle again")
+    return model.graph
+
+
+def _check_interface(path: Path, expected: Shapes, kind: str, values: Iterable[onnx.ValueInfoProto]) -> None:
+    found = {value.name: _signature(value) for value in values}
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            raise BundleError(
+                f"{path}: {kind} {name} is {_words(found.get(name))}, expected {_words(expected.get(name))}"
+            )
 
 
 def _subgraphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
@@ -103,12 +113,5 @@ def _words(signature: tuple[str, tuple[Dim, ...]] | None) -> str:
     return "absent" if signature is None else f"{signature[0]}[{', '.join(map(str, signature[1]))}]"
 
 
-def _at(signature: Signature, point: ShapePoint | None) -> Shapes:
-    """A signature at a shape point; a draft's number of passes is then part of the graph, and no input."""
-    if point is None:
-        return {name: (spec.dtype, spec.dims) for name, spec in signature.items()}
-    return {
-        name: (spec.dtype, spec.shape(point))
-        for name, spec in signature.items()
-        if name != tensors.NUM_DRAFT_TOKENS and (not spec.stage or spec.stage < point.drafts)
-    }
+def _shapes(signature: Signature) -> Shapes:
+    return {name: (spec.dtype, spec.dims) for name, spec in signature.items()}

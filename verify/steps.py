@@ -105,7 +105,7 @@ def open_step(bundle: Bundle, calls: Sequence[StepCall]) -> StepSession:
     """The step graph, with a cache that has room for these calls."""
     model = bundle.manifest.target
     needed = max(len(call.committed) + len(call.tokens) for call in calls)
-    rows = min(at.point.cache for at in model.graph.points if at.point.cache >= needed)
+    rows = min(point.cache for point in model.graph.points if point.cache >= needed)
     # What was never written must never be read: it would show at once.
     return StepSession(bundle.file(model.graph.master), bundle.manifest.lowering, model, rows, 1e6)
 

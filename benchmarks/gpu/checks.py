@@ -98,7 +98,7 @@ def parity(folder: Path, backend: str, compute: ComputedIn, texts: Sequence[str]
 
 def widths(engine: Engine) -> list[int]:
     """T of the steps that give logits of all their tokens, but for plain ones; ascending."""
-    points = (graph.point for graph in engine.manifest.target.graph.points)
+    points = engine.manifest.target.graph.points
     return sorted({point.tokens for point in points if point.rows == point.tokens > 1})
 
 

@@ -219,7 +219,7 @@ def with_trees(method: M, trees: tuple[TokenTree, ...]) -> M:
 
 def verified_widths(target: Model) -> set[int]:
     """T of the steps in which a target says what comes after every token."""
-    return {graph.point.tokens for graph in target.graph.points if graph.point.rows == graph.point.tokens}
+    return {point.tokens for point in target.graph.points if point.rows == point.tokens}
 
 
 def not_a_chain(tree: TokenTree) -> str | None:

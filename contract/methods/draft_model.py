@@ -57,7 +57,7 @@ class ChainDraft(RankedMethod, frozen=True, kw_only=True):
         return super().validate_tree(tree) or (None if tree.has_spine else spine)
 
     def drafted_lengths(self) -> frozenset[int] | None:
-        return frozenset(graph.point.drafts for graph in self.draft.graph.points) if self.draft is not None else None
+        return frozenset(point.drafts for point in self.draft.graph.points) if self.draft is not None else None
 
 
 class DraftModel(ChainDraft, frozen=True, kw_only=True, tag="draft_model"):

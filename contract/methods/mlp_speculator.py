@@ -91,7 +91,7 @@ class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator
         """See :class:`Method`: the stages run at the sizes that the trees need."""
         if self.draft is None:
             return None
-        trees, points = self.token_trees(), [graph.point for graph in self.draft.graph.points]
+        trees, points = self.token_trees(), self.draft.graph.points
         deepest, widest = max(tree.depth for tree in trees), max(tree.level_width for tree in trees)
         if any(point.drafts >= deepest and point.tokens >= widest for point in points):
             return None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import onnx
 
-from specexport.contract.engines import Commit, CompiledEngine, ComputedIn, EngineRuntime, ProgramGraph
+from specexport.contract.engines import COMPILERS, Commit, CompiledEngine, ComputedIn, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model, StoredAs
@@ -58,14 +60,14 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
 def compile_graphs(folder: Path, manifest: Manifest, options: EngineOptions, report: Progress) -> CompileReport:
     """As :func:`compile_bundle`, for a bundle that this process writes or changes already."""
     check_files(folder, manifest, hashes=False)
-    if manifest.target.embedding_size is not None:
+    if manifest.target.embedding_size is not None and options.runtime in COMPILERS:
         raise BuildError(
             f"{folder}: was built with --inputs-embeds, and engines read tokens alone; build it without to compile it"
         )
     check_batches(options.batch_sizes, manifest.batch_sizes)
-    library = load_library(options.runtime)
+    library = load_library(options.runtime) if options.runtime in COMPILERS else None
     listed = {entry.path for entry in manifest.files}
-    capabilities = tuple(map(dotted, _capabilities(library, options, _stored(manifest))))
+    capabilities = tuple(map(dotted, _capabilities(library, options, _stored(manifest)))) if library else ()
     compiler = _Compiler(folder, listed, options, library, capabilities, report)
     models = {role: compiler.model(model, manifest) for role, model in manifest.models.items()}
     graphs = manifest.program or _traced_program(folder, manifest)
@@ -79,17 +81,19 @@ def compile_graphs(folder: Path, manifest: Manifest, options: EngineOptions, rep
     )
     new = _listed(folder, manifest, new)
     exchange_manifest(folder, new)
-    return CompileReport(tuple(compiler.reports), library.runtime, library.version, capabilities)
+    return CompileReport(tuple(compiler.reports), options.runtime, library.version if library else "", capabilities)
 
 
 @dataclass
 class _Compiler:
-    """Compiles the graphs of one bundle; ``listed`` are the files that its manifest names."""
+    """Compiles the graphs of one bundle, or rewrites them where ``library`` is None; ``listed`` are the files that its
+    manifest names.
+    """
 
     folder: Path
     listed: set[str]
     options: EngineOptions
-    library: Library
+    library: Library | None
     capabilities: tuple[str, ...]
     progress: Progress
     reports: list[EngineReport] = field(default_factory=list)
@@ -98,7 +102,9 @@ class _Compiler:
         """The model with its engines."""
         compute = self.options.compute or default_compute(model.precision.weights)
         made = []
-        for job in model_jobs(model, manifest, self.options.batch_sizes, plain=self.options.plain):
+        # What is not compiled stores nothing twice for one token at a time.
+        plain = self.options.plain or self.library is None
+        for job in model_jobs(model, manifest, self._batches(manifest), plain=plain):
             source = self._source(model.graph.master, compute, job, model.engines)
             made.append(self._engine(source, job, compute))
         return msgspec.structs.replace(model, engines=(*self._kept(model.engines), *made))
@@ -108,7 +114,7 @@ class _Compiler:
         of_cache = isinstance(graph, Commit)
         compute = self.options.compute or default_compute(manifest.target.precision.weights) if of_cache else "fp32"
         made = []
-        for job in program_jobs(graph, manifest, self.options.batch_sizes):
+        for job in program_jobs(graph, manifest, self._batches(manifest)):
             source = self._source(graph.file, compute, job, graph.engines) if of_cache else self.folder / graph.file
             made.append(self._engine(source, job, compute))
         return msgspec.structs.replace(graph, engines=(*self._kept(graph.engines), *made))
@@ -117,13 +123,19 @@ class _Compiler:
         """The graph to compile: as another engine's, or written."""
         drafts = f".k{job.drafts}" if job.drafts else ""
         slots = ".slots" if job.several else ""  # B is symbolic there
-        path = (self.folder / master).with_name(f"{Path(master).stem}{drafts}{slots}.{compute}.onnx")
+        kind = "" if self.library else ".cuda"
+        path = (self.folder / master).with_name(f"{Path(master).stem}{drafts}{slots}{kind}.{compute}.onnx")
         if any(self.folder / engine.source == path for engine in engines):
             return path
         self.progress(f"writing {path.parent.name}/{path.name}", 0, 1)
-        write_source(self.folder / master, path, compute, job.drafts, job.fixed)
+        compiled = self.library is not None
+        write_source(self.folder / master, path, compute, job.drafts, job.fixed, compiled=compiled)
         self.progress(f"writing {path.parent.name}/{path.name}", 1, 1)
         return path
+
+    def _batches(self, manifest: Manifest) -> tuple[int, ...]:
+        """What is not compiled runs any number of slots."""
+        return self.options.batch_sizes if self.library else manifest.batch_sizes
 
     def _kept(self, engines: tuple[CompiledEngine, ...]) -> tuple[CompiledEngine, ...]:
         """Engines of other libraries and devices."""
@@ -131,6 +143,8 @@ class _Compiler:
         return tuple(engine for engine in engines if (engine.runtime, engine.compute_capabilities) != mine)
 
     def _engine(self, source: Path, job: Job, compute: ComputedIn) -> CompiledEngine:
+        if self.library is None:
+            return self._rewritten(source, job, compute)
         devices = "-".join(f"sm{one.replace('.', '')}" for one in self.capabilities)
         output = self._free(source.with_name(f"{source.stem}.{self.options.runtime}.{devices}.engine"))
         name = f"compiling {source.parent.name}/{source.stem}"
@@ -144,6 +158,24 @@ class _Compiler:
             runtime=self.options.runtime,
             version=self.library.version,
             compute_capabilities=self.capabilities,
+            compute=compute,
+            profiles=job.profiles,
+        )
+
+    def _rewritten(self, source: Path, job: Job, compute: ComputedIn) -> CompiledEngine:
+        """The source as onnxruntime opens it."""
+        start = time.monotonic()
+        nodes = onnx.load(source, load_external_data=False).graph.node
+        attentions = sum(node.op_type == "Attention" for node in nodes)
+        size, seconds = source.stat().st_size, time.monotonic() - start
+        self.reports.append(EngineReport(source.name, len(job.profiles), len(nodes), attentions, None, size, seconds))
+        file = source.relative_to(self.folder).as_posix()
+        return CompiledEngine(
+            file=file,
+            source=file,
+            runtime=self.options.runtime,
+            version="",
+            compute_capabilities=(),
             compute=compute,
             profiles=job.profiles,
         )

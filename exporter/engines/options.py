@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from specexport.contract.engines import ENGINE_RUNTIMES, ComputedIn, EngineRuntime
+from specexport.contract.engines import COMPILERS, ENGINE_RUNTIMES, ComputedIn, EngineRuntime
 from specexport.contract.errors import BuildError
 
 COMPUTE: tuple[ComputedIn, ...] = ("fp32", "fp16", "bf16")
@@ -20,7 +20,7 @@ class EngineOptions:
     """How to compile a bundle's graphs.
 
     Attributes:
-        runtime: the library that compiles them, and will run them.
+        runtime: the library that will run them, and compiles them unless it runs ONNX graphs.
         compute: what activations and the KV cache are; None for fp32 where weights are fp32, bf16 where they are bf16,
             and fp16 elsewhere.
         capabilities: devices to compile for, as ``(major, minor)``. None given: every one that TensorRT-RTX knows from
@@ -43,6 +43,12 @@ class EngineOptions:
             raise BuildError(f"backend is {self.runtime!r}; expected one of {known} to compile for")
         if self.compute not in (None, *COMPUTE):
             raise BuildError(f"compute is {self.compute!r}; expected one of {', '.join(COMPUTE)}")
+        if self.runtime not in COMPILERS and (self.capabilities or self.batch_sizes != (1,) or self.plain):
+            raise BuildError(
+                f"backend is {self.runtime}, whose graphs run on any device, any number of requests and one token at a "
+                "time; compute capabilities, engine_batch_sizes and a plain profile are for "
+                f"{' and '.join(COMPILERS)}: leave them out"
+            )
         if not self.batch_sizes or any(size < 1 for size in self.batch_sizes):
             raise BuildError(f"engine_batch_sizes are {list(self.batch_sizes)}; expected at least one, each 1 or more")
 

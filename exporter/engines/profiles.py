@@ -54,10 +54,9 @@ def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plai
     With ``plain`` it also runs one token at a time, where more can be run too.
     """
     chunk = manifest.prefill_chunk
-    points = [graph.point for graph in model.graph.points]
     if not model.cache:
-        return [Job(tuple(point for point in uncached_points(points) if point.batch in batches))]
-    points = [p for p in points if p.batch in batches or (p.batch, p.tokens, p.rows) == (1, chunk, 1)]
+        return [Job(tuple(point for point in uncached_points(model.graph.points) if point.batch in batches))]
+    points = [p for p in model.graph.points if p.batch in batches or (p.batch, p.tokens, p.rows) == (1, chunk, 1)]
     caches = engine_caches(sorted({point.cache for point in points}), manifest.lowering)
     points = sorted(point for point in points if point.cache in caches)
     if not any(point.drafts for point in points):
@@ -86,7 +85,7 @@ def engine_caches(sizes: list[int], lowering: LoweredAs) -> list[int]:
 
 def program_jobs(graph: ProgramGraph, manifest: Manifest, batches: Sequence[int]) -> list[Job]:
     """The engines of a graph of the step program: one, for every tree and batch size that needs it."""
-    caches = sorted({point.point.cache for point in manifest.target.graph.points})
+    caches = sorted({point.cache for point in manifest.target.graph.points})
     cache = engine_caches(caches, manifest.lowering)[-1]
     points = sorted(point for batch in batches for point in program_points(graph, manifest, batch, cache))
     return [Job(tuple(points), manifest.target.vocab_size)] if points else []

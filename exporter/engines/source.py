@@ -1,4 +1,4 @@
-"""The ONNX graph an engine is compiled from: a master with its types and dimensions decided."""
+"""The ONNX graph that a device runs, or that an engine for it is compiled from: a master with its types decided."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from specexport.contract.engines import ComputedIn
 from specexport.exporter.passes.compute_type import compute_in
 from specexport.exporter.passes.flatten_products import flatten_products
 from specexport.exporter.passes.lookup_tables import restore_tables
-from specexport.exporter.static import fix, fix_drafts
+from specexport.exporter.passes.one_token import fix_drafts
 from specexport.exporter.weights import INLINE_BYTES, WeightsFile
 
 _NARROW: dict[ComputedIn, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
 
-def write_source(master: Path, output: Path, compute: ComputedIn, drafts: int, sizes: dict[str, int]) -> None:
-    """Writes the graph that is compiled, and beside it the weights that had to be converted.
+def write_source(
+    master: Path, output: Path, compute: ComputedIn, drafts: int, sizes: dict[str, int], *, compiled: bool
+) -> None:
+    """Writes the graph, and beside it the weights that had to be converted.
 
     Weights that stay as they are stay in the master's weights file.
 
@@ -28,9 +30,10 @@ def write_source(master: Path, output: Path, compute: ComputedIn, drafts: int, s
         master: a step or propose graph.
         output: in its folder.
         compute: what activations and the KV cache are to be.
-        drafts: draft tokens of a propose graph, whose loop is unrolled, or its stages; 0 for a step graph.
-        sizes: the symbolic dimensions that are the same in every profile. Without B, several slots may run, and
-            products see the tokens of all of them as rows.
+        drafts: draft tokens of a propose graph, one, or its stages; 0 for a step graph.
+        sizes: the symbolic dimensions that are the same in every profile. Without B, several slots may run.
+        compiled: whether TensorRT compiles it: then tables that rows are looked up in are not quantized, and products
+            see the tokens of several slots as rows.
 
     Raises:
         BuildError: a weight does not fit ``compute``.
@@ -48,13 +51,22 @@ def write_source(master: Path, output: Path, compute: ComputedIn, drafts: int, s
                 return ir.tensor(array, dtype, name=name)
             return file.write(name, dtype, array.shape, iter([array.view(np.uint16)]))  # NumPy knows no bfloat16
 
-        restore_tables(model.graph, store)
-        if "B" not in sizes:
+        if compiled:
+            restore_tables(model.graph, store)
+        if compiled and "B" not in sizes:
             flatten_products(model.graph)
         if compute in _NARROW:
             compute_in(model, _NARROW[compute], caches, store)
-    fix(model.graph, sizes)
+    _fix(model.graph, sizes)
     model.graph.name = output.stem
     ir.save(model, output)
     if not converted.stat().st_size:
         converted.unlink()
+
+
+def _fix(graph: ir.Graph, sizes: dict[str, int]) -> None:
+    """Gives symbolic dimensions of a graph's inputs and outputs their sizes; those not named stay symbolic."""
+    for value in (*graph.inputs, *graph.outputs):
+        if value.shape is not None:
+            dims = [dim if isinstance(dim, int) else sizes.get(str(dim.value), dim) for dim in value.shape]
+            value.shape = ir.Shape(dims)

@@ -49,7 +49,7 @@ class MedusaDraftExporter(MethodExporter[MedusaDraft]):
     def points(self, method: MedusaDraft, plan: BuildPlan) -> tuple[ShapePoint, ...]:
         """See :class:`MethodExporter`; the draft sees all that a step can commit."""
         steps = [(batch, method.draft_width, 1, 0) for batch in plan.batches]
-        return plan.pinned([*steps, (1, PREFILL_CHUNK, 1, 0)])
+        return plan.at_caches([*steps, (1, PREFILL_CHUNK, 1, 0)])
 
     def export(self, method: MedusaDraft, build: Build) -> MedusaDraft:
         draft = load_draft(method.model, build)

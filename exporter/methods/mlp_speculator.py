@@ -92,7 +92,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculator]):
         """See :class:`MethodExporter`: every depth of its trees at every width of their levels; there is no cache."""
         widths = sorted({1, *(tree.level_width for tree in method.token_trees())})
         shapes = itertools.product(plan.depths(method), widths, plan.batches)
-        return plan.pinned([(batch, width, 0, depth) for depth, width, batch in shapes], (0,))
+        return plan.at_caches([(batch, width, 0, depth) for depth, width, batch in shapes], (0,))
 
     def export(self, method: MlpSpeculator, build: Build) -> MlpSpeculator:
         build.progress("loading the speculator", 0, 1)

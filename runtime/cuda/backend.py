@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
 
+from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
 from specexport.runtime.bundle import Bundle
@@ -22,8 +22,6 @@ from specexport.runtime.program import Speculation, StepProgram
 from specexport.runtime.step import HostProgram
 from specexport.runtime.widths import BuiltWidths, Exactness, Widths
 
-Runtime = Literal["onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
-
 
 class CudaBackend:
     """Runs a bundle on the first GPU that CUDA shows; see :class:`~specexport.runtime.backend.Backend`.
@@ -37,10 +35,11 @@ class CudaBackend:
         BackendError: a package, a driver or a device is missing.
     """
 
-    def __init__(self, bundle: Bundle, runtime: Runtime, utilization: float) -> None:
+    def __init__(self, bundle: Bundle, runtime: EngineRuntime, utilization: float) -> None:
         self._bundle = bundle
         self._shared = Device.share(Cuda.load(), utilization)
         self.cuda, self.stream = self._shared.cuda, self._shared.stream
+        self._run = self._shared.thread.run
         self._library = (
             OnnxRuntimeLibrary(bundle, self._shared)
             if runtime == "onnxruntime-cuda"
@@ -83,12 +82,16 @@ class CudaBackend:
             )
         manifest = self._bundle.manifest
         role = next(role for role, known in manifest.models.items() if known is model)
-        executor = self._library.model(model)
-        try:
-            graph = DeviceGraph(self._shared, model, manifest.lowering, buffers, executor, slots, role)
-        except BaseException:
-            executor.close()
-            raise
+
+        def opened() -> DeviceGraph:
+            executor = self._library.model(model)
+            try:
+                return DeviceGraph(self._shared, model, manifest.lowering, buffers, executor, slots, role)
+            except BaseException:
+                executor.close()
+                raise
+
+        graph = self._run(opened)
         self.graphs.append(graph)
         return graph
 
@@ -103,8 +106,11 @@ class CudaBackend:
 
     def program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> StepProgram:
         """See :class:`~specexport.runtime.backend.Backend`; on the device where the library runs its graphs."""
+        return self._run(lambda: self._program(target, speculations, widths))
+
+    def _program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> StepProgram:
         manifest = self._bundle.manifest
-        graphs = self._library.program(target.sizes[-1])
+        graphs = self._library.program()
         host = HostProgram(manifest, target, speculations, widths, self.execution)
         if not graphs or not isinstance(target, DeviceGraph):
             return host
@@ -125,6 +131,10 @@ class CudaBackend:
             self._steps.watch(around)
 
     def close(self) -> None:
+        self._run(self._close)
+        self._shared.thread.close()
+
+    def _close(self) -> None:
         if self._steps is not None:
             self._steps.close()
             self._steps = None

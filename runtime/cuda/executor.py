@@ -1,4 +1,4 @@
-"""What runs graphs on a device, asked of onnxruntime and TensorRT alike."""
+"""What runs graphs on a device, asked of onnxruntime and TensorRT alike, always by one thread."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
+from specexport.contract.engines import ComputedIn
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.cuda.memory import Region, Tensor
 
 Execution = Literal["host", "plain", "graph per engine", "graph per step"]
 """How work reaches the device: there is none; call by call; one captured graph an engine; one captured graph a step."""
 _WORST_FIRST: tuple[Execution, ...] = get_args(Execution)
+CACHE_TYPES: dict[ComputedIn, np.dtype[Any]] = {
+    "fp32": np.dtype(np.float32),
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(np.uint16),  # two bytes, which nobody here looks into
+}
+"""What an element of the KV cache is."""
 Enqueue = Callable[[], None]
 """Gives one run of a graph to the stream, over the addresses it was prepared with."""
 
@@ -36,18 +43,6 @@ class Executor(Protocol):
     @property
     def workspace(self) -> int:
         """Bytes of scratch memory it wants to be given; 0 where its library takes its own."""
-
-    @property
-    def capturable(self) -> bool:
-        """Whether its runs may be recorded into a CUDA graph of ours; otherwise it may capture by itself."""
-
-    @property
-    def execution(self) -> Execution:
-        """How it gives its runs to the device when nobody records them."""
-
-    @property
-    def fallback(self) -> str:
-        """Why it does not do better than :attr:`execution`, where it could; else empty."""
 
     def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
         """Makes a shape point ready to run.

@@ -40,8 +40,8 @@ class Width:
 class DeviceGraph(Graph):
     """A graph over device memory that is planned and taken when it is opened; see ``runtime.graph.Graph``.
 
-    A run is: inputs to the device, the graph, outputs back, wait. Where the executor lets it, the first three are one
-    captured CUDA graph a shape point, captured when the model is opened. Nothing is allocated afterwards. A draft whose
+    A run is: inputs to the device, the graph, outputs back, wait. The first three are one captured CUDA graph a shape
+    point, captured when the model is opened. Nothing is allocated afterwards. A draft whose
     engine drafts one token a call is called for each (``runtime.cuda.repeat``); lowered portably its rows are copied
     into the cache between the calls, so that there each call is captured.
 
@@ -73,7 +73,7 @@ class DeviceGraph(Graph):
             raise BackendError(f"the {role} was not compiled for {slots} slots; compile it with that batch size")
         together = {_batched(point)[1:] for point in built}
         built |= {point for point in executor.points if point.batch == 1 and _batched(point)[1:] not in together}
-        self._repeated = repeated_points([graph.point for graph in model.graph.points], built)
+        self._repeated = repeated_points(model.graph.points, built)
         super().__init__(built | self._repeated, slots)
         self.sizes = (slots,)
         self.in_place = lowering == "native"
@@ -101,10 +101,9 @@ class DeviceGraph(Graph):
             for key, (inputs, outputs) in layouts.items()
         }
         pieces = [piece for point in sorted(self._points) for piece in self._ready(point)]
-        self.execution: Execution = executor.execution
-        self.fallback = executor.fallback
-        if executor.capturable:
-            self._capture(pieces)
+        self.execution: Execution = "plain"
+        self.fallback = ""
+        self._capture(pieces)
 
     @property
     def self_contained(self) -> bool:
@@ -215,7 +214,7 @@ class DeviceGraph(Graph):
         return BufferLayout(inputs | pasts), BufferLayout(outputs)
 
     def _ready(self, point: ShapePoint) -> list[_Piece]:
-        """Prepares a point and runs it once, so that libraries have set themselves up before anything is captured."""
+        """Prepares a point and warms it up, so that libraries have set themselves up before anything is captured."""
         width = self._widths[_batched(point)]
         pieces: list[_Piece] = []
         for slots in (range(first, first + point.batch) for first in range(0, self._slots, point.batch)):
@@ -225,8 +224,7 @@ class DeviceGraph(Graph):
             else:
                 enqueue = self._prepare(point, slots, width.inputs.device | width.outputs.device)
             run = functools.partial(self._whole, width, enqueue)
-            run()
-            self._device.stream.synchronize()
+            self._device.warm_up(run)
             place = (point.cache, slots.start)
             width.enqueues[place], width.launches[place] = enqueue, run
             if calls and not self.in_place:
@@ -260,6 +258,7 @@ class DeviceGraph(Graph):
         captured = self._device.stream.capture_all([enqueue for enqueue, _ in pieces])
         if isinstance(captured, BackendError):
             self.fallback = str(captured)
+            self.watch(self._device.thread.run)
             return
         self._captured = captured
         for (_, replace), graph in zip(pieces, captured, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from specexport.runtime.cuda.api import Cuda, OutOfDeviceMemoryError
 from specexport.runtime.cuda.stream import CudaStream
+from specexport.runtime.cuda.thread import DeviceThread
 from specexport.runtime.graph import Array
 
 ALIGNMENT = 256
@@ -57,17 +58,26 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class Device:
-    """What everything that a bundle loads on a GPU shares: its calls, the stream that does all work, and the memory."""
+    """What everything that a bundle loads on a GPU shares.
+
+    Its calls, the stream that does all work, how much memory may be taken, and the thread that calls libraries.
+    """
 
     cuda: Cuda
     stream: CudaStream
     budget: MemoryBudget
+    thread: DeviceThread
 
     @classmethod
     def share(cls, cuda: Cuda, utilization: float) -> Device:
-        """A device with a new stream, and this part of all its memory."""
-        budget = MemoryBudget(cuda, utilization)
-        return cls(cuda, CudaStream(cuda), budget)
+        """A device with a new stream and thread, and this part of all its memory."""
+        return cls(cuda, CudaStream(cuda), MemoryBudget(cuda, utilization), DeviceThread())
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Runs what will be captured, twice: onnxruntime learns in the first what scratch memory the second takes."""
+        for _ in range(2):
+            run()
+            self.stream.synchronize()
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
         """As :meth:`Cuda.copy`, in the stream's order."""

@@ -12,14 +12,13 @@ from specexport.contract import tensors
 from specexport.contract.engines import Commit, ProgramGraph
 from specexport.contract.errors import BackendError
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.cuda.executor import Enqueue, Execution, worst
+from specexport.runtime.cuda.executor import Enqueue, Execution
 from specexport.runtime.cuda.graph import DeviceGraph, Width
 from specexport.runtime.cuda.memory import BufferLayout, Device, MemoryPlan, Staged, Tensor
 from specexport.runtime.cuda.step_variants import READ_BACK, Drafting, ProgramGraphs, StepVariant, graphs_of
 from specexport.runtime.cuda.stream import Captured
 
 _ID = np.dtype(np.int64).itemsize
-_CAPTURES_BY_ITSELF = "onnxruntime captures its own runs, and what it captured cannot be part of a larger graph"
 
 
 @dataclass
@@ -50,9 +49,8 @@ class Steps:
     """The steps that a bundle can take on the device, each of all slots.
 
     Each is given to the stream as a whole: nothing is waited for until what was accepted is read back. They are
-    captured when a bundle is loaded, one CUDA graph a step, else one an engine; graphs of a library that captures by
-    itself are given one after another, with the copies between them. Every address in them stays valid until they are
-    closed: caches, inputs and outputs are taken once and never move.
+    captured when a bundle is loaded, one CUDA graph a step, else one an engine. Every address in them stays valid until
+    they are closed: caches, inputs and outputs are taken once and never move.
 
     Attributes:
         execution: how they reach the device.
@@ -90,13 +88,11 @@ class Steps:
             plan.add("filled", filled.nbytes)
         self._memory = plan.allocate(device, "the step program's buffers")
         self._steps = {variant: self._bound(variant, *layout) for variant, layout in layouts.items()}
-        drafts = [variant.drafting.graph for variant in variants if variant.drafting is not None]
-        self.execution = worst([*(e.execution for e in executors), *(g.execution for g in (target, *drafts))])
-        self.fallback = next((executor.fallback for executor in executors if executor.fallback), "")
-        if not all(executor.capturable for executor in executors):
-            self.fallback = self.fallback or _CAPTURES_BY_ITSELF
-        elif not self._capture("graph per step", lambda parts: [_together(parts)]):
-            self._capture("graph per engine", lambda parts: parts)
+        self.execution: Execution = "plain"
+        self.fallback = ""
+        whole = self._capture("graph per step", lambda parts: [_together(parts)])
+        if not whole and not self._capture("graph per engine", lambda parts: parts):
+            self.watch(device.thread.run)
 
     def __getitem__(self, variant: StepVariant) -> DeviceStep:
         return self._steps[variant]
@@ -125,7 +121,7 @@ class Steps:
     def _bound(
         self, variant: StepVariant, inputs: BufferLayout, outputs: BufferLayout, filled: BufferLayout
     ) -> DeviceStep:
-        """A step with its graphs prepared, run once, so that libraries have set themselves up before it is captured."""
+        """A step with its graphs prepared and warmed up, as it is captured next."""
         kept = ((inputs, "inputs"), (outputs, "outputs"))
         given, made = (Staged(self._device, layout, self._memory[name]) for layout, name in kept)
         step = DeviceStep(given, made)
@@ -145,8 +141,7 @@ class Steps:
             groups[-1] = [*groups[-1], functools.partial(self._read_back, step, verify)]
             step.commits = bool(commit)
             step.parts[cache] = step.launches[cache] = [_together(group) for group in groups]
-            step.launch(cache)
-            self._device.stream.synchronize()
+            self._device.warm_up(functools.partial(step.launch, cache))
         return step
 
     def _propose(

@@ -7,23 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from specexport.contract.engines import CompiledEngine, ComputedIn, EngineRuntime, ProgramGraph
+from specexport.contract.engines import CompiledEngine, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.bundle import Bundle
-from specexport.runtime.cuda.api import CudaDevice
-from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
-from specexport.runtime.cuda.memory import Device, Region, Tensor
+from specexport.runtime.cuda.executor import CACHE_TYPES, Enqueue
+from specexport.runtime.cuda.library import Library
+from specexport.runtime.cuda.memory import Region, Tensor
 from specexport.runtime.cuda.stream import CudaStream
-
-_CACHE: dict[ComputedIn, np.dtype[Any]] = {
-    "fp32": np.dtype(np.float32),
-    "fp16": np.dtype(np.float16),
-    "bf16": np.dtype(np.uint16),  # two bytes, which nobody here looks into
-}
 
 
 def import_tensorrt(runtime: EngineRuntime) -> Any:
@@ -39,28 +30,6 @@ def import_tensorrt(runtime: EngineRuntime) -> Any:
             f"{runtime} is not installed ({error}), and this bundle is to run on it; install it with: "
             f"pip install 'specexport[{runtime}]'"
         ) from error
-
-
-def choose(engines: Sequence[CompiledEngine], runtime: EngineRuntime, device: CudaDevice) -> list[CompiledEngine]:
-    """The engines of a graph that run on a device.
-
-    Raises:
-        BackendError: there are none; says which there are and what to do.
-    """
-    ours = [engine for engine in engines if engine.runtime == runtime]
-    if not ours:
-        raise BackendError(
-            f"the bundle holds no engines for {runtime}; compile it with: specexport compile BUNDLE --backend {runtime}"
-        )
-    running = [engine for engine in ours if engine.runs_on(device.capability)]
-    if not running:
-        built = sorted({text for engine in ours for text in engine.compute_capabilities})
-        raise BackendError(
-            f"the bundle's {runtime} engines were compiled for compute capability {', '.join(built)}, and this GPU is "
-            f"{device}; compile it here with: specexport compile BUNDLE --backend {runtime}, or build it with "
-            "--compute-capability {}{}".format(*device.capability)
-        )
-    return running
 
 
 def check_version(engine: CompiledEngine, installed: str) -> None:
@@ -102,10 +71,6 @@ class EngineExecutor:
         BackendError: an engine cannot be loaded.
     """
 
-    capturable = True
-    execution: Execution = "plain"
-    fallback = ""
-
     def __init__(self, trt: Any, stream: CudaStream, folder: Path, engines: Sequence[CompiledEngine]) -> None:
         self._trt = trt
         self._stream = stream
@@ -122,7 +87,7 @@ class EngineExecutor:
                 self._profiles.setdefault(point, (loaded, index, engine.file))
                 self.workspace = max(self.workspace, int(loaded.get_device_memory_size_for_profile_v2(index)))
         self.points = frozenset(self._profiles)
-        self.cache_dtype = _CACHE[engines[0].compute]
+        self.cache_dtype = CACHE_TYPES[engines[0].compute]
 
     def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
         engine, profile, file = self._profiles[point]
@@ -169,40 +134,11 @@ class EngineExecutor:
         self._profiles.clear()
 
 
-class EngineLibrary:
-    """The engines of a bundle in TensorRT or TensorRT-RTX; what ``ort.OnnxRuntimeLibrary`` is for onnxruntime."""
+class EngineLibrary(Library):
+    """The engines of a bundle in TensorRT or TensorRT-RTX."""
 
-    def __init__(self, bundle: Bundle, device: Device, runtime: EngineRuntime) -> None:
-        self._bundle = bundle
-        self._device = device
-        self.name = runtime
-        self.without_program = ""
-
-    @property
-    def batch_sizes(self) -> list[int]:
-        """How many slots steps of the target were compiled for, ascending."""
-        engines = choose(self._bundle.manifest.target.engines, self.name, self._device.cuda.device)
-        return sorted({p.batch for engine in engines for p in engine.profiles if p.rows == p.tokens})
-
-    def model(self, model: Model) -> EngineExecutor:
-        """What runs a model's graph.
-
-        Raises:
-            BackendError: there are no engines for this device, or they cannot be loaded.
-        """
-        return self._executor(model.engines)
-
-    def program(self, slots: int) -> list[tuple[ProgramGraph, Executor]]:
-        """What runs the graphs of the step program; bundles that only decode plainly have none."""
-        try:
-            return [(graph, self._executor(graph.engines)) for graph in self._bundle.manifest.program if graph.engines]
-        except BackendError as error:
-            self.without_program = str(error)
-            return []
-
-    def _executor(self, engines: Sequence[CompiledEngine]) -> EngineExecutor:
-        chosen = choose(engines, self.name, self._device.cuda.device)
+    def _open(self, graph: Model | ProgramGraph, engines: Sequence[CompiledEngine]) -> EngineExecutor:
         trt = import_tensorrt(self.name)
-        size = sum(self._bundle.file(engine.file).stat().st_size for engine in chosen)
+        size = sum(self._bundle.file(engine.file).stat().st_size for engine in engines)
         self._device.budget.require(size, "loading its engines")
-        return EngineExecutor(trt, self._device.stream, self._bundle.folder, chosen)
+        return EngineExecutor(trt, self._device.stream, self._bundle.folder, engines)

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         choices=BACKENDS,
         default="onnxruntime",
-        help="what the bundle is for; all but the first keep whole steps on a GPU, the last two compile engines for it",
+        help="what the bundle is for; all but the first run whole steps on a GPU",
     )
     parser.add_argument(
         "--no-compile",

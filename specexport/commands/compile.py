@@ -1,4 +1,4 @@
-"""Compile a bundle's graphs into TensorRT engines, for this device or another."""
+"""Give a bundle engines: its graphs compiled by TensorRT, or as onnxruntime runs them on a GPU."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags that say how engines are compiled; ``specexport build`` has them too."""
-    group = parser.add_argument_group("engines", "for --backend tensorrt and tensorrt-rtx")
+    group = parser.add_argument_group(
+        "engines", "for --backend tensorrt and tensorrt-rtx, the first for onnxruntime-cuda too"
+    )
     for flag, settings in _FLAGS.items():
         group.add_argument(flag, **settings)
 
@@ -101,7 +103,7 @@ def _batch_sizes(listed: str | None) -> tuple[int, ...]:
 def render(report: CompileReport) -> Table:
     """What was compiled, an engine a row."""
     table = Table(
-        title=f"engines of {report.runtime} {report.version} for {', '.join(report.compute_capabilities)}",
+        title=f"engines of {report.runtime} {report.version} for {', '.join(report.compute_capabilities) or 'any GPU'}",
         title_justify="left",
         show_edge=False,
     )

@@ -153,16 +153,16 @@ def _precision(model: Model) -> str:
 
 
 def _shapes(model: Model) -> str:
-    points = [graph.point for graph in model.graph.points]
+    points = model.graph.points
     tokens, caches, batches = (sorted({getattr(p, name) for p in points}) for name in ("tokens", "cache", "batch"))
     return f"batch {_list(batches)}; tokens {_list(tokens)}" + (f"; cache {_list(caches)}" if any(caches) else "")
 
 
 def _engines(model: Model) -> str:
-    lines = (
-        f"{engine.runtime} {engine.version} for {', '.join(engine.compute_capabilities)}, in {engine.compute}"
-        for engine in model.engines
-    )
+    lines = []
+    for engine in model.engines:
+        devices = ", ".join(engine.compute_capabilities) or "any GPU"
+        lines.append(f"{' '.join((engine.runtime, engine.version)).strip()} for {devices}, in {engine.compute}")
     return "\n".join(lines) or "none"
 
 

@@ -112,7 +112,7 @@ def main(arguments: argparse.Namespace) -> int:
             )
             observed = tune.observe(engine, name, prompts, params, bars)
         # Tokens that fit behind the longest context, and rows half-way through the text that is decoded.
-        room = max(graph.point.cache for graph in manifest.target.graph.points) - manifest.max_seq_len + 1
+        room = max(point.cache for point in manifest.target.graph.points) - manifest.max_seq_len + 1
         rows = min(arguments.prompt_tokens + arguments.max_tokens // 2, manifest.max_seq_len - 1)
         costs = tune.step_costs(bundle, rows, min(arguments.max_nodes, room), arguments.threads, bars)
     found = tune.candidates(method, observed, costs)

@@ -1,0 +1,47 @@
+"""Makes of a propose graph the one that drafts one token, without a loop; a speculator's keeps some of its stages.
+
+A device calls such a graph once for every draft token: a loop would ask the host after each, and unrolled copies of its
+body would have compilers keep the weights once for each.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from specexport.contract import tensors
+from specexport.exporter.passes.editing import constant, op
+
+
+def fix_drafts(model: ir.Model, drafts: int) -> None:
+    """Makes a propose graph draft a fixed number of tokens: one, or as many as a speculator has stages."""
+    loop = next((node for node in model.graph if node.op_type == "Loop"), None)
+    if loop is not None:
+        assert drafts == 1
+        _first_pass(model, loop)
+    else:
+        kept = {tensors.of_stage(kind, stage) for kind in tensors.DRAFTED for stage in range(drafts)}
+        model.graph.outputs[:] = [value for value in model.graph.outputs if value.name in kept]
+    passes.RemoveUnusedNodesPass()(model)
+
+
+def _first_pass(model: ir.Model, loop: ir.Node) -> None:
+    """Replaces a Loop by its body; ``num_draft_tokens`` is no input then."""
+    graph = model.graph
+    passes.LiftSubgraphInitializersToMainGraphPass()(model)
+    body = loop.attributes["body"].as_graph()
+    carried = [value for value in loop.inputs[2:] if value is not None]
+    given = [constant(graph, "pass", np.array(0, np.int64)), constant(graph, "going", np.array(True)), *carried]
+    ir.convenience.replace_all_uses_with(body.inputs, given, replace_graph_outputs=True)
+    results, nodes = list(body.outputs)[1:], list(body)
+    body.outputs.clear()
+    body.remove(nodes)
+    graph.insert_before(loop, nodes)
+    axis = constant(graph, "stack.axis", np.array([0], np.int64))
+    made = results[len(carried) :]
+    stacked = [op("Unsqueeze", [value, axis], f"stack.{at}") for at, value in enumerate(made)]
+    graph.insert_before(loop, stacked)
+    outputs = [*results[: len(carried)], *(node.outputs[0] for node in stacked)]
+    ir.convenience.replace_nodes_and_values(graph, loop, [loop], [], list(loop.outputs), outputs)
+    graph.inputs[:] = [value for value in graph.inputs if value.name != tensors.NUM_DRAFT_TOKENS]

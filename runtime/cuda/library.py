@@ -1,0 +1,88 @@
+"""The engines of a bundle that run on a device, whichever library runs them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from specexport.contract.engines import CompiledEngine, EngineRuntime, ProgramGraph
+from specexport.contract.errors import BackendError
+from specexport.contract.model import Model
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.cuda.api import CudaDevice
+from specexport.runtime.cuda.executor import Executor
+from specexport.runtime.cuda.memory import Device
+
+
+def choose(engines: Sequence[CompiledEngine], runtime: EngineRuntime, device: CudaDevice) -> list[CompiledEngine]:
+    """The engines of a graph that run on a device.
+
+    Raises:
+        BackendError: there are none; says which there are and what to do.
+    """
+    ours = [engine for engine in engines if engine.runtime == runtime]
+    if not ours:
+        raise BackendError(
+            f"the bundle holds no engines for {runtime}; compile it with: specexport compile BUNDLE --backend {runtime}"
+        )
+    running = [engine for engine in ours if engine.runs_on(device.capability)]
+    if not running:
+        built = sorted({text for engine in ours for text in engine.compute_capabilities})
+        raise BackendError(
+            f"the bundle's {runtime} engines were compiled for compute capability {', '.join(built)}, and this GPU is "
+            f"{device}; compile it here with: specexport compile BUNDLE --backend {runtime}, or build it with "
+            "--compute-capability {}{}".format(*device.capability)
+        )
+    return running
+
+
+class Library(ABC):
+    """What opens a bundle's engines on a device.
+
+    Attributes:
+        name: the library's.
+        without_program: why the host drives steps, where it does.
+    """
+
+    def __init__(self, bundle: Bundle, device: Device, name: EngineRuntime) -> None:
+        self._bundle = bundle
+        self._device = device
+        self.name: EngineRuntime = name
+        self.without_program = ""
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """How many slots steps of the target were compiled for, ascending."""
+        engines = choose(self._bundle.manifest.target.engines, self.name, self._device.cuda.device)
+        return sorted({p.batch for engine in engines for p in engine.profiles if p.rows == p.tokens})
+
+    def model(self, model: Model) -> Executor:
+        """What runs a model's graph.
+
+        Raises:
+            BackendError: there are no engines for this device, or they cannot be loaded.
+        """
+        return self._open(model, choose(model.engines, self.name, self._device.cuda.device))
+
+    def program(self) -> list[tuple[ProgramGraph, Executor]]:
+        """What runs the graphs of the step program; bundles that only decode plainly have none."""
+        opened: list[tuple[ProgramGraph, Executor]] = []
+        try:
+            for graph in self._bundle.manifest.program:
+                if graph.engines:
+                    chosen = choose(graph.engines, self.name, self._device.cuda.device)
+                    opened.append((graph, self._open(graph, chosen)))
+        except BackendError as error:
+            for _, executor in opened:
+                executor.close()
+            self.without_program = f"the host decides what is accepted: {error}"
+            return []
+        return opened
+
+    @abstractmethod
+    def _open(self, graph: Model | ProgramGraph, engines: Sequence[CompiledEngine]) -> Executor:
+        """What runs these engines of a graph.
+
+        Raises:
+            BackendError: the library is missing or cannot load them.
+        """

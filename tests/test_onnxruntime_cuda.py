@@ -1,0 +1,360 @@
+"""The backend onnxruntime-cuda through the whole engine, with real graphs on the CPU in a GPU's place (the stand-ins).
+
+What a step does on a device is tested in test_step_program.py, and is the same here.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.gpu.timing import Watch, on_device
+from specexport.cli import main
+from specexport.commands.run import describe
+from specexport.contract import tensors
+from specexport.contract.errors import BackendError, RequestError
+from specexport.contract.reading import read_manifest
+from specexport.exporter.engines import program
+from specexport.runtime import EmbedsPrompt, Engine
+from specexport.runtime.cuda import api, ort
+from specexport.runtime.speculative import PLAIN
+from specexport.runtime.stream import Completion, completed
+from tests.checkpoints import make_checkpoint
+from tests.cuda_stand_in import StandIn
+from tests.device import require_same_as_alone
+from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu, installed
+from tests.step_program import GREEDY, SAMPLED, WAYS, for_onnxruntime, same, says_what_it_says
+
+traces = pytest.mark.exporter  # the step program's graphs
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnnxRuntimeGpu]:
+    with installed(monkeypatch) as module:
+        yield module
+
+
+@pytest.fixture
+def load(
+    bundle: Callable[[str], Path],
+    accept_graph: Callable[[str, int], bytes],
+    gpu: OnnxRuntimeGpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Engine]:
+    """Loads a copy of a bundle as one that was built for onnxruntime-cuda."""
+    monkeypatch.setattr(program, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
+
+    def get(name: str, **options: Any) -> Engine:
+        folder = tmp_path / name
+        if not folder.exists():
+            for_onnxruntime(Path(shutil.copytree(bundle(name), folder)))
+        return Engine.load(folder, check_hashes=False, **options)
+
+    return get
+
+
+# --- what it says -----------------------------------------------------------------------------------------------------
+
+
+@traces
+@pytest.mark.parametrize("name", WAYS)
+def test_says_what_the_cpu_says(
+    name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu
+) -> None:
+    # Both new, as heads propose nothing where the whole prompt is in the cache.
+    with load(name) as there, Engine.load(bundle(name), threads=1, exactness="fast") as cpu:
+        assert there.backend.execution == "graph per step", there.backend.fallback
+        with gpu.cuda.sealed():
+            says_what_it_says(there, cpu, WAYS[name], "graph per step")
+
+
+@traces
+@pytest.mark.parametrize("name", ["llama-near", "llama-near-portable", "gpt2-tree", "gpt2-tree-portable"])
+def test_reads_prompts_in_chunks_and_lets_texts_grow(
+    name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]
+) -> None:
+    with load(name) as there, Engine.load(bundle(name), threads=1, exactness="fast") as cpu:
+        for params in (GREEDY, SAMPLED):
+            for method in (None, PLAIN):
+                prompt = list(range(3, 90))
+                same(there.generate(prompt, params, method), cpu.generate(prompt, params, method))
+
+
+@traces
+def test_reads_embeddings(load: Callable[[str], Engine], engine: Callable[[str], Engine]) -> None:
+    """They go to the device like every other input, at every shape; tokens that come after them are read again."""
+    rows = np.random.default_rng(0).standard_normal((70, 64))
+    with load("granite-embeds") as there:
+        for prompt in (EmbedsPrompt(rows[:1]), EmbedsPrompt([[5, 6], rows, [7]]), [5, 6, 7]):
+            same(there.generate(prompt, GREEDY), engine("granite-embeds").generate(prompt, GREEDY))
+
+
+@traces
+@pytest.mark.parametrize("name", ["llama-near-batch", "llama-near-batch-portable", "gpt2-tree-batch"])
+def test_several_requests_at_once_say_what_each_says_alone(
+    name: str, load: Callable[..., Engine], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
+) -> None:
+    """Joining and leaving, prompts that begin alike, more requests than slots; plain ones among them."""
+    alone = engine(name.replace("-batch", ""))
+    prompts = [[7, 9, 11], list(range(3, 90)), [5] * 40, [*range(3, 80), 5], [21], [7, 9, 11, 13, 15]]
+    with load(name, max_batch_size=4) as there:
+        require_same_as_alone(there, alone, prompts, gpu.cuda)
+
+
+@traces
+@pytest.mark.parametrize("name", ["dice-mixed-batch", "dice-mixed-batch-portable", "dice-mlp-batch"])
+def test_the_device_decides_for_several_at_once(
+    name: str, load: Callable[..., Engine], bundle: Callable[[str], Path]
+) -> None:
+    with (
+        load(name, max_batch_size=4) as there,
+        Engine.load(bundle(name), threads=1, exactness="fast", max_batch_size=4) as cpu,
+    ):
+        said = []
+        for one in (there, cpu):
+            streams = [
+                one.stream([7, 9, 11, at], params.replace(seed=at), None if speculation else PLAIN)
+                for at, params in enumerate((GREEDY, SAMPLED) * 3)
+                for speculation in (True, False)
+            ]
+            for stream in streams:
+                stream.start()
+            said.append([completed(stream) for stream in streams])
+        for ours, theirs in zip(*said, strict=True):
+            same(ours, theirs)
+        assert {ours.stats.accept for ours in said[0]} == {0.0}
+
+
+# --- how it runs ------------------------------------------------------------------------------------------------------
+
+
+@traces
+@pytest.mark.parametrize("captures", [True, False])
+def test_any_thread_may_ask(captures: bool, load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+    """Sessions run on one thread, which the stand-in checks; nothing is captured or run twice for another one."""
+    gpu.cuda.refuse_capture = not captures
+    with load("dice-near") as there:
+        found: list[Completion] = []
+        for _ in range(2):
+            thread = threading.Thread(target=lambda: found.append(there.generate([7, 9, 11], SAMPLED)))
+            thread.start()
+            thread.join()
+        same(found[0], there.generate([7, 9, 11], SAMPLED))
+        same(*found)
+        assert found[0].stats.execution == ("graph per step" if captures else "plain")
+
+
+@traces
+@pytest.mark.parametrize("name", ["dice-near", "dice-mixed", "dice-medusa"])
+def test_a_step_is_one_launch_and_one_wait(name: str, load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+    with load(name) as there:
+        there.generate([5, 6, 7, 8], GREEDY)
+        gpu.cuda.calls.clear()
+        gpu.runs = 0
+        with gpu.cuda.sealed():
+            done = there.generate([5, 6, 7, 8], GREEDY)  # nothing of the prompt is read again
+        assert gpu.cuda.calls == ["cudaGraphLaunch", "cudaStreamSynchronize"] * done.stats.steps
+        assert gpu.runs == 0
+
+
+@traces
+def test_logits_stay_on_the_device_unless_the_host_looks_into_them(
+    load: Callable[[str], Engine], gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.cuda.refuse_capture = True  # so that every copy can be seen
+    copied: list[int] = []
+    copy = api.Cuda.copy
+
+    def noted(self: api.Cuda, to: int, source: int, nbytes: int, stream: int) -> None:
+        copied.append(source)
+        copy(self, to, source, nbytes, stream)
+
+    with load("dice-mixed") as there:
+        there.generate([5, 6, 7, 8], GREEDY)
+        target: Any = there.backend.graphs[0]  # type: ignore[attr-defined]
+        logits = {width.outputs.device[tensors.LOGITS].address for width in target._widths.values()}
+        monkeypatch.setattr(api.Cuda, "copy", noted)
+        there.generate([5, 6, 7, 8], GREEDY)  # nothing of the prompt is read again
+        assert copied and not logits & set(copied)
+        there.generate([5, 6, 7, 8], GREEDY.replace(logprobs=1))
+        assert logits & set(copied)
+
+
+@traces
+def test_weights_are_opened_once_a_model(load: Callable[..., Engine], gpu: OnnxRuntimeGpu) -> None:
+    with load("llama-near-batch", max_batch_size=4):
+        models = [path for path in gpu.opened if not path.startswith("accept") and not path.startswith("commit")]
+        assert sorted(models) == ["propose.k1.slots.cuda.fp32.onnx", "step.slots.cuda.fp32.onnx"]
+
+
+@traces
+def test_sessions_are_told_to_stay_on_our_stream_within_our_memory(
+    load: Callable[[str], Engine], gpu: OnnxRuntimeGpu
+) -> None:
+    with load("llama-near"):
+        assert {given["use_tf32"] for given in gpu.providers} == {"0"}
+        assert {int(given["user_compute_stream"]) for given in gpu.providers} == set(gpu.cuda._streams)
+        limits = [int(given["gpu_mem_limit"]) for given in gpu.providers]
+        assert all(0 < limit < 0.9 * (1 << 30) for limit in limits)
+
+
+@traces
+def test_by_default_one_request_runs(load: Callable[[str], Engine]) -> None:
+    with load("llama-near-batch") as there:
+        assert there.slots == 1
+
+
+@traces
+def test_gaps_between_steps_are_measured(load: Callable[[str], Engine]) -> None:
+    with load("dice-near") as there:
+        there.generate([5, 6, 7, 8], GREEDY)
+        watch = Watch(on_device(there))
+        done = there.generate([5, 6, 7, 8], GREEDY)
+        gaps = watch.gaps()
+    assert (len(gaps.after_wait), gaps.queued) == (done.stats.steps - 1, [])
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+
+@traces
+def test_graphs_that_need_the_cpu_leave_acceptance_to_the_host(
+    load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
+) -> None:
+    gpu.on_cpu = ("ArgMax",)
+    with load("dice-near") as there:
+        ours = there.generate([7, 9, 11], SAMPLED)
+        assert ours.stats.execution == "graph per engine"
+        said = describe(ours.stats, there.backend.fallback)
+        assert "device      graph per engine (the host decides what is accepted: " in said
+        assert re.search(r"accept\.\w+\.onnx: onnxruntime would run \d nodes on the CPU \(\d ArgMax\)", said)
+        same(ours, engine("dice-near").generate([7, 9, 11], SAMPLED))
+
+
+@traces
+def test_without_capture_it_runs_plainly_and_says_so(
+    load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
+) -> None:
+    gpu.cuda.refuse_capture = True
+    with load("dice-near") as there:
+        ours = there.generate([7, 9, 11], SAMPLED)
+        assert ours.stats.execution == there.backend.execution == "plain"
+        assert "cudaStreamEndCapture failed" in there.backend.fallback
+        same(ours, engine("dice-near").generate([7, 9, 11], SAMPLED))
+
+
+@traces
+def test_a_run_that_fails_is_an_error_of_ours(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+    gpu.failing = True
+    with pytest.raises(BackendError, match=r"onnxruntime did not run the graph at b1\.t1\S*: out of kernels"):
+        load("llama-near")
+
+
+def test_bundles_without_engines_for_it_say_what_to_do(bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu) -> None:
+    with pytest.raises(BackendError, match="no engines for onnxruntime-cuda; compile it with: specexport compile"):
+        Engine.load(bundle("dice-near"), backend="onnxruntime-cuda", check_hashes=False)
+
+
+@traces
+def test_bundles_for_the_gpu_run_on_the_cpu(load: Callable[..., Engine], engine: Callable[[str], Engine]) -> None:
+    with load("dice-mixed", backend="onnxruntime", threads=1) as there:
+        same(there.generate([7, 9, 11], SAMPLED), engine("dice-mixed").generate([7, 9, 11], SAMPLED))
+
+
+@traces
+def test_nodes_on_the_cpu_are_refused_by_name(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+    gpu.on_cpu = ("TensorScatter",)
+    with pytest.raises(
+        BackendError, match=r"step.*\.onnx: onnxruntime would run \d+ nodes on the CPU \(\d+ TensorScatter"
+    ):
+        load("llama-near")
+
+
+@traces
+def test_missing_libraries_are_no_silent_detour(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+    gpu.without_libraries = True
+    with pytest.raises(BackendError, match="CUDAExecutionProvider could not be loaded"):
+        load("llama-near")
+
+
+@traces
+def test_too_small_a_part_of_the_memory(load: Callable[..., Engine], gpu: OnnxRuntimeGpu) -> None:
+    with pytest.raises(BackendError, match=r"target's cache and buffers needs .* --gpu-memory-utilization"):
+        load("llama-near", gpu_memory_utilization=1e-4)
+    for wrong in (0.0, 1.5):
+        with pytest.raises(RequestError, match=f"gpu_memory_utilization is {wrong}"):
+            load("llama-near", gpu_memory_utilization=wrong)
+
+
+def test_unknown_backend_is_named(bundle: Callable[[str], Path]) -> None:
+    with pytest.raises(BackendError, match="no backend 'cuda'; expected one of onnxruntime, onnxruntime-cuda"):
+        Engine.load(bundle("llama-near"), backend="cuda")
+
+
+def test_the_wrong_onnxruntime_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = OnnxRuntimeGpu(StandIn())
+    monkeypatch.setitem(sys.modules, "onnxruntime", module)  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "__version__", "1.30.2", raising=False)
+    with pytest.raises(BackendError, match=r"onnxruntime-gpu 1\.30\.2 is too old; expected 1\.31"):
+        ort.import_onnxruntime()
+    monkeypatch.setattr(module, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    with pytest.raises(BackendError, match="provide the same module, so install one: pip uninstall -y onnxruntime"):
+        ort.import_onnxruntime()
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # type: ignore[arg-type]
+    with pytest.raises(BackendError, match="onnxruntime-gpu is not installed"):
+        ort.import_onnxruntime()
+    assert CUDA == ort.PROVIDER
+
+
+def test_a_machine_without_a_gpu_is_told_so(bundle: Callable[[str], Path]) -> None:
+    from cuda.bindings import runtime
+
+    status, count = runtime.cudaGetDeviceCount()
+    if not int(status) and count:
+        pytest.skip("there is a GPU here")
+    command = [sys.executable, "-m", "specexport", "run", str(bundle("llama-near")), "--backend", "onnxruntime-cuda"]
+    done = subprocess.run([*command, "-p", "x"], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "no NVIDIA driver was found" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- building for it --------------------------------------------------------------------------------------------------
+
+
+@traces
+def test_building_for_it(
+    accept_graph: Callable[[str, int], bytes],
+    gpu: OnnxRuntimeGpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The command's bundle holds a graph a model for it, and is opened on a GPU unless told otherwise."""
+    monkeypatch.setattr(program, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
+    target, folder = make_checkpoint(tmp_path / "target", "llama"), tmp_path / "bundle"
+    line = ["build", "--target", str(target), "--ngram", "--max-seq-len", "128", "--max-batch-size", "1"]
+    line += ["--backend", "onnxruntime-cuda", "-o", str(folder)]
+    assert main([*line, "--plain-profile"]) == 1
+    assert "run on any device, any number of requests and one token at a time" in capsys.readouterr().err
+    assert main(line) == 0
+    manifest = read_manifest(folder)
+    (engine,) = manifest.target.engines
+    assert (manifest.backend, engine.file, engine.compute) == ("onnxruntime-cuda", "target/step.cuda.fp32.onnx", "fp32")
+    assert (folder / engine.file).is_file()
+    with Engine.load(folder) as there, Engine.load(folder, backend="onnxruntime", threads=1, exactness="fast") as cpu:
+        assert there.backend.device.startswith("onnxruntime-cuda")
+        same(there.generate([7, 9, 11] * 4, SAMPLED), cpu.generate([7, 9, 11] * 4, SAMPLED))
+    assert main(["compile", str(folder), "--backend", "onnxruntime-cuda", "--compute", "fp16"]) == 0
+    (engine,) = read_manifest(folder).target.engines
+    assert (engine.file, engine.compute) == ("target/step.cuda.fp16.onnx", "fp16")
