@@ -56,6 +56,10 @@ class CompiledEngine(_Strict, frozen=True, kw_only=True):
     compute: ComputedIn
     profiles: Annotated[tuple[ShapePoint, ...], Meta(min_length=1, max_length=4096)]
 
+    def __post_init__(self) -> None:
+        if self.runtime in COMPILERS and not self.compute_capabilities:
+            raise ValueError(f"compute_capabilities are empty; expected those that {self.runtime} compiled for")
+
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether it was compiled for a device of this compute capability."""
         return not self.compute_capabilities or "{}.{}".format(*capability) in self.compute_capabilities

@@ -50,6 +50,8 @@ class OnnxRuntimeGpu:
 
     def preload_dlls(self) -> None: ...
 
+    def set_default_logger_severity(self, severity: int) -> None: ...
+
     def InferenceSession(self, path: str, options: Any, providers: Sequence[tuple[str, dict[str, str]]]) -> Any:
         (name, given), *others = providers
         assert name == CUDA and not others and Path(path).is_file()

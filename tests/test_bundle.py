@@ -300,7 +300,7 @@ def compiled(document: Document, **changes: Any) -> Document:
         "version": "1.7.1.116",
         "compute_capabilities": ["8.6", "8.9"],
         "compute": "fp16",
-        "profiles": [target["graph"]["points"][0]["point"]],
+        "profiles": [target["graph"]["points"][0]],
     }
     target["engines"] = [engine | changes]
     return engine
@@ -403,7 +403,7 @@ def test_a_shape_that_is_needed_must_be_there(copy: Path) -> None:
 
         def remove(document: Document, tokens: int = tokens) -> None:
             graph = document["target"]["graph"]
-            graph["points"] = [one for one in graph["points"] if one["point"]["tokens"] != tokens]
+            graph["points"] = [one for one in graph["points"] if one["tokens"] != tokens]
 
         rewritten(copy, remove)
         refused(copy, f"no shape point of the target has {tokens} tokens")

@@ -80,7 +80,7 @@ def test_its_shape_points_are_checked(bundle: Callable[[str], Path], tmp_path: P
 
     def narrow(document: Document) -> None:
         graph = document["methods"][0]["draft"]["graph"]
-        graph["points"] = [point for point in graph["points"] if point["point"]["tokens"] < 64]
+        graph["points"] = [point for point in graph["points"] if point["tokens"] < 64]
 
     rewritten(folder, narrow)
     with pytest.raises(Exception, match="no shape point of the self_draft has 64 tokens"):

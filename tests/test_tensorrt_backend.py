@@ -15,7 +15,7 @@ import pytest
 from specexport.contract import engines as ce
 from specexport.contract.errors import BackendError
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.cuda import api, trt
+from specexport.runtime.cuda import api, library, trt
 from specexport.runtime.speculative import PLAIN
 from tests import tensorrt_stand_in
 from tests.compiled import compiled
@@ -145,7 +145,7 @@ def test_engines_are_chosen_by_device() -> None:
     base["profiles"] = (ce.ShapePoint(1, 1, 256, 1),)
     ada = ce.CompiledEngine(file="b", compute_capabilities=("8.9",), **base)
     hopper = ce.CompiledEngine(file="c", compute_capabilities=("9.0",), **base)
-    assert trt.choose((hopper, ada), "tensorrt", device) == [ada]
+    assert library.choose((hopper, ada), "tensorrt", device) == [ada]
 
 
 def test_stand_in_has_the_names_of_the_real_package() -> None:

@@ -74,6 +74,7 @@ def import_onnxruntime() -> Any:
         )
     # CUDA's and cuDNN's libraries may lie in packages of their own, where the loader would not look.
     onnxruntime.preload_dlls()
+    onnxruntime.set_default_logger_severity(3)  # or it warns of every session that no plugin brings the provider
     return onnxruntime
 
 
@@ -87,6 +88,7 @@ class OnnxRuntimeLibrary(Library):
     def __init__(self, bundle: Bundle, device: Device) -> None:
         super().__init__(bundle, device, "onnxruntime-cuda")
         self._ort = import_onnxruntime()
+        self._counted: set[str] = set()
 
     def _open(self, graph: Model | ProgramGraph, engines: Sequence[CompiledEngine]) -> SessionExecutor:
         """What runs a graph; that of a model is opened once, as every session has its own copy of the weights.
@@ -95,6 +97,9 @@ class OnnxRuntimeLibrary(Library):
         it opens them.
         """
         (engine,) = engines
+        if isinstance(graph, Model) and graph.weights not in self._counted:
+            self._counted.add(graph.weights)
+            self._device.budget.require(self._bundle.file(graph.weights).stat().st_size, f"loading {graph.weights}")
         path, vocab = self._bundle.file(engine.file), self._bundle.manifest.target.vocab_size
         sizes = {point: program_sizes(point, vocab) for point in engine.profiles}
         first = next(iter(sizes.values()))
