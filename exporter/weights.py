@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from specexport.contract import tensors
 from specexport.contract.model import StoredAs
-from specexport.exporter.passes.editing import needed_only_for, op
+from specexport.exporter.passes.editing import constant, needed_only_for, op
 from specexport.exporter.quantize import column_scales, pack_int4, quantize_blocks, quantize_columns
 
 Precision = StoredAs
@@ -236,8 +236,12 @@ class WeightsFile:
                     self.report.add_error(chunk, integers.astype(np.float32) * np.repeat(scale, block, axis=axis))
                     yield integers if kind == "int8" else pack_int4(integers)
 
-        stored = self._initializer(graph, name, _DTYPES[kind], matrix.shape, numbers())
+        # Rows that are looked up are divided into their blocks, so that scales broadcast.
+        divided = block is not None and axis == 1
+        shape = (*matrix.shape[:1], matrix.shape[1] // block, block) if divided else matrix.shape
+        stored = self._initializer(graph, name, _DTYPES[kind], shape, numbers())
         joined = np.concatenate(scales)
+        joined = joined[..., None] if divided else joined
         return stored, self._initializer(graph, f"{name}.scale", ir.DataType.FLOAT, joined.shape, iter([joined]))
 
     def _initializer(
@@ -288,13 +292,17 @@ def _row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.
 
 
 def _lookup(graph: ir.Graph, gather: ir.Node, numbers: ir.Value, scales: ir.Value, name: str) -> ir.Value:
-    """Looks up integers and scales and multiplies only the rows found: ids ``[B,T]`` make ``[B,T,H]``."""
-    assert numbers.const_value is not None and scales.const_value is not None
-    block = numbers.const_value.shape.numpy()[1] // scales.const_value.shape.numpy()[1]
+    """Looks up integers ``[V,H/block,block]`` and scales, multiplies the rows found: ids ``[B,T]`` make ``[B,T,H]``.
+
+    Not by a DequantizeLinear, as ONNX Runtime has none for blocks of int8 on GPUs.
+    """
+    assert numbers.const_value is not None
+    _, blocks, block = numbers.const_value.shape.numpy()
     rows = op("Gather", [numbers, gather.inputs[1]], f"{name}.rows", axis=0)
     row_scales = op("Gather", [scales, gather.inputs[1]], f"{name}.row_scales", axis=0)
-    restored = op(
-        "DequantizeLinear", [*rows.outputs, *row_scales.outputs], f"{name}.dequantize", axis=2, block_size=block
-    )
-    graph.insert_before(gather, [rows, row_scales, restored])
-    return restored.outputs[0]
+    wide = op("Cast", rows.outputs, f"{name}.wide", to=ir.DataType.FLOAT.value)
+    scaled = op("Mul", [*wide.outputs, *row_scales.outputs], f"{name}.scaled")
+    sizes = constant(graph, f"{name}.sizes", np.array([0, 0, blocks * block], np.int64))
+    found = op("Reshape", [*scaled.outputs, sizes], f"{name}.found")
+    graph.insert_before(gather, [rows, row_scales, wide, scaled, found])
+    return found.outputs[0]

@@ -211,26 +211,21 @@ def full_mask(tree_mask: torch.Tensor, past_length: torch.Tensor, cache_rows: in
 
     Rows before ``past_length`` are seen by all; the ``T`` rows from there on as ``tree_mask`` says; the rest by none.
     """
-    column = torch.arange(cache_rows)[None, :] - past_length[:, None]  # [B,S], counted from the first new row
     tokens = tree_mask.shape[1]
-    last = _last(tokens)
-    index = torch.minimum(column.clamp(min=0), last)[:, None, :].expand(-1, tokens, -1)
-    among_new = torch.gather(tree_mask, 2, index) & (column <= last)[:, None, :]
-    return (column < 0)[:, None, :] | among_new
-
-
-def _last(tokens: int) -> torch.Tensor:
-    """``tokens - 1``, int64 ``[1]``, made where the graph runs: a symbolic size would be copied there in every run."""
-    return torch.arange(tokens)[-1:]
+    seen = (torch.arange(cache_rows) < past_length[:, None])[:, None, :].expand(-1, tokens, -1)
+    # Sizes stay out of the arithmetic: on a GPU each would be a number copied there in every step.
+    return seen.scatter(2, _new_rows(past_length, tokens)[:, None, :].expand(-1, tokens, -1), tree_mask)
 
 
 def key_positions(position_ids: torch.Tensor, past_length: torch.Tensor, cache_rows: int) -> torch.Tensor:
     """The position of the token in each cache row, int64 ``[B,S]``: committed rows are in order, new ones as given."""
     row = torch.arange(cache_rows)[None, :].expand(past_length.shape[0], -1)
-    column = row - past_length[:, None]
-    last = _last(position_ids.shape[1])
-    new = torch.gather(position_ids, 1, torch.minimum(column.clamp(min=0), last))
-    return torch.where((column >= 0) & (column <= last), new, row)
+    return row.scatter(1, _new_rows(past_length, position_ids.shape[1]), position_ids)
+
+
+def _new_rows(past_length: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The cache rows that new tokens are written to, int64 ``[B,T]``."""
+    return past_length[:, None] + torch.arange(tokens)
 
 
 def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:

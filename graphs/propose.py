@@ -10,6 +10,7 @@ import torch
 
 from specexport.graphs.attention import TwoPartLowering
 from specexport.graphs.step import flat, pairs, run_model
+from specexport.graphs.top_k import most_probable
 
 MAX_CANDIDATES = 64
 """q is given by its most probable tokens only. Whatever q is, speculative sampling is exact as long as the token was
@@ -43,7 +44,7 @@ def draw_candidate(
     """
     # Of a pass of a small draft these operators are a notable part, so there are as few of them as will do.
     candidates = min(MAX_CANDIDATES, logits.shape[-1])
-    best, ids = torch.topk(logits, candidates, dim=-1)  # sorted, ties by lower id
+    best, ids = most_probable(logits, candidates)
     rank = torch.arange(candidates)
     in_top_k = (rank < top_k[..., None]) | (top_k[..., None] < 1)  # not == 0: ONNX Runtime's Equal came late to CUDA
     probs = torch.where(in_top_k, best / temperature[..., None], torch.finfo(best.dtype).min).softmax(-1)
@@ -53,7 +54,7 @@ def draw_candidate(
     total = kept.sum(-1, keepdim=True)
     # The last kept candidate that begins at or below the noise, so that rounding cannot run past the last kept one.
     begun = (before <= uniform[..., None] * total) & (kept > 0)
-    choice = torch.where(begun, rank, 0).amax(-1, keepdim=True)
+    choice = torch.topk(torch.where(begun, rank, 0), 1, dim=-1).values  # a maximum takes GPUs four times as many calls
     token = torch.gather(ids, -1, choice)[..., 0]
     return token, ids, kept / total
 

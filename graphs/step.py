@@ -11,6 +11,7 @@ from specexport.contract import tensors
 from specexport.contract.model import LoweredAs
 from specexport.graphs.attention import Lowering, PassThroughCache, lowering, step_lowering
 from specexport.graphs.medusa import MedusaHeads
+from specexport.graphs.top_k import most_probable
 
 
 def pairs(flat: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -146,7 +147,7 @@ class StepModule(torch.nn.Module):
 
     def best(self, logits: torch.Tensor) -> torch.Tensor:
         """The most probable tokens that may be proposed, int64 ``[..., M]``, best first."""
-        return torch.topk(logits[..., : self.vocab_size], self.candidates, dim=-1).indices
+        return most_probable(logits[..., : self.vocab_size], self.candidates)[1]
 
 
 class CandidatesModule(StepModule):

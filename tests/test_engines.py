@@ -272,12 +272,15 @@ def _feed(model: Model, manifest: Manifest, float16: bool) -> dict[str, np.ndarr
 @pytest.mark.parametrize(
     "name", ["fp16-native-both", "int8-native-both", "int4-native-both", "int8-portable-draft", "fp8-native-medusa"]
 )
-def test_what_is_compiled_computes_what_the_bundle_does(name: str, uncompiled: Bundles, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_devices_are_given_computes_what_the_bundle_does(
+    name: str, compiled: bool, uncompiled: Bundles, tmp_path: Path
+) -> None:
     folder = shutil.copytree(uncompiled(name), tmp_path / "bundle")
     manifest = read_manifest(folder)
     master = folder / manifest.target.graph.master
     source = master.with_name("step.fp16.onnx")
-    write_source(master, source, "fp16", 0, {"B": 1}, compiled=True)
+    write_source(master, source, "fp16", 0, {"B": 1}, compiled=compiled)
     halved, whole = _session(source), _session(master)
     types = {value.name: value.type for value in (*halved.get_inputs(), *halved.get_outputs())}
     for value, kind in types.items():
@@ -295,8 +298,19 @@ def test_what_is_compiled_computes_what_the_bundle_does(name: str, uncompiled: B
     products = [node for node in graph.graph.node if node.op_type in ("MatMul", "Attention", "TensorScatter")]
     assert len(products) >= 5
     assert {kinds[node.output[0]] for node in products} == {onnx.TensorProto.FLOAT16}
-    wide = [node for node in graph.graph.node if node.op_type in ("RMSNormalization", "Softmax", "Cos", "ReduceMean")]
+    wide = [node for node in graph.graph.node if node.op_type in ("Softmax", "Cos", "ReduceMean")]
+    norms = [node for node in graph.graph.node if node.op_type == "RMSNormalization"]
     assert {kinds[node.output[0]] for node in wide} == {onnx.TensorProto.FLOAT}
+    assert {kinds[node.output[0]] for node in norms} <= {
+        onnx.TensorProto.FLOAT if compiled else onnx.TensorProto.FLOAT16
+    }
+    stored = {tensor.name: tensor.data_type for tensor in graph.graph.initializer}
+    widened = [node for node in graph.graph.node if node.op_type == "Cast" and node.input[0] in stored]
+    assert not widened
+    tables = [
+        stored[node.input[0]] for node in graph.graph.node if node.op_type == "Gather" and node.input[0] in stored
+    ]
+    assert (onnx.TensorProto.INT8 in tables) == (name.startswith("int") and "native" in name and not compiled)
 
 
 def test_a_weight_beyond_half_precision_is_refused(tmp_path: Path) -> None:

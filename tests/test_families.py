@@ -26,6 +26,7 @@ from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.tree import TokenTree
 from specexport.exporter import compose, trace
+from specexport.exporter.passes.one_token import fix_drafts
 from specexport.exporter.weights import Storage, WeightsFile
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass, draw_candidate
 from specexport.graphs.step import StepModule
@@ -370,6 +371,31 @@ def test_propose_graph_drafts_what_transformers_would_say(family: Family, propos
             np.testing.assert_allclose(drafts[tensors.DRAFT_PROBS][index, slot], probs, atol=1e-4)
             assert drafts[tensors.DRAFT_TOKENS][index, slot] == token
             text.append(token)
+
+
+def test_the_graph_of_one_pass_does_what_the_loops_first_pass_does(family: Family, propose_graph: Path) -> None:
+    model = ir.load(propose_graph)
+    fix_drafts(model, 1)
+    assert not {node.op_type for node in model.graph} & {"Loop", "ConstantOfShape"}  # no rows of passes before
+    ir.save(model, propose_graph.with_name("one.onnx"))
+    loop, one = (Graph(path, family.checkpoint, 2, 64) for path in (propose_graph, propose_graph.with_name("one.onnx")))
+    shared = {
+        "past_length": np.array([0, 3]),
+        "last_row": np.array([8, 1]),
+        "temperature": np.full(2, 0.9, np.float32),
+        "top_k": np.array([1, 0]),
+        "top_p": np.full(2, 0.9, np.float32),
+        "min_p": np.zeros(2, np.float32),
+        "uniform": np.full((2, 1), NOISE, np.float32),
+    }
+    for graph in (loop, one):
+        graph.caches = {name: np.zeros_like(cache) for name, cache in graph.caches.items()}
+    tokens = padded([random_text(9, 1), random_text(2, 2)], 9)
+    expected = loop.run(input_ids=tokens, num_draft_tokens=np.array(1), **shared)
+    found = one.run(input_ids=tokens, **shared)
+    for ours, theirs in ((found, expected), (one.caches, loop.caches)):
+        for name in theirs:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_propose_graph_is_plain_onnx(family: Family, propose_graph: Path) -> None:

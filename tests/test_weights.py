@@ -112,6 +112,26 @@ def test_a_stored_graph_computes_what_the_original_does(
         assert 0 < weights.report.rms_error < tolerance
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_rows_are_looked_up_without_an_operator_that_gpus_lack(tmp_path: Path, precision: str) -> None:
+    embedding = np.random.default_rng(0).standard_normal((VOCAB, K)).astype(np.float32)
+    model = _model(embedding, np.eye(K, dtype=np.float32), tied=False)
+    with WeightsFile(tmp_path / "weights.bin") as weights:
+        weights.externalize(model.graph, Storage(precision, 32))  # type: ignore[arg-type]
+    looked_up = next(node for node in model.graph if node.op_type == "MatMul").inputs[0]
+    assert looked_up is not None
+    looked_up.type = ir.TensorType(ir.DataType.FLOAT)
+    model.graph.outputs.append(looked_up)
+    passes.RemoveUnusedNodesPass()(model)
+    ir.save(model, tmp_path / "model.onnx")
+    undone = [node.inputs[0] for node in model.graph if node.op_type == "DequantizeLinear"]
+    assert len(undone) == 1 and undone[0] is not None and undone[0].is_initializer()
+    integers, scales = quantize_blocks(embedding, 1, 32, 127)
+    ids = np.array([[3, 0, VOCAB - 1], [7, 7, 1]])
+    found = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"ids": ids})[1]
+    assert np.array_equal(found, (integers * np.repeat(scales, 32, axis=1))[ids])
+
+
 def test_a_matrix_that_blocks_do_not_divide_stays_fp32_and_is_reported(tmp_path: Path) -> None:
     model = _model(np.ones((VOCAB, 24), np.float32), np.ones((24, N), np.float32), tied=False)
     with WeightsFile(tmp_path / "weights.bin") as weights:

@@ -56,7 +56,7 @@ def write_source(
         if compiled and "B" not in sizes:
             flatten_products(model.graph)
         if compute in _NARROW:
-            compute_in(model, _NARROW[compute], caches, store)
+            compute_in(model, _NARROW[compute], caches, store, narrow_norms=not compiled)
     _fix(model.graph, sizes)
     model.graph.name = output.stem
     ir.save(model, output)

@@ -20,8 +20,9 @@ from specexport.exporter.passes.editing import ancestors, op
 
 _FLOAT = ir.DataType.FLOAT
 _NARROW = {"MatMul", "Attention", "TensorScatter", "RotaryEmbedding", "Gather", "ConstantOfShape"}
+_NORMS = {"RMSNormalization", "LayerNormalization"}
 _WIDE = {
-    "RMSNormalization", "LayerNormalization", "Pow", "ReduceMean", "ReduceSum", "Sqrt", "Reciprocal", "Softmax", "Exp",
+    "Pow", "ReduceMean", "ReduceSum", "Sqrt", "Reciprocal", "Softmax", "Exp",
     "Log", "Cos", "Sin", "CumSum",
 }  # fmt: skip
 _TYPES: dict[ir.DataType, npt.DTypeLike] = {ir.DataType.FLOAT16: np.float16, ir.DataType.BFLOAT16: ml_dtypes.bfloat16}
@@ -30,7 +31,9 @@ Store = Callable[[str, ir.DataType, npt.NDArray[np.generic]], ir.TensorProtocol]
 """Keeps a converted constant: its name, type and content."""
 
 
-def compute_in(model: ir.Model, narrow: ir.DataType, caches: set[str], store: Store) -> None:
+def compute_in(
+    model: ir.Model, narrow: ir.DataType, caches: set[str], store: Store, *, narrow_norms: bool = False
+) -> None:
     """Lets a float32 graph without inner graphs compute in ``narrow``.
 
     Args:
@@ -38,12 +41,15 @@ def compute_in(model: ir.Model, narrow: ir.DataType, caches: set[str], store: St
         narrow: ``FLOAT16`` or ``BFLOAT16``.
         caches: the inputs and outputs that become narrow; all others keep their types.
         store: called with each constant that has to be converted.
+        narrow_norms: whether norms are given the narrow type and make it, for backends whose kernels sum in float32
+            all the same (ONNX Runtime's on GPUs); else they are float32 between two casts.
 
     Raises:
         BuildError: a weight does not fit ``narrow``.
     """
     passes.ShapeInferencePass()(model)
-    _Narrowing(model.graph, narrow, store).run(caches)
+    wide = _WIDE if narrow_norms else _WIDE | _NORMS
+    _Narrowing(model.graph, narrow, wide, store).run(caches)
     passes.RemoveUnusedNodesPass()(model)
     for node in model.graph:
         for value in node.outputs:
@@ -53,9 +59,10 @@ def compute_in(model: ir.Model, narrow: ir.DataType, caches: set[str], store: St
 
 
 class _Narrowing:
-    def __init__(self, graph: ir.Graph, narrow: ir.DataType, store: Store) -> None:
+    def __init__(self, graph: ir.Graph, narrow: ir.DataType, wide: set[str], store: Store) -> None:
         self._graph = graph
         self._narrow = narrow
+        self._wide = wide
         self._store = store
         self._constant = _constants(graph)
         # Positions times frequencies need every bit of a float32.
@@ -94,15 +101,18 @@ class _Narrowing:
         if narrow and node.op_type == "ConstantOfShape":
             zero = ir.tensor(np.zeros(1, _TYPES[self._narrow]), self._narrow)
             node.attributes["value"] = ir.AttrTensor("value", zero)
+        elif narrow and node.op_type == "Cast":
+            node.attributes["to"] = ir.AttrInt64("to", self._narrow.value)
 
     def _decide(self, node: ir.Node, floats: list[ir.Value]) -> bool:
         """Whether a node computes in the narrow type."""
-        if node.op_type in _WIDE or any(value in self._angles for value in node.outputs):
+        if node.op_type in self._wide or any(value in self._angles for value in node.outputs):
             return False
         if node.op_type in _NARROW:
             return True
         if node.op_type == "Cast":
-            return False  # of an integer or a truth value
+            # Of a quantized weight, which the narrow types hold exactly; not of another integer or a truth value.
+            return node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.INT8
         return all(self._allows(value) for value in floats)
 
     def _allows(self, value: ir.Value) -> bool:

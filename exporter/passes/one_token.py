@@ -44,4 +44,27 @@ def _first_pass(model: ir.Model, loop: ir.Node) -> None:
     graph.insert_before(loop, stacked)
     outputs = [*results[: len(carried)], *(node.outputs[0] for node in stacked)]
     ir.convenience.replace_nodes_and_values(graph, loop, [loop], [], list(loop.outputs), outputs)
+    caches = [value for value in graph.inputs if str(value.name).startswith(tensors.CACHES)]
+    _join_nothing(graph, dict(zip(carried[-len(caches) :], caches, strict=True)))
     graph.inputs[:] = [value for value in graph.inputs if value.name != tensors.NUM_DRAFT_TOKENS]
+
+
+def _join_nothing(graph: ir.Graph, empty: dict[ir.Value, ir.Value]) -> None:
+    """Removes the joining of earlier passes' rows, of which there are none, to those of this one: two copies a layer.
+
+    Args:
+        graph: changed in place.
+        empty: rows that there are none of, each with the cache that is like them but for their number.
+    """
+    for node in list(graph):
+        given = node.inputs[0] if node.inputs else None
+        if given not in empty or given is None:
+            continue
+        if node.op_type == "Concat" and not node.outputs[0].is_graph_output():
+            _, row = node.inputs
+            assert row is not None
+            node.outputs[0].replace_all_uses_with(row)
+        elif node.op_type == "Shape" and node.attributes.get_int("start", 0) == 2:
+            node.outputs[0].replace_all_uses_with(constant(graph, "no.rows", np.array([0], np.int64)))
+        elif node.op_type == "Shape":
+            node.replace_input_with(0, empty[given])
