@@ -28,7 +28,7 @@ def most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
     if vocab < _LARGE or vocab // size < count:
         best, ids = torch.topk(logits, count, dim=-1)
         return best, ids
-    blocks = logits.unflatten(-1, (vocab // size, size))
+    blocks = logits.reshape(*logits.shape[:-1], vocab // size, size)
     chosen = torch.topk(blocks.amax(-1), count, dim=-1).indices
     # In the order of the vocabulary again, which decides between equal logits.
     chosen = torch.topk(chosen, count, dim=-1, largest=False).values[..., None]
