@@ -1,8 +1,9 @@
 """Makes a graph compute in half precision: what a strongly typed compiler is given, as it decides no types itself.
 
 Matrices, attention, the residual stream and the KV cache take the narrow type. What loses too much there stays float32:
-norms, softmax, rotary angles, and everything that comes of the sampling parameters. A node computes in float32 if an
-operand does, until the next matrix multiplication; so only a few casts are needed.
+softmax, rotary angles, everything that comes of the sampling parameters, and norms, unless a backend sums those in
+float32 by itself. A node computes in float32 if an operand does, until the next matrix multiplication; so only a few
+casts are needed.
 """
 
 from __future__ import annotations
@@ -21,10 +22,7 @@ from specexport.exporter.passes.editing import ancestors, op
 _FLOAT = ir.DataType.FLOAT
 _NARROW = {"MatMul", "Attention", "TensorScatter", "RotaryEmbedding", "Gather", "ConstantOfShape"}
 _NORMS = {"RMSNormalization", "LayerNormalization"}
-_WIDE = {
-    "Pow", "ReduceMean", "ReduceSum", "Sqrt", "Reciprocal", "Softmax", "Exp",
-    "Log", "Cos", "Sin", "CumSum",
-}  # fmt: skip
+_WIDE = {"Pow", "ReduceMean", "ReduceSum", "Sqrt", "Reciprocal", "Softmax", "Exp", "Log", "Cos", "Sin", "CumSum"}
 _TYPES: dict[ir.DataType, npt.DTypeLike] = {ir.DataType.FLOAT16: np.float16, ir.DataType.BFLOAT16: ml_dtypes.bfloat16}
 
 Store = Callable[[str, ir.DataType, npt.NDArray[np.generic]], ir.TensorProtocol]
