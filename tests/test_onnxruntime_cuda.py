@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -21,9 +22,11 @@ from benchmarks.gpu.timing import Watch, on_device
 from specexport.cli import main
 from specexport.commands.run import describe
 from specexport.contract import tensors
-from specexport.contract.errors import BackendError, RequestError
-from specexport.contract.reading import read_manifest
+from specexport.contract.errors import BackendError, BuildError, RequestError
+from specexport.contract.reading import read_manifest, write_manifest
 from specexport.exporter.engines import program
+from specexport.exporter.engines.bundle import compile_bundle
+from specexport.exporter.engines.options import EngineOptions
 from specexport.runtime import EmbedsPrompt, Engine
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda import api, ort
@@ -360,3 +363,14 @@ def test_building_for_it(
     assert main(["compile", str(folder), "--backend", "onnxruntime-cuda", "--compute", "fp16"]) == 0
     (engine,) = read_manifest(folder).target.engines
     assert (engine.file, engine.compute) == ("target/step.cuda.fp16.onnx", "fp16")
+
+
+@traces
+def test_bfloat16_beside_blocks_of_integers_is_refused(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
+    manifest = read_manifest(folder)
+    precision = msgspec.structs.replace(manifest.target.precision, weights="int8")
+    target = msgspec.structs.replace(manifest.target, precision=precision)
+    write_manifest(folder, msgspec.structs.replace(manifest, target=target))
+    with pytest.raises(BuildError, match="bf16 is computed in with int8 matrices.*pass --compute fp16 or fp32"):
+        compile_bundle(folder, EngineOptions("onnxruntime-cuda", compute="bf16"))

@@ -65,6 +65,8 @@ def compile_graphs(folder: Path, manifest: Manifest, options: EngineOptions, rep
             f"{folder}: was built with --inputs-embeds, and engines read tokens alone; build it without to compile it"
         )
     check_batches(options.batch_sizes, manifest.batch_sizes)
+    if options.runtime not in COMPILERS:
+        _check_bfloat16(manifest, options.compute)
     library = load_library(options.runtime) if options.runtime in COMPILERS else None
     listed = {entry.path for entry in manifest.files}
     capabilities = tuple(map(dotted, _capabilities(library, options, _stored(manifest)))) if library else ()
@@ -194,10 +196,26 @@ def default_compute(weights: StoredAs) -> ComputedIn:
     return weights if weights == "fp32" or weights == "bf16" else "fp16"
 
 
+def _check_bfloat16(manifest: Manifest, asked: ComputedIn | None) -> None:
+    """Refuses what onnxruntime has no kernels for on GPUs."""
+    weights = manifest.target.precision.weights
+    stored = _stored(manifest) if asked else {weights, *_heads(manifest)}
+    blocks = stored & {"int8", "int4"}
+    if (asked or default_compute(weights)) == "bf16" and blocks:
+        raise BuildError(
+            f"bf16 is computed in with {min(blocks)} matrices, for which onnxruntime has no kernels on GPUs; pass "
+            "--compute fp16 or fp32"
+        )
+
+
+def _heads(manifest: Manifest) -> set[StoredAs]:
+    """How matrices of methods in the target's graph are stored."""
+    return {kind for method in manifest.methods if (kind := method.stored_in_target) is not None}
+
+
 def _stored(manifest: Manifest) -> set[StoredAs]:
     """How the matrices of a bundle's graphs are stored."""
-    heads = {kind for method in manifest.methods if (kind := method.stored_in_target) is not None}
-    return heads | {model.precision.weights for model in manifest.models.values()}
+    return _heads(manifest) | {model.precision.weights for model in manifest.models.values()}
 
 
 def _capabilities(library: Library, options: EngineOptions, stored: set[StoredAs]) -> tuple[Capability, ...]:
