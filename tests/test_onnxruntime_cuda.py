@@ -372,5 +372,5 @@ def test_bfloat16_beside_blocks_of_integers_is_refused(bundle: Callable[[str], P
     precision = msgspec.structs.replace(manifest.target.precision, weights="int8")
     target = msgspec.structs.replace(manifest.target, precision=precision)
     write_manifest(folder, msgspec.structs.replace(manifest, target=target))
-    with pytest.raises(BuildError, match="bf16 is computed in with int8 matrices.*pass --compute fp16 or fp32"):
+    with pytest.raises(BuildError, match=r"bf16 is computed in with int8 matrices.*pass --compute fp16 or fp32"):
         compile_bundle(folder, EngineOptions("onnxruntime-cuda", compute="bf16"))
