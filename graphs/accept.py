@@ -83,11 +83,11 @@ def target_weights(
     few = k > 0
     below = torch.where(few, _RANGE, high)
     ordered = _largest(torch.where(scores < below, scores, float("-inf")))
-    place = (k - 1).clamp(min=0).expand(-1, logits.shape[1], -1)
-    kth = torch.where(few, ordered.gather(2, place), float("-inf"))
+    kth = torch.where(k == torch.arange(1, LARGEST_TOP_K + 1), ordered, 0.0).sum(-1, keepdim=True)
+    kth = torch.where(few, kth, float("-inf"))
     total, before = _weight_above(scores, weights, torch.cat([kth, below], -1)).split(1, -1)
     short = before + ordered.exp().cumsum(-1) < share * total
-    last = torch.where(short, 1.0, 0.0).sum(-1, keepdim=True).long()
+    last = torch.where(short, 1, 0).sum(-1, keepdim=True)
     nucleus = torch.cat([ordered, torch.where(few, kth, low)], -1).gather(2, last)
     nucleus = torch.where(share < 1, nucleus, float("-inf"))
     lowest = torch.maximum(torch.maximum(nucleus, kth), min_p.log()[:, None, None])
@@ -99,26 +99,25 @@ def _child_of(parents: torch.Tensor, most: int) -> torch.Tensor:
     """The children of every node in order, int64 ``[B,N,C]``; 0 where it has fewer. Parents are int64 ``[B,N]``."""
     nodes, place = torch.arange(parents.shape[1]), parents
     if most > 1:
-        earlier = torch.where(nodes < nodes[:, None], 1.0, 0.0)
-        rank = torch.where(parents[:, :, None] == parents[:, None, :], earlier, 0.0).sum(-1)
-        place = parents * most + rank.long()
+        earlier = torch.where(nodes < nodes[:, None], 1, 0)
+        rank = torch.where(parents[:, :, None] == parents[:, None, :], earlier, 0).sum(-1)
+        place = parents * most + rank
     matches = place[:, None, :] == torch.arange(parents.shape[1] * most)[:, None]
     return torch.where(matches, 1.0, 0.0).argmax(-1).unflatten(1, (parents.shape[1], most))
 
 
 def _levels(stays: torch.Tensor, tree_mask: torch.Tensor) -> torch.Tensor:
-    """Depth + 1 of the nodes that stay with all their ancestors, float32 ``[B,N]``; of others above N."""
-    weight = torch.where(stays, 1.0, _FAR)
+    """Depth + 1 of the root and of nodes that stay with all their ancestors, float32 ``[B,N]``; of others above N."""
+    weight = torch.where(stays, 1.0, torch.where(torch.arange(stays.shape[1]) == 0, 1.0, _FAR))
     return torch.where(tree_mask, weight[:, None, :], 0.0).sum(-1)
 
 
 def _walk(levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many draft tokens were accepted, int64 ``[B,1]``, and the nodes, int64 ``[B,N]``: the root, those, then 0."""
-    depth = torch.arange(1, levels.shape[1] + 1)
-    there = torch.where(levels[:, None, :] == depth[:, None], 1.0, 0.0)  # [B, depth, node]
+    """How many draft tokens were accepted, int64 ``[B,1]``, and the nodes, int64 ``[B,N+1]``: root, those, then 0."""
+    depth = torch.arange(1, levels.shape[1] + 2)
     # The same token twice below a node would stay twice: the first one counts.
-    path = there.argmax(-1)
-    return torch.where(path > 0, 1.0, 0.0).sum(-1, keepdim=True).long(), path
+    path = torch.where(levels[:, None, :] == depth[:, None], 1.0, 0.0).argmax(-1)
+    return path.clamp(max=1).sum(-1, keepdim=True), path
 
 
 def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -134,23 +133,22 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     blocks = _chunks(weights, _BLOCK, 0.0)
     sums = blocks.sum(-1)
     through = sums.cumsum(-1)
-    # Less than all there is, whatever is rounded: the last block that weighs something ends above it.
-    wanted = uniform.clamp(max=1 - 2.0**-22) * through[:, -1:]
-    block = torch.where(through > wanted, 1.0, 0.0).argmax(-1, keepdim=True)
-    before = torch.where(through > wanted, 0.0, sums).sum(-1, keepdim=True)
-    within = _rows(blocks, block)[:, 0].cumsum(-1)
-    first = (within <= wanted - before) & (within < within[:, -1:])
-    return block * _BLOCK + torch.where(first, 1.0, 0.0).sum(-1, keepdim=True).long()
+    wanted = uniform * through[:, -1:]  # rounded or not, less than all there is
+    beyond = through > wanted
+    block = torch.where(beyond, 1.0, 0.0).argmax(-1, keepdim=True)
+    before = torch.where(beyond, 0.0, sums).sum(-1, keepdim=True)
+    within = _rows(blocks, block).squeeze(1).cumsum(-1)
+    below = (within <= wanted - before) & (within < within[:, -1:])
+    return block * _BLOCK + torch.where(below, 1, 0).sum(-1, keepdim=True)
 
 
-def _tokens(
+def _outcome(
     draft_tokens: torch.Tensor, path: torch.Tensor, accepted: torch.Tensor, bonus: torch.Tensor
-) -> torch.Tensor:
-    """Accepted tokens, then the bonus token, then 0, int64 ``[B,N]``."""
-    depth = torch.arange(path.shape[1])
-    drafted = draft_tokens.gather(1, (path[:, 1:] - 1).clamp(min=0))
-    drafted = torch.cat([drafted, torch.zeros_like(bonus)], 1)
-    return torch.where(depth < accepted, drafted, torch.where(depth == accepted, bonus, 0))
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a step returns, from what :func:`_walk` does and the bonus token, int64 ``[B,1]``."""
+    following = torch.cat([bonus, draft_tokens], 1).gather(1, path[:, 1:])
+    depth = torch.arange(following.shape[1])
+    return accepted.squeeze(1), torch.where(depth <= accepted, following, 0), path[:, :-1]
 
 
 class GreedyModule(torch.nn.Module):
@@ -163,9 +161,9 @@ class GreedyModule(torch.nn.Module):
         best, nodes = logits.argmax(-1), torch.arange(parents.shape[1])
         said = best.gather(1, parents.clamp(min=0))
         drafted = torch.cat([parents[:, :1], draft_tokens], 1)  # the root's is never looked at
-        stays = (nodes == 0) | ((drafted == said) & (parents < nodes))
-        accepted, path = _walk(_levels(stays, tree_mask))
-        return accepted[:, 0], torch.where(nodes <= accepted, best.gather(1, path), 0), path
+        accepted, path = _walk(_levels((drafted == said) & (parents < nodes), tree_mask))
+        path = path[:, :-1]
+        return accepted.squeeze(1), torch.where(nodes <= accepted, best.gather(1, path), 0), path
 
 
 class AcceptModule(torch.nn.Module):
@@ -218,39 +216,41 @@ class AcceptModule(torch.nn.Module):
             nodes they come from, int64 ``[B,N]``: the root, then the accepted nodes, then 0.
         """
         p, mass, best = target_weights(logits, temperature, top_k, top_p, min_p)
-        greedy = (top_k == 1)[:, None, None]
+        greedy, nodes = (top_k == 1)[:, None, None], torch.arange(parents.shape[1])
         child = _child_of(parents, self.max_children)  # [B,N,C]
         has_child, row = child > 0, (child - 1).clamp(min=0).flatten(1)
+
+        def of_child(of_row: torch.Tensor) -> torch.Tensor:
+            return _rows(of_row, row).unflatten(1, child.shape[1:])
+
         # u * q(x) of every draft token
         needed = uniform[:, :-1] * torch.where(draft_ids == draft_tokens[..., None], draft_probs, 0.0).sum(-1)
-        ids = _rows(draft_ids, row).unflatten(1, child.shape[1:])
-        q = torch.where(has_child[..., None], _rows(draft_probs, row).unflatten(1, child.shape[1:]), 0.0)
-        tokens, needed = (_rows(of_row, row).unflatten(1, child.shape[1:]) for of_row in (draft_tokens, needed))
-        left, p_x, masses = p, [], [mass]
-        for turn, (token, others, of_others) in enumerate(
-            zip(tokens.split(1, -1), ids.unbind(2), q.unbind(2), strict=True)
-        ):
+        tokens, ids = of_child(draft_tokens), of_child(draft_ids).unbind(2)
+        q = torch.where(has_child[..., None], of_child(draft_probs), 0.0).unbind(2)
+        left, p_x, masses, rest = p, [], [mass], p
+        for turn, token in enumerate(tokens.split(1, -1)):
             p_x.append(left.gather(2, token))
-            if turn + 1 < self.max_children:  # what the last child would leave is only needed where it is drawn from
-                left = left.scatter(2, others, (left.gather(2, others) - masses[-1] * of_others).clamp(min=0.0))
+            rest = (left.gather(2, ids[turn]) - masses[-1] * q[turn]).clamp(min=0.0)
+            if turn + 1 < self.max_children:
+                left = left.scatter(2, ids[turn], rest)
                 masses.append(left.sum(-1, keepdim=True))
         mass = torch.cat(masses, -1)
         chance = torch.where(greedy, torch.where(tokens == best, mass, 0.0), torch.cat(p_x, -1))
         # u < p/q without dividing: p >= q always accepts, p = 0 never does.
-        stays = torch.where(has_child & (needed * mass < chance), child, 0)
-        first = torch.where(stays > 0, 1.0, 0.0).argmax(-1, keepdim=True)
-        chosen = stays.gather(2, first)[..., 0]  # of each node: the child that stays, 0 for none
-        nodes = torch.arange(parents.shape[1])
-        stayed = (nodes == 0) | (chosen.gather(1, parents.clamp(min=0)) == nodes)
+        stays = has_child & (of_child(needed) * mass < chance)
+        first = torch.where(stays, 1.0, 0.0).argmax(-1, keepdim=True)
+        chosen = torch.where(stays, child, 0).gather(2, first).squeeze(2)  # of each node: who stays, 0 for none
+        stayed = chosen.gather(1, parents.clamp(min=0)) == nodes
         accepted, path = _walk(_levels(stayed, tree_mask))
         last = path.gather(1, accepted)
-        whole, rest = (_rows(of_node, last)[:, 0] for of_node in (p, left))
-        others, of_others, mass = (_rows(of_node, last)[:, 0] for of_node in (ids[:, :, -1], q[:, :, -1], masses[-1]))
-        rest = rest.scatter(1, others, (rest.gather(1, others) - mass * of_others).clamp(min=0.0))
+        # What the last child leaves is only needed where it is drawn from.
+        at_last = (_rows(of_node, last).squeeze(1) for of_node in (p, left, ids[-1], rest))
+        whole, before, others, rest = at_last
+        after = before.scatter(1, others, rest)
         # Where q covers p up to rounding nothing is left, and p itself is drawn from: a rejection has probability 0.
-        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, whole)
-        bonus = torch.where(greedy[:, 0], best[..., 0].gather(1, last), _draw(rest, uniform[:, -1:]))
-        return accepted[:, 0], _tokens(draft_tokens, path, accepted, bonus), path
+        after = torch.where(after.sum(-1, keepdim=True) > 0, after, whole)
+        drawn = torch.where(greedy.squeeze(2), best.squeeze(2).gather(1, last), _draw(after, uniform[:, -1:]))
+        return _outcome(draft_tokens, path, accepted, drawn)
 
 
 class TypicalModule(torch.nn.Module):
@@ -272,19 +272,18 @@ class TypicalModule(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As :meth:`AcceptModule.forward`, but for ``uniform [B,1]`` and float32 ``[B]`` epsilon and alpha."""
         p, mass, _ = target_weights(logits, temperature, top_k, top_p, min_p)
-        mass = mass[..., 0]
+        mass = mass.squeeze(2)
         entropy = mass.log() - (p * p.clamp(min=1e-38).log()).sum(-1) / mass  # [B,N]
         limit = torch.minimum(posterior_threshold[:, None], posterior_alpha[:, None] * (-entropy).exp())
         above, nodes = parents.clamp(min=0), torch.arange(parents.shape[1])
         drafted = torch.cat([above[:, :1], draft_tokens], 1)  # the root's is never looked at
         chance = p.flatten(1).gather(1, above * p.shape[2] + drafted) / mass.gather(1, above)
-        levels = _levels((nodes == 0) | (chance > limit.gather(1, above)), tree_mask)
+        levels = _levels(chance > limit.gather(1, above), tree_mask)
         log_p = torch.where(nodes == 0, 0.0, chance.clamp(min=1e-38).log())
         total = torch.where(tree_mask, log_p[:, None, :], 0.0).sum(-1)
         depth = torch.where(levels < _FAR, levels, 0.0)
         deepest = depth.gather(1, depth.argmax(-1, keepdim=True))
         last = torch.where(depth == deepest, total, float("-inf")).argmax(-1, keepdim=True)
-        on_path = _rows(tree_mask, last)[:, 0]
+        on_path = _rows(tree_mask, last).squeeze(1)
         accepted, path = _walk(torch.where(on_path, levels, _FAR))
-        bonus = _draw(_rows(p, last)[:, 0], uniform)
-        return accepted[:, 0], _tokens(draft_tokens, path, accepted, bonus), path
+        return _outcome(draft_tokens, path, accepted, _draw(_rows(p, last).squeeze(1), uniform))
