@@ -23,13 +23,13 @@ _FAR = 2.0**20
 def _chunks(values: torch.Tensor, size: int, filler: float) -> torch.Tensor:
     """``[...,V]`` as ``[...,C,size]``, filled up."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % size), value=filler)
-    return padded.unflatten(-1, (padded.shape[-1] // size, size))
+    return padded.unflatten(-1, (padded.shape[-1] // size, size))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Of ``[B,R,...]`` the rows ``[B,I,...]`` that an index ``[B,I]`` names in the second axis."""
     flat = index + torch.arange(values.shape[0])[:, None] * values.shape[1]
-    return values.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, index.shape)
+    return values.flatten(0, 1).index_select(0, flat.flatten()).reshape(*index.shape, *values.shape[2:])
 
 
 def _weight_above(scores: torch.Tensor, weights: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ def target_weights(
     ordered = _largest(torch.where(scores < below, scores, float("-inf")))
     kth = torch.where(k == torch.arange(1, LARGEST_TOP_K + 1), ordered, 0.0).sum(-1, keepdim=True)
     kth = torch.where(few, kth, float("-inf"))
-    total, before = _weight_above(scores, weights, torch.cat([kth, below], -1)).split(1, -1)
+    total, before = _weight_above(scores, weights, torch.cat([kth, below], -1)).chunk(2, -1)
     short = before + ordered.exp().cumsum(-1) < share * total
     last = torch.where(short, 1, 0).sum(-1, keepdim=True)
     nucleus = torch.cat([ordered, torch.where(few, kth, low)], -1).gather(2, last)
@@ -103,7 +103,7 @@ def _child_of(parents: torch.Tensor, most: int) -> torch.Tensor:
         rank = torch.where(parents[:, :, None] == parents[:, None, :], earlier, 0).sum(-1)
         place = parents * most + rank
     matches = place[:, None, :] == torch.arange(parents.shape[1] * most)[:, None]
-    return torch.where(matches, 1.0, 0.0).argmax(-1).unflatten(1, (parents.shape[1], most))
+    return torch.where(matches, 1.0, 0.0).argmax(-1).reshape(*parents.shape, most)
 
 
 def _levels(stays: torch.Tensor, tree_mask: torch.Tensor) -> torch.Tensor:
@@ -221,14 +221,14 @@ class AcceptModule(torch.nn.Module):
         has_child, row = child > 0, (child - 1).clamp(min=0).flatten(1)
 
         def of_child(of_row: torch.Tensor) -> torch.Tensor:
-            return _rows(of_row, row).unflatten(1, child.shape[1:])
+            return _rows(of_row, row).reshape(*child.shape, *of_row.shape[2:])
 
         # u * q(x) of every draft token
         needed = uniform[:, :-1] * torch.where(draft_ids == draft_tokens[..., None], draft_probs, 0.0).sum(-1)
         tokens, ids = of_child(draft_tokens), of_child(draft_ids).unbind(2)
         q = torch.where(has_child[..., None], of_child(draft_probs), 0.0).unbind(2)
         left, p_x, masses, rest = p, [], [mass], p
-        for turn, token in enumerate(tokens.split(1, -1)):
+        for turn, token in enumerate(tokens.chunk(self.max_children, -1)):
             p_x.append(left.gather(2, token))
             rest = (left.gather(2, ids[turn]) - masses[-1] * q[turn]).clamp(min=0.0)
             if turn + 1 < self.max_children:
