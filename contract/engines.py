@@ -20,6 +20,9 @@ COMPILERS: tuple[EngineRuntime, ...] = ("tensorrt", "tensorrt-rtx")
 """Those of them that compile: their engines are not ONNX, and read no embeddings."""
 Capability = Annotated[str, Meta(pattern="^[1-9][0-9]?[.][0-9]$")]
 """A CUDA compute capability, such as ``8.9``."""
+LARGEST_TOP_K = 256
+"""Most tokens that top-k may leave where a device decides; the host does where a request asks for more."""
+AcceptRule = Literal["greedy", "lossless", "typical"]
 _Width = Annotated[int, Meta(ge=1, le=2**24)]
 
 
@@ -81,13 +84,14 @@ class Accept(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="ac
     """Which draft tokens stay, and the bonus token (``graphs/accept.py``). In a profile, ``tokens`` is N.
 
     Attributes:
-        rule: greedy and lossless acceptance, or typical acceptance.
-        candidates: M, tokens that q gives probability to; 1 where tokens are chosen without drawing. Typical
-            acceptance, which takes no q, has 1.
+        rule: ``greedy`` takes no q, noise or sampling parameters; ``lossless`` decides on greedy requests too, in a
+            step with others; ``typical``.
+        candidates: M, tokens that q gives probability to; 1 where tokens are chosen without drawing, and for rules
+            that take no q.
         max_children: most children a node of a tree may have.
     """
 
-    rule: Literal["lossless", "typical"]
+    rule: AcceptRule
     candidates: _Width
     max_children: _Width
 

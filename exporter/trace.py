@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
@@ -13,12 +13,13 @@ from onnxscript import optimizer
 
 from specexport.checkpoints.quiet import quiet
 from specexport.contract import tensors
+from specexport.contract.engines import AcceptRule
 from specexport.contract.model import OPSETS, CacheLayer, LoweredAs
 from specexport.contract.tensors import cache_names, returned_names
 from specexport.exporter.passes.linear import canonical_weights, merge_linear, transposes_weight
 from specexport.exporter.passes.names import name_weights
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
-from specexport.graphs.accept import AcceptModule, TypicalModule
+from specexport.graphs.accept import AcceptModule, GreedyModule, TypicalModule
 from specexport.graphs.mlp_speculator import SpeculatorModule, SpeculatorStages
 from specexport.graphs.ops import translations
 from specexport.graphs.program import CommitModule, FillModule
@@ -98,12 +99,12 @@ def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native
     return _trace(module, module, inputs, outputs, lowering)
 
 
-def trace_accept(rule: Literal["lossless", "typical"], max_children: int, candidates: int) -> ir.Model:
+def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Model:
     """The accept graph of a rule (see ``specexport.graphs.accept``).
 
-    Typical acceptance needs to know neither the most children of a node nor how many tokens q gives probability to.
+    Only lossless acceptance needs to know the most children of a node and how many tokens q gives probability to.
     """
-    nodes, vocab, lossless = 5, 40, rule == "lossless"
+    nodes, vocab = 5, 40
     b, drafts, v = (torch.export.Dim(name) for name in ("B", "drafts", "V"))
     n = drafts + 1
     inputs: _Inputs = {
@@ -112,16 +113,19 @@ def trace_accept(rule: Literal["lossless", "typical"], max_children: int, candid
         tensors.TREE_MASK: (torch.ones(_B, nodes, nodes, dtype=torch.bool).tril(), {0: b, 1: n, 2: n}),
         tensors.DRAFT_TOKENS: (torch.ones(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
     }
-    if lossless:
+    module: torch.nn.Module = GreedyModule()
+    if rule == "lossless":
+        module = AcceptModule(max_children)
         ids = torch.arange(candidates).repeat(_B, nodes - 1, 1)
         inputs[tensors.DRAFT_IDS] = (ids, {0: b, 1: drafts})
         inputs[tensors.DRAFT_PROBS] = (torch.full(ids.shape, 1 / candidates), {0: b, 1: drafts})
-    noise = {0: b, 1: n} if lossless else {0: b}
-    inputs[tensors.UNIFORM] = (torch.full((_B, nodes if lossless else 1), 0.5), noise)
-    inputs |= _sampling(b)
-    if not lossless:
+        inputs[tensors.UNIFORM] = (torch.full((_B, nodes), 0.5), {0: b, 1: n})
+        inputs |= _sampling(b)
+    elif rule == "typical":
+        module = TypicalModule()
+        inputs[tensors.UNIFORM] = (torch.full((_B, 1), 0.5), {0: b})
+        inputs |= _sampling(b)
         inputs |= {name: (torch.full((_B,), 0.3), {0: b}) for name in (tensors.THRESHOLD, tensors.ALPHA)}
-    module = AcceptModule(max_children) if lossless else TypicalModule()
     outputs = [tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH]
     return _trace(module, module, inputs, outputs, "native", PROGRAM_OPSET)
 

@@ -1,62 +1,169 @@
-"""The accept graph: which draft tokens of a verified tree stay, and the token after them, decided on the device."""
+"""The accept graphs: which draft tokens of a verified tree stay, and the token after them, decided on the device.
+
+On a GPU every operator is a launch, and each over ``[B,N,V]`` moves tens of megabytes: these graphs have few of both.
+Nothing is sorted, summed up or searched over a whole vocabulary at once, since TensorRT's TopK stops at 3840 elements,
+and ONNX Runtime gives a row's TopK to one block and takes quadratic time for a CumSum.
+"""
 
 from __future__ import annotations
 
 import torch
 
-_LOWEST = -40.0
-"""Logits this far below the best are never told apart: together they hold less than 1e-17 of the probability each."""
-_HALVINGS = 32
-"""Narrows a threshold to 40 / 2^32, far less than what float32 logits resolve."""
+from specexport.contract.engines import LARGEST_TOP_K
+
+_LOWEST, _RANGE = -39.0, 40.0
+"""Logits this far below the best are never told apart: together they hold less than 1e-11 of the probability."""
+_ROUNDS, _PARTS = 5, 8
+"""Narrow a threshold to 40 / 8^5 = 0.0012, within which tokens are sorted."""
+_CHUNK, _BLOCK = 4096, 512
+_FAR = 2.0**20
+"""Added to the level of a node for each ancestor that does not stay: above all depths."""
 
 
-def _threshold(scores: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The greatest of ``scores`` such that those not below it weigh at least ``wanted``, by halving an interval.
-
-    Sorting a vocabulary would be the obvious way, but TensorRT's TopK stops at 3840 elements. Scores ``[B,N,V]`` are at
-    most 0, ``wanted`` is ``[B,N]``; the result ``[B,N,1]`` is minus infinity where even all of them weigh too little.
-    """
-    # The bounds have no last axis of one: with it TensorRT-RTX 1.7 did not finish compiling the graph in minutes.
-    low = torch.full_like(wanted, _LOWEST)
-    high = torch.full_like(wanted, 1.0)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        enough = torch.where(scores >= middle[..., None], weights, 0.0).sum(-1) >= wanted
-        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    enough = torch.where(scores >= low[..., None], weights, 0.0).sum(-1) >= wanted
-    at = torch.where(scores < high[..., None], scores, float("-inf")).amax(-1)
-    return torch.where(enough, at, float("-inf"))[..., None]
+def _chunks(values: torch.Tensor, size: int, filler: float) -> torch.Tensor:
+    """``[...,V]`` as ``[...,C,size]``, filled up."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % size), value=filler)
+    return padded.unflatten(-1, (padded.shape[-1] // size, size))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def target_distribution(
+def _rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Of ``[B,R,...]`` the rows ``[B,I,...]`` that an index ``[B,I]`` names in the second axis."""
+    flat = index + torch.arange(values.shape[0])[:, None] * values.shape[1]
+    return values.flatten(0, 1).index_select(0, flat.flatten()).reshape(*index.shape, *values.shape[2:])
+
+
+def _weight_above(scores: torch.Tensor, weights: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
+    """What those weigh that are not below each of some thresholds ``[B,N,J]``."""
+    above = scores[:, :, None] >= thresholds[..., None]
+    return torch.where(above, weights[:, :, None], 0.0).sum(-1)
+
+
+def _bracket(scores: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounds ``[B,N,1]`` of the greatest score such that those not below it weigh at least ``wanted`` ``[B,N,1]``."""
+    low, step = torch.full_like(wanted, _LOWEST), _RANGE
+    for _ in range(_ROUNDS):
+        step /= _PARTS
+        pivots = low + torch.arange(1, _PARTS) * step
+        enough = _weight_above(scores, weights, pivots) >= wanted
+        low = low + torch.where(enough, step, 0.0).sum(-1, keepdim=True)
+    return low, low + step
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """The largest of ``[B,N,V]``, descending, ``[B,N,LARGEST_TOP_K]``; minus infinity where there are no more."""
+    winners = _chunks(values, _CHUNK, float("-inf")).topk(LARGEST_TOP_K).values
+    return winners.flatten(2).topk(LARGEST_TOP_K).values
+
+
+def target_weights(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
-    """P after temperature, top-k, top-p and min-p; tokens tied at a threshold are kept together.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """P after temperature, top-k, top-p and min-p, times a weight of each row.
 
-    ``runtime.sampling.target_distribution`` is its NumPy twin.
+    ``runtime.sampling.target_distribution`` is its NumPy twin. Tokens tied at a threshold are kept together. So are
+    those within 0.0012 of top-p's (their probability is off by that factor at most) where they are more than
+    ``LARGEST_TOP_K``.
 
     Args:
         logits: float32 ``[B,N,V]``.
         temperature: float32 ``[B]``, above 0.
-        top_k: int64 ``[B]``; 0 keeps all, 1 is greedy: p is then 1 at the first of the most probable tokens.
+        top_k: int64 ``[B]``, at most ``LARGEST_TOP_K``; 0 keeps all.
         top_p: float32 ``[B]``.
         min_p: float32 ``[B]``, relative to the most probable token.
 
     Returns:
-        float32 ``[B,N,V]``; rows sum to 1.
+        Weights float32 ``[B,N,V]``, what each row weighs, ``[B,N,1]``, and the most probable tokens, int64 ``[B,N,1]``.
     """
-    scores = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None, None]
-    ones = torch.ones_like(scores)
-    k = top_k[:, None].expand(-1, logits.shape[1])
-    in_top_k = (scores >= _threshold(scores, ones, k.to(scores.dtype))) | (k == 0)[..., None]
-    weights = torch.where(in_top_k, scores.exp(), 0.0)
-    share = top_p[:, None] * weights.sum(-1)
-    in_nucleus = (scores >= _threshold(scores, weights, share)) | (top_p >= 1.0)[:, None, None]
-    weights = torch.where(in_nucleus & (scores.exp() >= min_p[:, None, None]), weights, 0.0)
-    p = weights / weights.sum(-1, keepdim=True)
-    tokens = torch.arange(logits.shape[-1])
-    best = (tokens == logits.argmax(-1, keepdim=True)).to(p.dtype)
-    return torch.where((top_k == 1)[:, None, None], best, p)
+    k, share = top_k[:, None, None], top_p[:, None, None]
+    best = logits.argmax(-1, keepdim=True)
+    scores = (logits - logits.gather(2, best)) / temperature[:, None, None]
+    weights = scores.exp()
+    low, high = _bracket(scores, weights, share * weights.sum(-1, keepdim=True))
+    # The tokens that top-k leaves are sorted all; of a whole vocabulary those are that lie below the upper bound.
+    few = k > 0
+    below = torch.where(few, _RANGE, high)
+    ordered = _largest(torch.where(scores < below, scores, float("-inf")))
+    kth = torch.where(k == torch.arange(1, LARGEST_TOP_K + 1), ordered, 0.0).sum(-1, keepdim=True)
+    kth = torch.where(few, kth, float("-inf"))
+    total, before = _weight_above(scores, weights, torch.cat([kth, below], -1)).chunk(2, -1)
+    short = before + ordered.exp().cumsum(-1) < share * total
+    last = torch.where(short, 1, 0).sum(-1, keepdim=True)
+    nucleus = torch.cat([ordered, torch.where(few, kth, low)], -1).gather(2, last)
+    nucleus = torch.where(share < 1, nucleus, float("-inf"))
+    lowest = torch.maximum(torch.maximum(nucleus, kth), min_p.log()[:, None, None])
+    weights = torch.where(scores >= lowest, weights, 0.0)
+    return weights, weights.sum(-1, keepdim=True), best
+
+
+def _child_of(parents: torch.Tensor, most: int) -> torch.Tensor:
+    """The children of every node in order, int64 ``[B,N,C]``; 0 where it has fewer. Parents are int64 ``[B,N]``."""
+    nodes, place = torch.arange(parents.shape[1]), parents
+    if most > 1:
+        earlier = torch.where(nodes < nodes[:, None], 1, 0)
+        rank = torch.where(parents[:, :, None] == parents[:, None, :], earlier, 0).sum(-1)
+        place = parents * most + rank
+    matches = place[:, None, :] == torch.arange(parents.shape[1] * most)[:, None]
+    return torch.where(matches, 1.0, 0.0).argmax(-1).reshape(*parents.shape, most)
+
+
+def _levels(stays: torch.Tensor, tree_mask: torch.Tensor) -> torch.Tensor:
+    """Depth + 1 of the root and of nodes that stay with all their ancestors, float32 ``[B,N]``; of others above N."""
+    weight = torch.where(stays, 1.0, torch.where(torch.arange(stays.shape[1]) == 0, 1.0, _FAR))
+    return torch.where(tree_mask, weight[:, None, :], 0.0).sum(-1)
+
+
+def _walk(levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many draft tokens were accepted, int64 ``[B,1]``, and the nodes, int64 ``[B,N+1]``: root, those, then 0."""
+    depth = torch.arange(1, levels.shape[1] + 2)
+    # The same token twice below a node would stay twice: the first one counts.
+    path = torch.where(levels[:, None, :] == depth[:, None], 1.0, 0.0).argmax(-1)
+    return path.clamp(max=1).sum(-1, keepdim=True), path
+
+
+def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The token at which the cumulative weight first exceeds ``uniform`` of all; never one that weighs nothing.
+
+    Args:
+        weights: float32 ``[B,V]``.
+        uniform: float32 ``[B,1]`` noise in [0,1).
+
+    Returns:
+        int64 ``[B,1]``.
+    """
+    blocks = _chunks(weights, _BLOCK, 0.0)
+    sums = blocks.sum(-1)
+    through = sums.cumsum(-1)
+    wanted = uniform * through[:, -1:]  # rounded or not, less than all there is
+    beyond = through > wanted
+    block = torch.where(beyond, 1.0, 0.0).argmax(-1, keepdim=True)
+    before = torch.where(beyond, 0.0, sums).sum(-1, keepdim=True)
+    within = _rows(blocks, block).squeeze(1).cumsum(-1)
+    below = (within <= wanted - before) & (within < within[:, -1:])
+    return block * _BLOCK + torch.where(below, 1, 0).sum(-1, keepdim=True)
+
+
+def _outcome(
+    draft_tokens: torch.Tensor, path: torch.Tensor, accepted: torch.Tensor, bonus: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a step returns, from what :func:`_walk` does and the bonus token, int64 ``[B,1]``."""
+    following = torch.cat([bonus, draft_tokens], 1).gather(1, path[:, 1:])
+    depth = torch.arange(following.shape[1])
+    return accepted.squeeze(1), torch.where(depth <= accepted, following, 0), path[:, :-1]
+
+
+class GreedyModule(torch.nn.Module):
+    """Greedy acceptance over token trees; ``runtime.sampling.accept_greedy`` is the NumPy twin."""
+
+    def forward(
+        self, logits: torch.Tensor, parents: torch.Tensor, tree_mask: torch.Tensor, draft_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As :meth:`AcceptModule.forward`. A node that is its own parent never stays."""
+        best, nodes = logits.argmax(-1), torch.arange(parents.shape[1])
+        said = best.gather(1, parents.clamp(min=0))
+        drafted = torch.cat([parents[:, :1], draft_tokens], 1)  # the root's is never looked at
+        accepted, path = _walk(_levels((drafted == said) & (parents < nodes), tree_mask))
+        path = path[:, :-1]
+        return accepted.squeeze(1), torch.where(nodes <= accepted, best.gather(1, path), 0), path
 
 
 class AcceptModule(torch.nn.Module):
@@ -99,8 +206,8 @@ class AcceptModule(torch.nn.Module):
             draft_ids: int64 ``[B,N-1,M]``, the tokens each was drawn from; all different within a row.
             draft_probs: float32 ``[B,N-1,M]``, their q; a token chosen without drawing has q = 1.
             uniform: float32 ``[B,N]`` noise in [0,1): one number a draft token, the last for the final draw.
-            temperature: see :func:`target_distribution`, as are the others.
-            top_k: see there.
+            temperature: see :func:`target_weights`, as are the others.
+            top_k: see there; 1 is greedy: p is 1 at the first of the most probable tokens.
             top_p: see there.
             min_p: see there.
 
@@ -108,31 +215,42 @@ class AcceptModule(torch.nn.Module):
             Draft tokens accepted, int64 ``[B]``; accepted tokens, then the bonus token, then 0, int64 ``[B,N]``; the
             nodes they come from, int64 ``[B,N]``: the root, then the accepted nodes, then 0.
         """
-        left = target_distribution(logits, temperature, top_k, top_p, min_p)  # [B,N,V]: what each node may still say
-        nodes = torch.arange(logits.shape[1])
-        siblings = parents[:, :, None] == parents[:, None, :]
-        rank = (siblings & (nodes[None, :] < nodes[:, None])).sum(-1)  # [B,N], among its siblings
-        chosen = torch.zeros_like(parents)  # of each node: the child that stays, 0 for none
-        for turn in range(self.max_children):
-            is_child = (parents[:, None, :] == nodes[None, :, None]) & (rank[:, None, :] == turn)  # [B, parent, child]
-            has_child = is_child.any(-1) & (chosen == 0)
-            child = (is_child * nodes).sum(-1)  # [B,N]
-            row = (child - 1).clamp(min=0)
-            ids = draft_ids.gather(1, row[..., None].expand(-1, -1, draft_ids.shape[-1]))
-            q = draft_probs.gather(1, row[..., None].expand(-1, -1, draft_probs.shape[-1]))
-            token = draft_tokens.gather(1, row)[..., None]
-            q_x = torch.where(ids == token, q, 0.0).sum(-1)
-            p_x = left.gather(2, token)[..., 0]
-            # u < p/q without dividing: p >= q always accepts, p = 0 never does.
-            stays = has_child & (uniform.gather(1, row) * q_x < p_x)
-            chosen = torch.where(stays, child, chosen)
-            rest = left.scatter(2, ids, (left.gather(2, ids) - q).clamp(min=0.0))
-            total = rest.sum(-1)
-            rejected = has_child & ~stays & (total > 0)
-            left = torch.where(rejected[..., None], rest / total.clamp(min=1e-30)[..., None], left)
-        stayed = (parents < 0) | (chosen.gather(1, parents.clamp(min=0)) == nodes)
-        on_path = (stayed[:, None, :] | ~tree_mask).all(-1)  # [B,N]: so did every ancestor
-        return _outcome(on_path, tree_mask, left, draft_tokens, uniform[:, -1:])
+        p, mass, best = target_weights(logits, temperature, top_k, top_p, min_p)
+        greedy, nodes = (top_k == 1)[:, None, None], torch.arange(parents.shape[1])
+        child = _child_of(parents, self.max_children)  # [B,N,C]
+        has_child, row = child > 0, (child - 1).clamp(min=0).flatten(1)
+
+        def of_child(of_row: torch.Tensor) -> torch.Tensor:
+            return _rows(of_row, row).reshape(*child.shape, *of_row.shape[2:])
+
+        # u * q(x) of every draft token
+        needed = uniform[:, :-1] * torch.where(draft_ids == draft_tokens[..., None], draft_probs, 0.0).sum(-1)
+        tokens, ids = of_child(draft_tokens), of_child(draft_ids).unbind(2)
+        q = torch.where(has_child[..., None], of_child(draft_probs), 0.0).unbind(2)
+        left, p_x, masses, rest = p, [], [mass], p
+        for turn, token in enumerate(tokens.chunk(self.max_children, -1)):
+            p_x.append(left.gather(2, token))
+            rest = (left.gather(2, ids[turn]) - masses[-1] * q[turn]).clamp(min=0.0)
+            if turn + 1 < self.max_children:
+                left = left.scatter(2, ids[turn], rest)
+                masses.append(left.sum(-1, keepdim=True))
+        mass = torch.cat(masses, -1)
+        chance = torch.where(greedy, torch.where(tokens == best, mass, 0.0), torch.cat(p_x, -1))
+        # u < p/q without dividing: p >= q always accepts, p = 0 never does.
+        stays = has_child & (of_child(needed) * mass < chance)
+        first = torch.where(stays, 1.0, 0.0).argmax(-1, keepdim=True)
+        chosen = torch.where(stays, child, 0).gather(2, first).squeeze(2)  # of each node: who stays, 0 for none
+        stayed = chosen.gather(1, parents.clamp(min=0)) == nodes
+        accepted, path = _walk(_levels(stayed, tree_mask))
+        last = path.gather(1, accepted)
+        # What the last child leaves is only needed where it is drawn from.
+        at_last = (_rows(of_node, last).squeeze(1) for of_node in (p, left, ids[-1], rest))
+        whole, before, others, rest = at_last
+        after = before.scatter(1, others, rest)
+        # Where q covers p up to rounding nothing is left, and p itself is drawn from: a rejection has probability 0.
+        after = torch.where(after.sum(-1, keepdim=True) > 0, after, whole)
+        drawn = torch.where(greedy.squeeze(2), best.squeeze(2).gather(1, last), _draw(after, uniform[:, -1:]))
+        return _outcome(draft_tokens, path, accepted, drawn)
 
 
 class TypicalModule(torch.nn.Module):
@@ -153,39 +271,19 @@ class TypicalModule(torch.nn.Module):
         posterior_alpha: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As :meth:`AcceptModule.forward`, but for ``uniform [B,1]`` and float32 ``[B]`` epsilon and alpha."""
-        p = target_distribution(logits, temperature, top_k, top_p, min_p)
-        entropy = -torch.where(p > 0, p * p.clamp(min=1e-38).log(), 0.0).sum(-1)  # [B,N]
+        p, mass, _ = target_weights(logits, temperature, top_k, top_p, min_p)
+        mass = mass.squeeze(2)
+        entropy = mass.log() - (p * p.clamp(min=1e-38).log()).sum(-1) / mass  # [B,N]
         limit = torch.minimum(posterior_threshold[:, None], posterior_alpha[:, None] * (-entropy).exp())
-        above = parents[:, 1:]
-        chance = p.gather(1, above[..., None].expand(-1, -1, p.shape[-1])).gather(2, draft_tokens[..., None])[..., 0]
-        root = torch.ones_like(chance[:, :1])
-        likely = torch.cat([root, torch.where(chance > limit.gather(1, above), 1.0, 0.0)], 1) > 0
-        log_p = torch.cat([root.log(), chance.clamp(min=1e-38).log()], 1)
-        stayed = (likely[:, None, :] | ~tree_mask).all(-1)
-        depth = tree_mask.sum(-1)
-        deepest = torch.where(stayed, depth, 0).amax(-1, keepdim=True)
+        above, nodes = parents.clamp(min=0), torch.arange(parents.shape[1])
+        drafted = torch.cat([above[:, :1], draft_tokens], 1)  # the root's is never looked at
+        chance = p.flatten(1).gather(1, above * p.shape[2] + drafted) / mass.gather(1, above)
+        levels = _levels(chance > limit.gather(1, above), tree_mask)
+        log_p = torch.where(nodes == 0, 0.0, chance.clamp(min=1e-38).log())
         total = torch.where(tree_mask, log_p[:, None, :], 0.0).sum(-1)
-        last = torch.where(stayed & (depth == deepest), total, float("-inf")).argmax(-1)
-        on_path = tree_mask.gather(1, last[:, None, None].expand(-1, -1, tree_mask.shape[-1]))[:, 0]
-        return _outcome(on_path, tree_mask, p, draft_tokens, uniform)
-
-
-def _outcome(
-    on_path: torch.Tensor, tree_mask: torch.Tensor, p: torch.Tensor, draft_tokens: torch.Tensor, uniform: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a step returns, from the nodes that stay ``[B,N]``, p at every node, and ``[B,1]`` noise for the last."""
-    nodes = torch.arange(on_path.shape[1])
-    depth = tree_mask.sum(-1) - 1
-    accepted = on_path.sum(-1) - 1
-    at_depth = on_path[:, None, :] & (depth[:, None, :] == nodes[None, :, None])  # [B, depth, node]
-    path = (at_depth * nodes).sum(-1)
-    last = path.gather(1, accepted[:, None])
-    p = p.gather(1, last[..., None].expand(-1, -1, p.shape[-1]))[:, 0]
-    cumulative = p.cumsum(-1)
-    below = (cumulative <= uniform * cumulative[:, -1:]).sum(-1)
-    final = torch.where(p > 0, torch.arange(p.shape[-1]), 0).amax(-1)
-    bonus = torch.minimum(below, final)
-    drafted = draft_tokens.gather(1, (path[:, 1:] - 1).clamp(min=0))
-    tokens = torch.cat([drafted, torch.zeros_like(bonus)[:, None]], 1)
-    tokens = torch.where(nodes < accepted[:, None], tokens, 0)
-    return accepted, torch.where(nodes == accepted[:, None], bonus[:, None], tokens), path
+        depth = torch.where(levels < _FAR, levels, 0.0)
+        deepest = depth.gather(1, depth.argmax(-1, keepdim=True))
+        last = torch.where(depth == deepest, total, float("-inf")).argmax(-1, keepdim=True)
+        on_path = _rows(tree_mask, last).squeeze(1)
+        accepted, path = _walk(torch.where(on_path, levels, _FAR))
+        return _outcome(draft_tokens, path, accepted, _draw(_rows(p, last).squeeze(1), uniform))

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specexport.contract import tensors
+from specexport.contract.engines import LARGEST_TOP_K
 from specexport.contract.tree import TokenTree
 from specexport.runtime import SamplingParams
 from specexport.runtime.sampling import (
@@ -39,6 +41,11 @@ def session(serialized: bytes) -> Any:
 def sessions(accept_graph: Callable[[str, int], bytes]) -> dict[int, Any]:
     """The lossless graph by how many candidates q has."""
     return {candidates: session(accept_graph("lossless", candidates)) for candidates in (1, CANDIDATES)}
+
+
+@pytest.fixture(scope="module")
+def greedy(accept_graph: Callable[[str, int], bytes]) -> Any:
+    return session(accept_graph("greedy", 1))
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +209,61 @@ def test_the_graph_keeps_the_target_distribution(sessions: dict[int, Any]) -> No
     made = sessions[CANDIDATES].run([tensors.TOKENS], slots)[0][:, 0]
     exact = {(token,): float(p) for token, p in enumerate(p_of(row, params)) if p > 0}
     assert chi_square_p([(int(token),) for token in made], exact) > 1e-3
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.5, 2.0, 8.0])
+@pytest.mark.parametrize("asked", [{"top_p": 0.3}, {"top_p": 0.97}, {"top_k": LARGEST_TOP_K, "top_p": 0.9}])
+def test_thresholds_deep_in_a_large_vocabulary(sessions: dict[int, Any], spread: float, asked: dict[str, Any]) -> None:
+    """The last token that is kept, and so every other: where p is nearly flat, thousands are."""
+    random = np.random.default_rng(int(10 * spread))
+    params, vocab, chain = SamplingParams(**asked), 9001, TokenTree.chain(2)
+    logits = np.sort(random.normal(0, spread, (2, vocab)).astype(np.float32))[:, ::-1].copy()
+    p = target_distribution(logits[0], params)
+    kept = vocab if p.ids is None else len(p.ids)
+    certain = Distributions(np.array([[vocab - 1]]), np.ones((1, 1), np.float32))
+    slots = []
+    for last in (0.0, 0.2, 0.5, 0.8, 1 - 2**-24):
+        noise = np.array([0.9999, last], np.float32)
+        slots.append(feed(chain, logits, np.array([vocab - 1]), certain, params, noise))
+    found = [tokens[-1] for _, tokens in run(sessions[1], slots)]
+    assert found[0] == 0
+    for token, last in zip(found[1:4], (0.2, 0.5, 0.8), strict=True):
+        assert abs(token - p.draw(last)) <= 1  # float32 sums against float64 ones
+    assert kept - 2 <= found[4] < kept
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees(), st.integers(0, 10**6), st.integers(0, 3))
+def test_greedy_acceptance_has_a_graph_of_its_own(greedy: Any, tree: TokenTree, seed: int, padding: int) -> None:
+    random = np.random.default_rng(seed)
+    nodes = len(tree) + padding
+    logits = random.integers(0, 4, (nodes, 6)).astype(np.float32)  # of which many tie
+    firsts = logits.argmax(-1)
+    tokens = (firsts[list(tree.parents[1:])] + tree.ranks[1:] + random.integers(0, 2)) % 6
+    mask = np.eye(nodes, dtype=np.bool_)
+    mask[: len(tree), : len(tree)] = tree.mask
+    slot = {
+        tensors.LOGITS: logits,
+        tensors.PARENTS: np.array([*tree.parents, *range(len(tree), nodes)]),
+        tensors.TREE_MASK: mask,
+        tensors.DRAFT_TOKENS: np.concatenate([tokens, firsts[len(tree) :]]),
+    }
+    path, bonus = accept_greedy(logits[: len(tree)], tree, tokens)
+    assert run(greedy, [slot]) == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+
+
+@pytest.mark.parametrize(
+    ("rule", "candidates", "most"), [("greedy", 1, 28), ("lossless", 64, 240), ("typical", 1, 190)]
+)
+def test_a_graph_has_few_operators(
+    accept_graph: Callable[[str, int], bytes], rule: str, candidates: int, most: int
+) -> None:
+    """On a GPU each is a launch, or two; views are none."""
+    views = {"Reshape", "Unsqueeze", "Squeeze", "Shape", "Range"}
+    nodes = [node.op_type for node in onnx.load_from_string(accept_graph(rule, candidates)).graph.node]
+    assert sum(node not in views for node in nodes) <= most
+    # ReduceMax and ReduceMin are cuDNN's; a CumSum or TopK over all of a vocabulary takes quadratic time or one block.
+    assert not {"ReduceMax", "ReduceMin"} & set(nodes)
 
 
 # --- typical acceptance -----------------------------------------------------------------------------------------------

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import onnx_ir as ir
 
-from specexport.contract.engines import Accept, Commit, Fill, ProgramGraph
+from specexport.contract.engines import Accept, AcceptRule, Commit, Fill, ProgramGraph
 from specexport.contract.methods import Method
 from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.exporter import trace
@@ -18,7 +17,7 @@ FOLDER = "program"
 
 
 @functools.lru_cache(maxsize=8)
-def _accept(rule: Literal["lossless", "typical"], max_children: int, candidates: int) -> bytes:
+def _accept(rule: AcceptRule, max_children: int, candidates: int) -> bytes:
     """A traced accept graph: hundreds of nodes that take long to trace and are the same for every model."""
     serialized: bytes = ir.to_proto(trace.trace_accept(rule, max_children, candidates)).SerializeToString()
     return serialized
@@ -47,14 +46,16 @@ def write_program(
     children = max(max(tree.parents.count(node) for node in range(len(tree))) for tree in trees)
     drawn = [method.support for method in methods if method.support]
     supports = {*drawn, *([1] if len(drawn) < len(methods) else [])}
+    accepts: list[tuple[str, AcceptRule, int]] = [
+        ("greedy", "greedy", 1),
+        *((f"m{support}", "lossless", support) for support in sorted(supports)),
+        ("typical", "typical", 1),
+    ]
     made: list[ProgramGraph] = []
-    for support in sorted(supports):
-        file = f"{FOLDER}/accept.m{support}.onnx"
-        (folder / file).write_bytes(_accept("lossless", children, support))
-        made.append(Accept(file=file, rule="lossless", candidates=support, max_children=children))
-    file = f"{FOLDER}/accept.typical.onnx"
-    (folder / file).write_bytes(_accept("typical", 1, 1))
-    made.append(Accept(file=file, rule="typical", candidates=1, max_children=children))
+    for name, rule, support in accepts:
+        file = f"{FOLDER}/accept.{name}.onnx"
+        (folder / file).write_bytes(_accept(rule, children if rule == "lossless" else 1, support))
+        made.append(Accept(file=file, rule=rule, candidates=support, max_children=children))
     for method in methods:
         if method.drafts_chain and not all(tree.is_chain for tree in method.token_trees()):
             file = save("fill", trace.trace_fill(method.support))

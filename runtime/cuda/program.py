@@ -126,12 +126,13 @@ class DeviceProgram:
         inputs, slot, params, tree = self._steps[variant].inputs.host, part.view.slot, part.view.params, part.tree
         inputs[tensors.PARENTS][slot] = _parents(tree, variant.nodes)
         inputs[tensors.TREE_MASK][slot] = padded_mask(tree, variant.nodes)
-        write_sampling(inputs, slot, params)
+        if variant.accept.rule != "greedy":
+            write_sampling(inputs, slot, params)
         if variant.accept.rule == "typical":
             inputs[tensors.UNIFORM][slot] = part.view.random.random()
             inputs[tensors.THRESHOLD][slot] = params.posterior_threshold
             inputs[tensors.ALPHA][slot] = params.posterior_alpha
-        else:
+        elif variant.accept.rule == "lossless":
             noise = np.zeros(len(tree)) if params.greedy else part.view.random.random(len(tree))
             _write_noise(inputs[tensors.UNIFORM][slot], noise)
         if variant.drafting is None:

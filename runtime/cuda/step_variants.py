@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from specexport.contract import tensors
-from specexport.contract.engines import Accept, Commit, Fill, ProgramGraph
+from specexport.contract.engines import LARGEST_TOP_K, Accept, Commit, Fill, ProgramGraph
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 from specexport.contract.tree import TokenTree
@@ -79,21 +79,24 @@ class StepVariant:
 
         Slots without a part in a step keep what they had in an earlier one: all of it are trees that there may be.
         """
-        nodes, drafts, lossless = self.nodes, self.nodes - 1, self.accept.rule == "lossless"
+        nodes, drafts, rule = self.nodes, self.nodes - 1, self.accept.rule
         arrays: dict[str, Array] = {
             tensors.PARENTS: np.arange(-1, drafts)[None],
             tensors.TREE_MASK: np.tri(nodes, dtype=np.bool_)[None],
-            tensors.UNIFORM: np.zeros((1, nodes if lossless else 1), np.float32),
-            tensors.TEMPERATURE: np.ones(1, np.float32),
-            tensors.TOP_K: np.ones(1, np.int64),
-            tensors.TOP_P: np.ones(1, np.float32),
-            tensors.MIN_P: np.zeros(1, np.float32),
         }
-        if not lossless:
+        if rule != "greedy":
+            arrays |= {
+                tensors.UNIFORM: np.zeros((1, nodes if rule == "lossless" else 1), np.float32),
+                tensors.TEMPERATURE: np.ones(1, np.float32),
+                tensors.TOP_K: np.ones(1, np.int64),
+                tensors.TOP_P: np.ones(1, np.float32),
+                tensors.MIN_P: np.zeros(1, np.float32),
+            }
+        if rule == "typical":
             arrays |= {name: np.zeros(1, np.float32) for name in (tensors.THRESHOLD, tensors.ALPHA)}
         if self.drafting is None:
             arrays[tensors.DRAFT_TOKENS] = np.zeros((1, drafts), np.int64)
-            if lossless:
+            if rule == "lossless":
                 support = (1, drafts, self.accept.candidates)
                 arrays[tensors.DRAFT_IDS] = np.broadcast_to(np.arange(support[-1]), support).copy()
                 arrays[tensors.DRAFT_PROBS] = np.broadcast_to(np.eye(1, support[-1], dtype=np.float32), support).copy()
@@ -158,7 +161,7 @@ class StepVariants:
                 for at, accept in enumerate(self._accepts):
                     variant = self._verified.get((at, length))
                     exact = variant is not None and variant.tokens == variant.nodes == length
-                    if exact and (accept.rule == "typical" or accept.candidates == self._support[name]):
+                    if exact and (accept.rule != "lossless" or accept.candidates == self._support[name]):
                         self._drafted.setdefault((at, name), []).append(StepVariant(accept, length, length, drafting))
         self.all = (*made.values(), *(variant for variants in self._drafted.values() for variant in variants))
 
@@ -167,14 +170,18 @@ class StepVariants:
         params = [view.params for view in views]
         if any(one.logprobs is not None or one.acceptance == "relaxed" for one in params):
             return None
+        if any(one.top_k > LARGEST_TOP_K and not one.greedy for one in params):
+            return None
         methods = {view.method for view in views if view.method is not None}
         if any(view.constraint is not None for view in views) or not methods <= self._longest.keys():
             return None
-        rules = {"typical" if one.acceptance == "typical" and not one.greedy else "lossless" for one in params}
+        rules = {"greedy" if one.greedy else "typical" if one.acceptance == "typical" else "lossless" for one in params}
+        if rules == {"greedy", "lossless"} or not any(accept.rule == "greedy" for accept in self._accepts):
+            rules = {"lossless" if rule == "greedy" else rule for rule in rules}
         supports = {self._support[method] for method in methods} - {0}
         longest = max((self._longest[method] for method in methods), default=1)
         for at, accept in enumerate(self._accepts):
-            fits = accept.rule == "typical" or supports <= {accept.candidates}
+            fits = accept.rule != "lossless" or supports <= {accept.candidates}
             if rules == {accept.rule} and fits and self._at_least(at, longest) is not None:
                 return at
         return None
