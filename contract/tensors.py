@@ -21,6 +21,7 @@ INPUTS_EMBEDS = "inputs_embeds"  # float32 [B,T,H]  only where prompts may hold 
 EMBEDS_MASK = "embeds_mask"  # bool [B,T]     with inputs_embeds: at which of the T positions it is read
 CANDIDATES = "candidates"  # int64 [B,N,R,M]  with Medusa heads: each head's most probable tokens, best first
 HIDDEN = "hidden_states"  # float32 [B,R,H]  with an MLP speculator: what the language-model head reads
+LAYER_STATES = "layer_states"  # see layer_states(); also what a propose graph is given of several, float32 [B,T,n*H]
 
 # --- propose graph (the draft: first pass over T tokens, then single-token passes, in one call) -----------------------
 NUM_DRAFT_TOKENS = "num_draft_tokens"  # int64 []     K, how many tokens to draft (the loop's trip count)
@@ -71,6 +72,14 @@ def past_key(layer: int) -> str:
 def past_value(layer: int) -> str:
     """Static value cache of one layer, alike."""
     return f"past_value.{layer}"
+
+
+def layer_states(layers: int) -> str:
+    """Of a step graph: the residual stream after its first so many layers, float32 ``[B,T,H]``; 0 for what is embedded.
+
+    After all of them the final norm is still to come.
+    """
+    return f"{LAYER_STATES}.{layers}"
 
 
 CACHES = ("past_key.", "past_value.", "present_key.", "present_value.", "new_key.", "new_value.")

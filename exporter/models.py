@@ -89,8 +89,8 @@ def _write(
     progress("tracing the target", 0, 1)
     added = next((one for one in heads if one is not None), None)
     ranks = min(MAX_TOP_K, target.vocab_size)
-    hidden = any(exporter_of(method).observes_hidden for method in plan.methods)
-    step_module = StepModule(target.model, len(target.cache), added, ranks, hidden, options.lowering)
+    observed = [name for method in plan.methods for name in method.target_outputs]
+    step_module = StepModule(target.model, len(target.cache), added, ranks, observed, options.lowering)
     graph = traced(target, lambda: trace.trace_step(step_module, target.cache, embedding_size))
     parts = [exporter_of(method).part(method, target, options, plan) for method in plan.methods]
     progress("tracing the target", 1, 1)

@@ -399,7 +399,7 @@ def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Callable[[str], Path
         proposer, shapes = engine.speculations["mlp_speculator"].proposer, buffers(manifest.target_signature)
         view = SlotView(2, [5, 9], GREEDY, np.random.default_rng(0), wide)
         assert proposer.propose([view]) == {}
-        _show(proposer, 8, shapes(ShapePoint(1, 1, 256, 1))[1])
+        _show(proposer, [view], shapes(ShapePoint(1, 1, 256, 1))[1])
         assert set(proposer.propose([view])) == {2}
     assert verify(out, prompts=("the words",), max_tokens=4).passed
 

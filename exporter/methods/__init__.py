@@ -118,8 +118,6 @@ class Verification(Protocol):
 class MethodExporter(Generic[M]):
     """A method's part of a build and of ``verify``. What is done here suits a method that reads text alone."""
 
-    observes_hidden: ClassVar[bool] = False
-    """Whether the target's graph has to say its hidden states."""
     stage: ClassVar[str | None] = None
     """The folder it writes a model of its own into, in a stage after the target's."""
 
