@@ -39,6 +39,7 @@ class SlotView:
         constraint: what its output is bound to; None for nothing.
         embeddings: what the prompt has in the place of tokens, whose numbers are negative there; None for nothing.
         prompt: how many of the tokens are the prompt.
+        read_again: how many of its tokens the target read for the proposer's sake though its cache held them.
         prompt_logprobs: of the prompt's tokens from the second on, as far as it is read, if the request asks for them.
     """
 
@@ -53,6 +54,7 @@ class SlotView:
     constraint: Constraint | None = None
     embeddings: Embeddings | None = None
     prompt: int = field(init=False)
+    read_again: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:

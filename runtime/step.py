@@ -206,7 +206,9 @@ class HostProgram:
             chunk = rows = self._target.widths(len(slots))[-1]
         done, end = self._target.filled(slot), len(view.tokens) - 1
         if view.method is not None:
-            done = min(done, self.proposer(view.method).needs_from(view))
+            needed = min(done, self.proposer(view.method).needs_from(view))
+            view.read_again += done - needed
+            done = needed
         count, at = min(chunk, end - done), slot - slots.start
         if count <= 0:
             return False

@@ -281,7 +281,7 @@ def test_pickles_and_broken_files_are_refused(tmp_path: Path) -> None:
 
 def planned(folder: Path, **options: Any) -> list[list[tuple[int, ...]]]:
     (method,) = read_methods({"method": "mlp_speculator", "model": str(folder), **options})
-    made = exporter_of(method).plan(method, TargetOutline(VOCAB, 1))
+    made = exporter_of(method).plan(method, TargetOutline(VOCAB, 1, 2))
     return [sorted(tree.choices) for tree in made.token_trees()]
 
 

@@ -68,10 +68,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class TargetOutline:
-    """What trees depend on: V, and how many parameters the target has."""
+    """What trees depend on, and what methods observe: V, and how many parameters and layers the target has."""
 
     vocab: int
     parameters: int
+    layers: int
 
 
 @dataclass(frozen=True)
