@@ -37,7 +37,8 @@ def propose_graph(
         shapes: of its cache.
         lowering: see :data:`~specexport.contract.model.LoweredAs`.
         start: makes what the first pass is handed, named as the pass's inputs, of inputs of the propose graph; None
-            where nothing but tokens and rows goes from pass to pass. It is consumed.
+            where nothing but tokens and rows goes from pass to pass. Of what the last pass hands on the first is
+            returned. It is consumed.
     """
     layers = len(shapes)
     sizes = [(shape.heads, size) for shape in shapes for size in (shape.key_size, shape.value_size)]
@@ -46,7 +47,7 @@ def propose_graph(
         for name, (heads, size) in zip(cache_names(layers), sizes, strict=True)
     ]
     handed = [] if start is None else list(start.graph.outputs)
-    own = [] if start is None else [ir.val(one.name, _FLOAT, one.shape) for one in start.graph.inputs]
+    own = [] if start is None else [ir.val(one.name, one.dtype, one.shape) for one in start.graph.inputs]
     inputs = {str(value.name): value for value in (*_inputs(), *own, *caches)}
     graph = ir.Graph(list(inputs.values()), [], nodes=[], opset_imports={"": OPSETS[lowering]}, name="propose")
     body = _loop_body(draft_pass.graph, inputs, [*(str(value.name) for value in handed), *row_names(layers)])
@@ -81,7 +82,10 @@ def propose_graph(
             returned.append(
                 tape.op("TensorScatter", [past, row, inputs[tensors.PAST_LENGTH]], {"axis": -2}, output=written)
             )
-    graph.outputs.extend([*drafted, *returned])
+    states = made[2 : 2 + len(handed[:1])]
+    for state in states:
+        state.name, state.dtype, state.shape = tensors.NEXT_STATE, _FLOAT, body.outputs[3].shape
+    graph.outputs.extend([*drafted, *states, *returned])
     return ir.Model(graph, ir_version=draft_pass.ir_version, producer_name="specexport")
 
 

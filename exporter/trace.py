@@ -89,7 +89,11 @@ def trace_eagle3(draft: Eagle3Draft, shapes: Sequence[CacheLayer], lowering: Low
     b, t, r = (torch.export.Dim(name) for name in "BTR")
     wide, H = draft.shape.states * draft.shape.target_hidden, draft.fc.out_features
     names, attention = row_names(len(shapes)), draft.layers[0].get_submodule("self_attn")
-    states: _Inputs = {tensors.LAYER_STATES: (torch.ones(_B, _T, wide), {0: b, 1: t})}
+    states: _Inputs = {
+        tensors.LAYER_STATES: (torch.ones(_B, _T, wide), {0: b, 1: t}),
+        tensors.OWN_STATE: (torch.ones(_B, H), {0: b}),
+        tensors.READS_OWN: (torch.zeros(_B, dtype=torch.bool), {0: b}),
+    }
     first = _trace(attention, Eagle3Start(draft), states, ["hidden", "real"], lowering)
     inputs: _Inputs = {
         tensors.INPUT_IDS: (torch.ones(_B, _T, dtype=torch.int64), {0: b, 1: t}),

@@ -135,9 +135,15 @@ class Eagle3Start(torch.nn.Module):
         super().__init__()
         self.model = draft
 
-    def forward(self, layer_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[B,T,n*H]`` to ``[B,T,H]``, and ``[B,0]``; see :class:`Eagle3Pass`."""
-        return self.model.fused(layer_states), layer_states[:, :0, 0]
+    def forward(
+        self, layer_states: torch.Tensor, own_state: torch.Tensor, reads_own: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """States ``[B,T,n*H]``, or where bool ``[B]`` says so the draft's own ``[B,H]``, to ``[B,T,H]``; and ``[B,0]``.
+
+        See :class:`Eagle3Pass`. Where it reads its own, the first row is the only one that is no padding.
+        """
+        hidden = torch.where(reads_own[:, None, None], own_state[:, None], self.model.fused(layer_states))
+        return hidden, layer_states[:, :0, 0]
 
 
 class Eagle3Pass(torch.nn.Module):

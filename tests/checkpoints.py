@@ -241,6 +241,7 @@ def make_eagle3(
     draft_vocab: int | None = None,
     embedding: bool = True,
     model_type: str = "llama",
+    size: int = 8,
     **switches: bool,
 ) -> Path:
     """Writes a random EAGLE-3 draft for a model, in the files and under the names of who publishes such.
@@ -253,11 +254,12 @@ def make_eagle3(
         draft_vocab: tokens it may propose, every other one of the model's first; None for all.
         embedding: whether it has one of its own.
         model_type: of its layer.
+        size: of its attention heads.
         switches: norms that it has or does not have; see ``specexport.graphs.eagle3``.
     """
     config = AutoConfig.from_pretrained(checkpoint)
     generator = torch.Generator().manual_seed(8)
-    H, V, inner, size = config.hidden_size, config.vocab_size, 48, 8
+    H, V, inner = config.hidden_size, config.vocab_size, 48
     heads, shared, Vd = 4, 2, draft_vocab or config.vocab_size
 
     def matrix(*shape: int) -> torch.Tensor:

@@ -165,6 +165,7 @@ PORTABLE = (
     "qwen3-medusa-draft",
     "dice-mixed",
     "dice-mixed-batch",
+    "dice-eagle3",
 )
 """These are there lowered portably too, as ``{name}-portable``."""
 _CHAINS = (3, 2, 1)

@@ -28,12 +28,17 @@ from specexport.contract.shapes import ShapePoint
 from specexport.exporter import trace
 from specexport.exporter.build import build
 from specexport.exporter.compose import propose_graph
+from specexport.exporter.engines.compiler import compile_graph, load_library
+from specexport.exporter.engines.profiles import model_jobs
+from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.buffers import buffers
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_eagle3
+from tests.engine_bundles import SMALL
+from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
@@ -147,17 +152,19 @@ def test_the_graph_drafts_what_the_formulas_say(
     start, one_pass = trace.trace_eagle3(draft, cache, lowering)
     ir.save(propose_graph(one_pass, cache, lowering, start), tmp_path / "propose.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "propose.onnx")
-    method = Eagle3(model="here", states=(0, 1, 2), hidden=H, candidates=64)
+    method = Eagle3(model="here", states=(0, 1, 2), hidden=H, draft_hidden=H, candidates=64)
     make = buffers(method.signatures["eagle3"])
     names = [one.name for one in session.get_outputs()]
     shape = (2, cache[0].heads, 32, cache[0].key_size)
     caches = {name(0): np.zeros(shape, np.float32) for name in (tensors.past_key, tensors.past_value)}
     draw = np.random.default_rng(4)
-    states = draw.normal(0, 1.5, (2, 8, 3 * H)).astype(np.float32)
-    texts = draw.integers(0, VOCAB, (2, 9))
+    states = draw.normal(0, 1.5, (2, 12, 3 * H)).astype(np.float32)
+    texts = draw.integers(0, VOCAB, (2, 13))
 
-    def run(width: int, K: int, pasts: tuple[int, int], counts: tuple[int, int]) -> dict[str, Any]:
+    def run(width: int, K: int, pasts: tuple[int, int], counts: tuple[int, int], own: Any = None) -> dict[str, Any]:
         given, _ = make(ShapePoint(2, width, 32, 0, K))
+        given[tensors.READS_OWN][:] = own is not None
+        given[tensors.OWN_STATE][:] = 0 if own is None else own[:, 0]
         for slot, (past, count) in enumerate(zip(pasts, counts, strict=True)):
             given[tensors.INPUT_IDS][slot, :count] = texts[slot, past + 1 : past + 1 + count]
             given[tensors.LAYER_STATES][slot, :count] = states[slot, past : past + count]
@@ -186,6 +193,14 @@ def test_the_graph_drafts_what_the_formulas_say(
             np.testing.assert_allclose(probs, q.numpy(), atol=2e-4)
             assert token == (ids[0] if slot == 0 else ids[int((probs.cumsum() - probs <= 0.7).nonzero()[0][-1])])
             state, logits = paper.row(state, token)
+    # The same in a call for each token, as devices draft.
+    said = run(4, 1, (5, 2), (3, 1))
+    for depth, pasts in enumerate(((8, 3), (9, 4), (10, 5), (11, 6))):
+        for name in (tensors.DRAFT_TOKENS, tensors.DRAFT_IDS):
+            np.testing.assert_array_equal(said[name][0], made[name][depth])
+        for slot, past in enumerate(pasts):
+            texts[slot, past + 1] = said[tensors.DRAFT_TOKENS][0, slot]
+        said = run(4, 1, pasts, (1, 1), said[tensors.NEXT_STATE])
 
 
 def test_what_a_draft_leaves_out_is_the_target_s(tmp_path: Path, target: Path) -> None:
@@ -354,3 +369,21 @@ def test_build_inspect_verify_and_bench(
                 output=tmp_path / "never",
             )
         )
+
+
+def test_its_graphs_become_engines(tmp_path: Path) -> None:
+    """Those of the target, which says its states, and of the draft, which makes a token a call."""
+    target = make_checkpoint(tmp_path / "target", "qwen3", **SMALL)
+    draft = make_eagle3(tmp_path / "draft", target, states=(0, 1), draft_vocab=KEPT, size=64, fc_norm=True)
+    out = tmp_path / "bundle"
+    build(BuildOptions(str(target), out, methods=ways(eagle3=draft), max_seq_len=192, max_batch_size=2))
+    manifest, library = read_manifest(out), load_library("tensorrt-rtx")
+    for role, widths in (("target", {1, 2, 3, 5, 9, 64}), ("eagle3", {5, 64})):
+        model = manifest.models[role]
+        (job,) = model_jobs(model, manifest, manifest.batch_sizes, plain=True)
+        assert {profile.tokens for profile in job.profiles} == widths
+        master = out / model.graph.master
+        source, engine = master.with_name("source.onnx"), out / f"{role}.engine"
+        write_source(master, source, "fp16", job.drafts, job.fixed, compiled=True)
+        report = compile_graph(source, engine, job.sizes, library, ((8, 9),))
+        assert (report.profiles, report.size) == (len(job.profiles), engine.stat().st_size)

@@ -39,6 +39,7 @@ class Eagle3Exporter(ChainDraftExporter[Eagle3]):
             method,
             states=found.seen(target.layers),
             hidden=found.target_hidden,
+            draft_hidden=found.layer.hidden_size,
             candidates=min(MAX_CANDIDATES, found.draft_vocab),
         )
 

@@ -19,6 +19,8 @@ from specexport.runtime.proposers.opening import Opening
 from specexport.runtime.proposers.reader import common_prefix
 from specexport.runtime.sampling import Floats
 
+_NONE = np.zeros(0, np.float32)
+
 
 @dataclass
 class _Shown:
@@ -53,6 +55,7 @@ class Eagle3Proposer(Proposer):
         self._graph = graph
         self._chunk = manifest.prefill_chunk
         self._width = method.catch_up
+        self._loops = any(drafts > 1 for drafts, _ in graph.drafts(graph.sizes[-1]))
         self._names = [tensors.layer_states(count) for count in method.states]
         self.observes = frozenset(self._names)
         self._texts: dict[int, list[int]] = {}
@@ -110,29 +113,64 @@ class Eagle3Proposer(Proposer):
     def _draft(self, ready: Sequence[SlotView]) -> dict[int, Proposal]:
         K = max(view.tree.depth for view in ready)
         slots = window([view.slot for view in ready], self._graph.sizes)
+        # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
+        noise = {view.slot: view.random.random(view.tree.depth, np.float32) for view in ready if not view.params.greedy}
         counts = {view.slot: self._unread(view) for view in ready}
-        given = self._inputs(ready, self._width, K, slots)
+        K_of_call = K if self._loops else 1
+        # Each further call writes as many rows as the first one, of which one is its own.
+        rows = max(map(self._next_row, ready)) + self._width + K - 1 + (0 if self._loops else self._width)
+        if rows > self._graph.cache_sizes[-1]:
+            return {}
+        given = self._inputs(ready, self._width, K_of_call, slots, rows)
         for view in ready:
-            at, depth = view.slot - slots.start, view.tree.depth
+            at = view.slot - slots.start
             write_sampling(given, at, view.params)
-            if not view.params.greedy:
-                # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
-                given[tensors.UNIFORM][at, :depth] = view.random.random(depth, np.float32)
-        made = self._graph.run(self._width, drafts=K, slots=slots)
+            drawn = noise.get(view.slot, _NONE)[:K_of_call]
+            given[tensors.UNIFORM][at, : len(drawn)] = drawn
+        made = self._graph.run(self._width, drafts=K_of_call, slots=slots)
         for view in ready:
             self._keep(view, counts[view.slot])
+        if not self._loops:
+            made = self._go_on(ready, K, slots, noise, made)
         return {view.slot: chain_proposal(view, made, view.slot - slots.start) for view in ready}
+
+    def _go_on(
+        self, ready: Sequence[SlotView], K: int, slots: range, noise: Mapping[int, Floats], made: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        """What a graph drafts that makes one token a call (on devices): the first one's outputs, and those of K in all.
+
+        Each further row sees the draft's own state. It lies in the cache until the calls are done.
+        """
+        given = self._graph.inputs(self._width, drafts=1, slots=slots)
+        filled = {view.slot: self._graph.filled(view.slot) for view in ready}
+        calls = [{name: made[name].copy() for name in tensors.DRAFTED}]
+        for done in range(1, K):
+            for view in ready:
+                at = view.slot - slots.start
+                given[tensors.READS_OWN][at], given[tensors.OWN_STATE][at] = True, made[tensors.NEXT_STATE][at, 0]
+                given[tensors.INPUT_IDS][at, 0] = calls[-1][tensors.DRAFT_TOKENS][0, at]
+                given[tensors.PAST_LENGTH][at], given[tensors.LAST_ROW][at] = filled[view.slot] + done - 1, 0
+                drawn = noise.get(view.slot, _NONE)[done : done + 1]
+                given[tensors.UNIFORM][at, : len(drawn)] = drawn
+            made = self._graph.run(self._width, drafts=1, slots=slots)
+            calls.append({name: made[name].copy() for name in tensors.DRAFTED})
+            for view in ready:
+                self._graph.commit(view.slot, filled[view.slot] + done - 1, [0])
+        given[tensors.READS_OWN][:] = False
+        for slot, rows in filled.items():
+            self._graph.copy(slot, slot, rows)
+        return {name: np.concatenate([call[name] for call in calls]) for name in tensors.DRAFTED}
 
     def _read(self, view: SlotView) -> None:
         """Makes as many of a text's next rows as a chunk holds."""
         slots, count = range(view.slot, view.slot + 1), min(self._chunk, self._unread(view))
-        self._inputs([view], self._chunk, 1, slots)
+        self._inputs([view], self._chunk, 1, slots, self._next_row(view) + self._chunk)
         self._graph.run(self._chunk, drafts=1, slots=slots)
         self._keep(view, count)
 
-    def _inputs(self, views: Sequence[SlotView], width: int, K: int, slots: range) -> dict[str, Array]:
-        """Writes which rows a run is to make, at most ``width`` of each slot; the run's inputs."""
-        self._graph.reserve(max(self._next_row(view) for view in views) + width + K - 1)
+    def _inputs(self, views: Sequence[SlotView], width: int, K: int, slots: range, rows: int) -> dict[str, Array]:
+        """Writes which rows a run is to make, at most ``width`` of each slot, into a cache of ``rows``; its inputs."""
+        self._graph.reserve(rows)
         given = self._graph.inputs(width, drafts=K, slots=slots)
         self._graph.protect_rows(width, drafts=K, slots=slots)
         for view in views:
