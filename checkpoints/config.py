@@ -132,6 +132,23 @@ def require_stored(folder: Path, config: Any) -> None:
         raise BuildError(f"{path}: describes {described:,} parameters, but the weights hold {held:,}")
 
 
+def stored_table(folder: Path, *, head: bool) -> StoredTensor:
+    """The matrix that a checkpoint looks its tokens up in, or, with ``head``, the one that its logits are made with.
+
+    Raises:
+        BuildError: the weights hold none.
+    """
+    with quiet(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_model_config(folder), trust_remote_code=False)
+    table = (model.get_output_embeddings() if head else model.get_input_embeddings()).weight
+    names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table]
+    names += [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
+    found = next((tensor for tensor in _tensors(folder) if tensor.name in names), None)
+    if found is None:
+        raise BuildError(f"{folder}: the weights lack {names[0]!r}; expected the files that save_pretrained writes")
+    return found
+
+
 def _tensors(folder: Path) -> Iterator[StoredTensor]:
     """The tensors of the files that transformers reads."""
     if (folder / SINGLE).is_file():

@@ -226,7 +226,10 @@ def _unpickled(path: Path) -> list[StoredTensor]:
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in loaded.items()
     ):
         raise BuildError(f"{path}: holds {type(loaded).__name__}; expected a dictionary of tensors by name")
-    return [StoredTensor(name, tuple(tensor.shape), tensor.detach) for name, tensor in loaded.items()]
+    return [
+        StoredTensor(name, tuple(tensor.shape), tensor.is_floating_point(), tensor.detach)
+        for name, tensor in loaded.items()
+    ]
 
 
 def save_medusa(

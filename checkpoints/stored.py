@@ -46,11 +46,13 @@ class StoredTensor:
     Attributes:
         name: in the file.
         shape: of it.
+        floating: whether its numbers are floating-point ones.
         read: reads it as it is stored.
     """
 
     name: str
     shape: tuple[int, ...]
+    floating: bool
     read: Callable[[], torch.Tensor]
 
     def finite(self, path: Path) -> torch.Tensor:
@@ -73,10 +75,11 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            known = {name: (tuple(one.get_shape()), "F" in one.get_dtype()) for name, one in slices.items()}
     except (SafetensorError, OSError) as error:
         raise BuildError(f"{path}: not a safetensors file: {error}") from error
-    return [StoredTensor(name, shape, partial(_read, path, name)) for name, shape in shapes.items()]
+    return [StoredTensor(name, *described, partial(_read, path, name)) for name, described in known.items()]
 
 
 def _read(path: Path, name: str) -> torch.Tensor:

@@ -18,7 +18,7 @@ from specexport.contract.errors import UNREADABLE, BundleError, SpecExportError
 from specexport.contract.folders import claimed, writing
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
 from specexport.contract.methods import Method, decode_hook
-from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
+from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 
 _MAX_MANIFEST_BYTES = 16 << 20
@@ -208,12 +208,12 @@ def _check_points(path: Path, role: str, points: Sequence[ShapePoint], proposes:
     if not points:
         raise BundleError(f"{path}: there is no shape point of the {role}; build the bundle again")
     cached = bool(manifest.models[role].cache)
+    fed = [manifest.prefill_chunk, *(method.catch_up for method in manifest.methods if role in method.models)]
     doubled = len(set(points)) != len(points)
     for point in points:
         fits = point.rows in (1, point.tokens) and not point.drafts
         if proposes:
-            fed = not cached or point.tokens in (CATCH_UP_TOKENS, manifest.prefill_chunk)
-            fits = not point.rows and point.drafts > 0 and fed
+            fits = not point.rows and point.drafts > 0 and (not cached or point.tokens in fed)
         if doubled or not fits:
             raise BundleError(
                 f"{path}: graph.points of the {role}: {point} is there twice, or is no shape of such a graph; build "

@@ -21,6 +21,7 @@ INPUTS_EMBEDS = "inputs_embeds"  # float32 [B,T,H]  only where prompts may hold 
 EMBEDS_MASK = "embeds_mask"  # bool [B,T]     with inputs_embeds: at which of the T positions it is read
 CANDIDATES = "candidates"  # int64 [B,N,R,M]  with Medusa heads: each head's most probable tokens, best first
 HIDDEN = "hidden_states"  # float32 [B,R,H]  with an MLP speculator: what the language-model head reads
+LAYER_STATES = "layer_states"  # see layer_states()
 
 # --- propose graph (the draft: first pass over T tokens, then single-token passes, in one call) -----------------------
 NUM_DRAFT_TOKENS = "num_draft_tokens"  # int64 []     K, how many tokens to draft (the loop's trip count)
@@ -41,6 +42,11 @@ DRAFT_PROBS = "draft_probs"  # float32, as DRAFT_IDS       q of those tokens; su
 HIDDEN_STATE = "hidden_state"  # float32 [B,H]  what the target's head read at the last token in its cache
 LEVEL_PARENTS = "level_parents"  # int64 [B,D,T]  of each node, which one of the level before; not read for the root
 LEVEL_RANKS = "level_ranks"  # int64 [B,D,T]  which of that one's continuations it is: 0 the drawn one, then the best
+
+# --- propose graph of an EAGLE-3 draft (also takes LAYER_STATES [B,T,n*H], those of n layers side by side) ------------
+OWN_STATE = "own_state"  # float32 [B,H]  what the first row sees instead, where READS_OWN says so: a NEXT_STATE
+READS_OWN = "reads_own"  # bool [B]
+NEXT_STATE = "next_state"  # float32 [B,1,H]  what the row after the last one may see
 
 DRAFTED = (DRAFT_TOKENS, DRAFT_IDS, DRAFT_PROBS)
 """What a draft says of its tokens."""
@@ -71,6 +77,14 @@ def past_key(layer: int) -> str:
 def past_value(layer: int) -> str:
     """Static value cache of one layer, alike."""
     return f"past_value.{layer}"
+
+
+def layer_states(layers: int) -> str:
+    """Of a step graph: the residual stream after its first so many layers, float32 ``[B,T,H]``; 0 for what is embedded.
+
+    After all of them the final norm is still to come.
+    """
+    return f"{LAYER_STATES}.{layers}"
 
 
 CACHES = ("past_key.", "past_value.", "present_key.", "present_value.", "new_key.", "new_value.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from specexport.contract.manifest import Entry, Manifest
 from specexport.contract.methods import Method
 from specexport.contract.model import Strict
-from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint, batch_points, cache_buckets
+from specexport.contract.shapes import ShapePoint, batch_points, cache_buckets
 
 if TYPE_CHECKING:
     from specexport.exporter.options import BuildOptions
@@ -75,7 +75,7 @@ class BuildPlan(Strict, frozen=True):
 
     def propose_points(self, method: Method) -> tuple[ShapePoint, ...]:
         """Of a propose graph: every depth of the method's trees, and the shorter chains."""
-        runs = [(batch, CATCH_UP_TOKENS, 0, depth) for depth in self.depths(method) for batch in self.batches]
+        runs = [(batch, method.catch_up, 0, depth) for depth in self.depths(method) for batch in self.batches]
         return self.at_caches([*runs, (1, PREFILL_CHUNK, 0, 1)])
 
     def depths(self, method: Method) -> list[int]:

@@ -18,7 +18,12 @@ from specexport.exporter.trace import row_names
 _INT64, _FLOAT, _BOOL = ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.BOOL
 
 
-def propose_graph(draft_pass: ir.Model, shapes: Sequence[CacheLayer], lowering: LoweredAs = "native") -> ir.Model:
+def propose_graph(
+    draft_pass: ir.Model,
+    shapes: Sequence[CacheLayer],
+    lowering: LoweredAs = "native",
+    start: ir.Model | None = None,
+) -> ir.Model:
     """Builds the propose graph around one pass of the draft.
 
     The pass becomes the body of an ONNX Loop. Its weights live in the body: ONNX Runtime fuses a quantized weight only
@@ -26,6 +31,14 @@ def propose_graph(draft_pass: ir.Model, shapes: Sequence[CacheLayer], lowering: 
     dequantize) a copy of their own. The first pass sees T tokens, later ones the token just drawn; rows for the cache
     are carried along and written once at the end, since only a TensorScatter from a graph input to a graph output
     works in place. Lowered portably, the rows themselves are returned. The pass is consumed.
+
+    Args:
+        draft_pass: its outputs are the token, q, what it hands on to the next pass, and its rows.
+        shapes: of its cache.
+        lowering: see :data:`~specexport.contract.model.LoweredAs`.
+        start: makes what the first pass is handed, named as the pass's inputs, of inputs of the propose graph; None
+            where nothing but tokens and rows goes from pass to pass. Of what the last pass hands on the first is
+            returned. It is consumed.
     """
     layers = len(shapes)
     sizes = [(shape.heads, size) for shape in shapes for size in (shape.key_size, shape.value_size)]
@@ -33,9 +46,13 @@ def propose_graph(draft_pass: ir.Model, shapes: Sequence[CacheLayer], lowering: 
         ir.val(name, _FLOAT, ["B", heads, "S", size])
         for name, (heads, size) in zip(cache_names(layers), sizes, strict=True)
     ]
-    inputs = {str(value.name): value for value in (*_inputs(), *caches)}
+    handed = [] if start is None else list(start.graph.outputs)
+    own = [] if start is None else [ir.val(one.name, one.dtype, one.shape) for one in start.graph.inputs]
+    inputs = {str(value.name): value for value in (*_inputs(), *own, *caches)}
     graph = ir.Graph(list(inputs.values()), [], nodes=[], opset_imports={"": OPSETS[lowering]}, name="propose")
-    body = _loop_body(draft_pass.graph, inputs, row_names(layers))
+    body = _loop_body(draft_pass.graph, inputs, [*(str(value.name) for value in handed), *row_names(layers)])
+    if start is not None:
+        _put_before(start.graph, graph, body, inputs)
 
     tape = Tape(graph)
     batch = tape.op("Shape", [inputs[tensors.PAST_LENGTH]], output=ir.val("batch"))
@@ -48,13 +65,13 @@ def propose_graph(draft_pass: ir.Model, shapes: Sequence[CacheLayer], lowering: 
     given = [inputs[name] for name in (tensors.INPUT_IDS, tensors.LAST_ROW)]
     made = tape.op_multi_out(
         "Loop",
-        [inputs[tensors.NUM_DRAFT_TOKENS], always, *given, *empty],
+        [inputs[tensors.NUM_DRAFT_TOKENS], always, *given, *handed, *empty],
         {"body": ir.AttrGraph("body", body)},
-        outputs=_loop_outputs(body, layers),
+        outputs=_loop_outputs(body),
         name="draft",
     )
     hoist_invariants(graph, tape.nodes[-1])
-    rows, drafted = made[2 : 2 + 2 * layers], made[2 + 2 * layers :]
+    rows, drafted = made[-3 - 2 * layers : -3], made[-3:]
     returned = []
     for row, (heads, size), past, new in zip(rows, sizes, caches, returned_names(layers, lowering), strict=True):
         if lowering == "portable":
@@ -65,7 +82,10 @@ def propose_graph(draft_pass: ir.Model, shapes: Sequence[CacheLayer], lowering: 
             returned.append(
                 tape.op("TensorScatter", [past, row, inputs[tensors.PAST_LENGTH]], {"axis": -2}, output=written)
             )
-    graph.outputs.extend([*drafted, *returned])
+    states = made[2 : 2 + len(handed[:1])]
+    for state in states:
+        state.name, state.dtype, state.shape = tensors.NEXT_STATE, _FLOAT, body.outputs[3].shape
+    graph.outputs.extend([*drafted, *states, *returned])
     return ir.Model(graph, ir_version=draft_pass.ir_version, producer_name="specexport")
 
 
@@ -84,11 +104,31 @@ def _inputs() -> list[ir.Value]:
     ]
 
 
-def _loop_body(body: ir.Graph, around: dict[str, ir.Value], rows: list[str]) -> ir.Graph:
+def _put_before(start: ir.Graph, graph: ir.Graph, body: ir.Graph, inputs: dict[str, ir.Value]) -> None:
+    """Moves the nodes and weights of a graph into another one, whose loop has this body; no names are alike then."""
+    nodes, weights = list(start), list(start.initializers.values())
+    used = {value.name for node in body for value in node.outputs} | {value.name for value in body.inputs}
+    used |= body.initializers.keys()
+    for value in start.inputs:
+        value.replace_all_uses_with(inputs[str(value.name)])
+    start.outputs.clear()
+    start.initializers.clear()
+    start.remove(nodes)
+    for node in nodes:
+        node.name = f"start.{node.name}"
+    for value in (*weights, *(value for node in nodes for value in node.outputs)):
+        if value.name in used:
+            value.name = f"start.{value.name}"
+    for value in weights:
+        graph.register_initializer(value)
+    graph.extend(nodes)
+
+
+def _loop_body(body: ir.Graph, around: dict[str, ir.Value], handed: list[str]) -> ir.Graph:
     """Makes of a pass's graph the body of a Loop, which reads what no pass changes from the graph around it."""
     named = {str(value.name): value for value in body.inputs}
     tokens, last_row, uniform = (named[name] for name in (tensors.INPUT_IDS, tensors.LAST_ROW, tensors.UNIFORM))
-    carried = [tokens, last_row, *(named[name] for name in rows)]
+    carried = [tokens, last_row, *(named[name] for name in handed)]
     for name, value in named.items():
         if value not in carried and value is not uniform:
             value.replace_all_uses_with(around[name])
@@ -98,28 +138,28 @@ def _loop_body(body: ir.Graph, around: dict[str, ir.Value], rows: list[str]) -> 
     uniform.replace_all_uses_with(noise)
     body.insert_before(body[0], tape.nodes)
 
-    token, ids, probs, *grown = body.outputs
+    token, ids, probs, *handed_on = body.outputs
     axis = constant(body, "next_token_axis", np.array([1], np.int64))
     tape = Tape(body)
     go_on = tape.op("Identity", [going], output=ir.val("go_on"))
     next_ids = tape.op("Unsqueeze", [token, axis], output=ir.val("next_input_ids"))
     first_row = tape.op("Sub", [last_row, last_row], output=ir.val("next_last_row"))
-    for value in (tokens, last_row, token, ids, probs):
+    for value in (tokens, last_row, token, ids, probs, *handed_on):
         value.name = f"pass.{value.name}"
     body.inputs[:] = [iteration, going, *carried]
-    body.outputs[:] = [go_on, next_ids, first_row, *grown, token, ids, probs]
+    body.outputs[:] = [go_on, next_ids, first_row, *handed_on, token, ids, probs]
     body.name = "draft_pass"
     return body
 
 
-def _loop_outputs(body: ir.Graph, layers: int) -> list[ir.Value]:
+def _loop_outputs(body: ir.Graph) -> list[ir.Value]:
     """The last values of what is carried from pass to pass, and what the K passes drafted, stacked."""
     candidates = body.outputs[-1].shape
     width = int(str(candidates[-1])) if candidates is not None else "M"
     return [
         ir.val("last_drawn"),
         ir.val("last_drawn_row"),
-        *(ir.val(f"{name}.made") for name in row_names(layers)),
+        *(ir.val(f"{value.name}.made") for value in body.outputs[3:-3]),
         ir.val(tensors.DRAFT_TOKENS, _INT64, ["K", "B"]),
         ir.val(tensors.DRAFT_IDS, _INT64, ["K", "B", width]),
         ir.val(tensors.DRAFT_PROBS, _FLOAT, ["K", "B", width]),

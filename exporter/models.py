@@ -43,7 +43,7 @@ def target_stage(folder: Path, options: BuildOptions, tokenizer: TokenizerFiles,
     progress("loading the target", 0, 1)
     target = load_checkpoint(options.target)
     progress("loading the target", 1, 1)
-    outline = TargetOutline(target.vocab_size, target.parameters)
+    outline = TargetOutline(target.vocab_size, target.parameters, len(target.cache))
     heads = [exporter_of(method).heads(method, target) for method in options.methods]
     methods = tuple(exporter_of(method).plan(method, outline) for method in options.methods)
     plan = BuildPlan.of(methods, options, _max_seq_len(options, target))
@@ -89,8 +89,8 @@ def _write(
     progress("tracing the target", 0, 1)
     added = next((one for one in heads if one is not None), None)
     ranks = min(MAX_TOP_K, target.vocab_size)
-    hidden = any(exporter_of(method).observes_hidden for method in plan.methods)
-    step_module = StepModule(target.model, len(target.cache), added, ranks, hidden, options.lowering)
+    observed = [name for method in plan.methods for name in method.target_outputs]
+    step_module = StepModule(target.model, len(target.cache), added, ranks, observed, options.lowering)
     graph = traced(target, lambda: trace.trace_step(step_module, target.cache, embedding_size))
     parts = [exporter_of(method).part(method, target, options, plan) for method in plan.methods]
     progress("tracing the target", 1, 1)

@@ -20,6 +20,7 @@ from specexport.exporter.passes.linear import canonical_weights, merge_linear, t
 from specexport.exporter.passes.names import name_weights
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
 from specexport.graphs.accept import AcceptModule, GreedyModule, TypicalModule
+from specexport.graphs.eagle3 import Eagle3Draft, Eagle3Pass, Eagle3Start
 from specexport.graphs.mlp_speculator import SpeculatorModule, SpeculatorStages
 from specexport.graphs.ops import translations
 from specexport.graphs.program import CommitModule, FillModule
@@ -79,6 +80,35 @@ def trace_draft_pass(draft: DraftPass, shapes: Sequence[CacheLayer], lowering: L
     }
     outputs = [*tensors.DRAFTED, *(f"{name}.grown" for name in row_names(layers))]
     return _trace(draft.model, draft, inputs, outputs, lowering)
+
+
+def trace_eagle3(draft: Eagle3Draft, shapes: Sequence[CacheLayer], lowering: LoweredAs) -> tuple[ir.Model, ir.Model]:
+    """What the first pass of an EAGLE-3 draft is handed, and one pass, to be put into a loop.
+
+    See :class:`~specexport.graphs.eagle3.Eagle3Pass`.
+    """
+    b, t, r = (torch.export.Dim(name) for name in "BTR")
+    wide, H = draft.shape.states * draft.shape.target_hidden, draft.fc.out_features
+    names, attention = row_names(len(shapes)), draft.layers[0].get_submodule("self_attn")
+    states: _Inputs = {
+        tensors.LAYER_STATES: (torch.ones(_B, _T, wide), {0: b, 1: t}),
+        tensors.OWN_STATE: (torch.ones(_B, H), {0: b}),
+        tensors.READS_OWN: (torch.zeros(_B, dtype=torch.bool), {0: b}),
+    }
+    first = _trace(attention, Eagle3Start(draft), states, ["hidden", "real"], lowering)
+    inputs: _Inputs = {
+        tensors.INPUT_IDS: (torch.ones(_B, _T, dtype=torch.int64), {0: b, 1: t}),
+        tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
+        tensors.UNIFORM: (torch.full((_B,), 0.5), {0: b}),
+        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
+        "hidden": (torch.ones(_B, _T, H), {0: b, 1: t}),
+        "real": (torch.ones(_B, _DONE), {0: b, 1: r}),
+        **_sampling(b),
+        **_caches(cache_names(len(shapes)), shapes, _S, b, "S"),
+        **_caches(names, shapes, _DONE, b, "R"),
+    }
+    outputs = [*tensors.DRAFTED, "hidden.next", "real.next", *(f"{name}.grown" for name in names)]
+    return first, _trace(attention, Eagle3Pass(draft), inputs, outputs, lowering)
 
 
 def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native") -> ir.Model:

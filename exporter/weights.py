@@ -210,7 +210,7 @@ class WeightsFile:
             if role == "matmul":
                 node.replace_input_with(index, restored)
             else:
-                node.outputs[0].replace_all_uses_with(restored)
+                _replace(node.outputs[0], restored)
             self.report.quantized.append(name)
         del graph.initializers[_name(value)]
 
@@ -289,6 +289,14 @@ def _row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.
     rows = max(1, _CHUNK_ELEMENTS // width // multiple) * multiple
     for start in range(0, array.shape[0], rows):
         yield np.ascontiguousarray(array[start : start + rows])
+
+
+def _replace(value: ir.Value, by: ir.Value) -> None:
+    """Has everybody read another value, and those outside the graph under the same name."""
+    returned, name = value.is_graph_output(), value.name
+    value.replace_all_uses_with(by, replace_graph_outputs=True)
+    if returned:
+        value.name, by.name, by.type, by.shape = f"{name}.stored", name, value.type, value.shape
 
 
 def _lookup(graph: ir.Graph, gather: ir.Node, numbers: ir.Value, scales: ir.Value, name: str) -> ir.Value:

@@ -1,13 +1,67 @@
-"""A model cut off after its first layers: the final norm and the head then read what those made."""
+"""The decoder layers of a model: what goes from one to the next, and a model cut off after its first ones."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+
+
+def _decoder_layers(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
+    """The list of a model's decoder layers, with the module that holds it and its name there.
+
+    Raises:
+        ValueError: the model keeps them in no list, or in several.
+    """
+    total = model.config.get_text_config().num_hidden_layers
+    lists = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, torch.nn.ModuleList) and len(child) == total
+    ]
+    if len(lists) != 1:
+        raise ValueError(f"it has {len(lists)} lists of {total} layers; expected one")
+    return lists[0]
+
+
+@contextlib.contextmanager
+def noted_states(model: Any, layers: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """While active, a run of a transformers causal LM fills the mapping with its residual stream, ``[B,T,H]`` each.
+
+    Args:
+        model: the model.
+        layers: after how many of its layers; 0 for what the first one is given.
+
+    Raises:
+        ValueError: it has fewer layers, or keeps them in no list, or in several.
+    """
+    noted: dict[int, torch.Tensor] = {}
+    wanted = sorted(set(layers))
+    stack = _decoder_layers(model)[2] if wanted else torch.nn.ModuleList()
+    if wanted and not 0 <= wanted[0] <= wanted[-1] <= len(stack):
+        raise ValueError(f"it has {len(stack)} layers; expected the states after 0 to {len(stack)} of them")
+
+    def given(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        noted[0] = args[0] if args else kwargs["hidden_states"]
+
+    def made(count: int, _module: torch.nn.Module, _args: Any, output: Any) -> None:
+        noted[count] = output[0] if isinstance(output, tuple) else output
+
+    hooks = [
+        stack[count - 1].register_forward_hook(partial(made, count))
+        if count
+        else stack[0].register_forward_pre_hook(given, with_kwargs=True)
+        for count in wanted
+    ]
+    try:
+        yield noted
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def keep_first_layers(model: Any, count: int) -> Callable[[], None]:
@@ -22,15 +76,7 @@ def keep_first_layers(model: Any, count: int) -> Callable[[], None]:
     total = model.config.get_text_config().num_hidden_layers
     if not 1 <= count < total:
         raise ValueError(f"it has {total} layers; expected 1 to {total - 1} of them")
-    lists = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, torch.nn.ModuleList) and len(child) == total
-    ]
-    if len(lists) != 1:
-        raise ValueError(f"it has {len(lists)} lists of {total} layers; expected one")
-    ((parent, name, layers),) = lists
+    parent, name, layers = _decoder_layers(model)
     setattr(parent, name, layers[:count])
     return partial(setattr, parent, name, layers)
 

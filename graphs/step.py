@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from specexport.contract import tensors
 from specexport.contract.model import LoweredAs
 from specexport.graphs.attention import Lowering, PassThroughCache, lowering, step_lowering
+from specexport.graphs.layers import noted_states
 from specexport.graphs.medusa import MedusaHeads
 from specexport.graphs.top_k import most_probable
 
@@ -76,9 +77,9 @@ class StepModule(torch.nn.Module):
     Args:
         model: loaded with ``attn_implementation=ATTENTION_NAME``.
         layers: number of attention layers.
-        heads: Medusa heads on its last hidden state, whose candidates are an output.
+        heads: Medusa heads on its last hidden state.
         candidates: M, how many at each depth.
-        hidden: whether that state is an output too, for an MLP speculator.
+        observed: names of the outputs it has beside logits: their candidates, that state, and states of layers.
         lowering: which operators attention is made of.
 
     Attributes:
@@ -91,7 +92,7 @@ class StepModule(torch.nn.Module):
         layers: int,
         heads: MedusaHeads | None = None,
         candidates: int = 0,
-        hidden: bool = False,
+        observed: Iterable[str] = (),
         lowering: LoweredAs = "native",
     ) -> None:
         super().__init__()
@@ -100,12 +101,12 @@ class StepModule(torch.nn.Module):
         self.heads = heads
         self.heads_projection = _own_projection(model, heads)
         self.candidates = candidates
-        self.hidden = hidden
         self.lowering: LoweredAs = lowering
         self.vocab_size: int | None = None
         self.input_vocab: int | None = None
-        observed = {tensors.CANDIDATES: heads is not None, tensors.HIDDEN: hidden}
-        self.made = [tensors.LOGITS, *(name for name, wanted in observed.items() if wanted)]
+        self.made = list(dict.fromkeys([tensors.LOGITS, *observed]))
+        parts = {name: name.partition(".") for name in self.made}
+        self.noted = {name: int(after) for name, (stem, _, after) in parts.items() if stem == tensors.LAYER_STATES}
 
     def forward(
         self,
@@ -128,16 +129,17 @@ class StepModule(torch.nn.Module):
         if inputs_embeds is not None and embeds_mask is not None:
             own: torch.Tensor = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
             inputs_embeds = torch.where(embeds_mask[:, :, None], inputs_embeds, own)
-        logits, hidden = run_model(self.model, active, self.layers, input_ids, position_ids, logits_rows, inputs_embeds)
-        return (*self.outputs(logits, hidden), *flat(active.returned))
+        with noted_states(self.model, self.noted.values()) as states:
+            read = (input_ids, position_ids, logits_rows, inputs_embeds)
+            logits, hidden = run_model(self.model, active, self.layers, *read)
+        known = self.outputs(logits, hidden) | {name: states[count].float() for name, count in self.noted.items()}
+        return (*(known[name] for name in self.made), *flat(active.returned))
 
-    def outputs(self, logits: torch.Tensor, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """The logits, ``candidates`` if there are heads, and ``hidden_states`` if they are wanted."""
-        made = [logits]
+    def outputs(self, logits: torch.Tensor, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is made of the last hidden state, by name: logits, ``hidden_states``, and ``candidates`` of heads."""
+        made = {tensors.LOGITS: logits, tensors.HIDDEN: hidden.float()}
         if self.heads is not None:
-            made.append(self.ahead(self.heads, hidden))
-        if self.hidden:
-            made.append(hidden.float())
+            made[tensors.CANDIDATES] = self.ahead(self.heads, hidden)
         return made
 
     def ahead(self, heads: MedusaHeads, hidden: torch.Tensor) -> torch.Tensor:
@@ -172,10 +174,10 @@ class CandidatesModule(StepModule):
         self.input_vocab = input_vocab
         self.made = [tensors.CANDIDATES]
 
-    def outputs(self, logits: torch.Tensor, hidden: torch.Tensor) -> list[torch.Tensor]:
+    def outputs(self, logits: torch.Tensor, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         """``candidates`` of its own head and of the Medusa heads."""
         assert self.heads is not None
-        return [torch.cat([self.best(logits[:, None]), self.ahead(self.heads, hidden)], 1)]
+        return {tensors.CANDIDATES: torch.cat([self.best(logits[:, None]), self.ahead(self.heads, hidden)], 1)}
 
 
 def _own_projection(model: torch.nn.Module, heads: MedusaHeads | None) -> torch.nn.Module | None:

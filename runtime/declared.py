@@ -19,6 +19,7 @@ _SAID_BY = {
     tensors.DRAFT_PROBS: "candidates",
     tensors.CANDIDATES: "heads and candidates",
     tensors.HIDDEN: "hidden",
+    tensors.LAYER_STATES: "hidden",
     tensors.HIDDEN_STATE: "hidden",
     tensors.INPUTS_EMBEDS: "embedding_size",
     tensors.EMBEDS_MASK: "embedding_size",

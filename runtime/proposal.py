@@ -39,6 +39,7 @@ class SlotView:
         constraint: what its output is bound to; None for nothing.
         embeddings: what the prompt has in the place of tokens, whose numbers are negative there; None for nothing.
         prompt: how many of the tokens are the prompt.
+        read_again: how many of its tokens the target read for the proposer's sake though its cache held them.
         prompt_logprobs: of the prompt's tokens from the second on, as far as it is read, if the request asks for them.
     """
 
@@ -53,6 +54,7 @@ class SlotView:
     constraint: Constraint | None = None
     embeddings: Embeddings | None = None
     prompt: int = field(init=False)
+    read_again: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -116,7 +118,7 @@ class Proposer(ABC):
     A way to propose says how in :meth:`propose`, and of the rest what it needs: by default nothing is done.
 
     Attributes:
-        observes: which of the target's outputs :meth:`observe` looks at.
+        observes: which of the target's outputs :meth:`observe` and :meth:`observe_text` look at.
     """
 
     observes: frozenset[str] = frozenset()
@@ -143,6 +145,23 @@ class Proposer(ABC):
             row: the row of it that belongs to the last token but one of the text that the next proposal goes on from.
             root: the row of the last proposal's root.
         """
+
+    def observe_text(self, view: SlotView, outputs: Mapping[str, Array], past: int, rows: Sequence[int]) -> None:
+        """Called after the target ran for a slot, if the host can see all its outputs; before the text grows.
+
+        Args:
+            view: the slot.
+            outputs: what the target's graph made for it, without the batch dimension; copy what is kept.
+            past: position of the first of the tokens of the text that the target read.
+            rows: where they are among the T tokens of the run, in order; those behind the text's end are accepted ones.
+        """
+
+    def needs_from(self, view: SlotView) -> int:
+        """From which position of a text on the target has to be run, as the proposer was not shown what it says there.
+
+        The target may hold rows of tokens that it read for another request.
+        """
+        return len(view.tokens)
 
     def move(self, source: int, to: int) -> None:
         """A request goes on in another slot, which was free."""

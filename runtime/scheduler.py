@@ -216,7 +216,9 @@ class Scheduler:
             request.stats.cached_tokens = self._slots.begin(request.view.slot)
         # A draft need not read what it will not be asked to go on with.
         self._policy.assign(self._running)
+        again = request.view.read_again
         request.read = not self._program.prefill(request.view)
+        request.stats.cached_tokens -= request.view.read_again - again
         if request.read and len(request.view.tree) > 1:
             request.history.unread = 0
         seconds = time.perf_counter() - start

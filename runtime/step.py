@@ -156,6 +156,7 @@ class HostProgram:
             if len(path) < known:  # it went on from tokens that are not the text
                 self.proposer(view.method).release(view.slot)
             self.proposer(view.method).observe(view.slot, outputs, path[-1] if path else 0, known)
+            self.proposer(view.method).observe_text(view, outputs, len(view.tokens) - 1, [0, *path])
         rows = [0, *path[:kept]]
         # A row that is not finite accepts nothing, so that it is the last.
         finite = bool(np.isfinite(outputs[tensors.LOGITS][rows[-1]].max()))
@@ -204,6 +205,10 @@ class HostProgram:
             slots = window([slot], self.sizes)
             chunk = rows = self._target.widths(len(slots))[-1]
         done, end = self._target.filled(slot), len(view.tokens) - 1
+        if view.method is not None:
+            needed = min(done, self.proposer(view.method).needs_from(view))
+            view.read_again += done - needed
+            done = needed
         count, at = min(chunk, end - done), slot - slots.start
         if count <= 0:
             return False
@@ -227,7 +232,9 @@ class HostProgram:
             view.prompt_logprobs += token_logprobs(made[tensors.LOGITS][at], range(count), after, top)
         if view.method is not None:
             last = 0 if top is None else count - 1
-            self.proposer(view.method).observe(slot, {name: array[at] for name, array in made.items()}, last)
+            outputs = {name: array[at] for name, array in made.items()}
+            self.proposer(view.method).observe(slot, outputs, last)
+            self.proposer(view.method).observe_text(view, outputs, done, range(count))
         return done + count < end
 
     def move(self, source: int, to: int, method: str | None) -> None:

@@ -6,12 +6,15 @@ biases that are not what they are initialised to, windows shorter than a test's 
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
@@ -226,4 +229,116 @@ def make_speculator(
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     save_speculator(folder, made, dtype=torch.float32)
+    return folder
+
+
+def make_eagle3(
+    folder: Path,
+    checkpoint: Path,
+    *,
+    published: Literal["SafeAILab", "speculators"] = "SafeAILab",
+    states: Sequence[int] = (0, 1, 2),
+    draft_vocab: int | None = None,
+    embedding: bool = True,
+    model_type: str = "llama",
+    size: int = 8,
+    **switches: bool,
+) -> Path:
+    """Writes a random EAGLE-3 draft for a model, in the files and under the names of who publishes such.
+
+    Args:
+        folder: made.
+        checkpoint: the model.
+        published: whose layout.
+        states: after how many of the model's layers it sees the residual stream.
+        draft_vocab: tokens it may propose, every other one of the model's first; None for all.
+        embedding: whether it has one of its own.
+        model_type: of its layer.
+        size: of its attention heads.
+        switches: norms that it has or does not have; see ``specexport.graphs.eagle3``.
+    """
+    config = AutoConfig.from_pretrained(checkpoint)
+    generator = torch.Generator().manual_seed(8)
+    H, V, inner = config.hidden_size, config.vocab_size, 48
+    heads, shared, Vd = 4, 2, draft_vocab or config.vocab_size
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return 2 * torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    def norm(width: int) -> torch.Tensor:
+        return 1 + 0.1 * torch.randn(width, generator=generator)
+
+    layer = "midlayer" if published == "SafeAILab" else "layers.0"
+    tensors = {
+        "fc.weight": matrix(H, len(states) * H),
+        f"{layer}.hidden_norm.weight": norm(H),
+        f"{layer}.input_layernorm.weight": norm(H),
+        f"{layer}.post_attention_layernorm.weight": norm(H),
+        f"{layer}.self_attn.q_proj.weight": matrix(heads * size, 2 * H),
+        f"{layer}.self_attn.k_proj.weight": matrix(shared * size, 2 * H),
+        f"{layer}.self_attn.v_proj.weight": matrix(shared * size, 2 * H),
+        f"{layer}.self_attn.o_proj.weight": matrix(H, heads * size),
+        f"{layer}.mlp.gate_proj.weight": matrix(inner, H),
+        f"{layer}.mlp.up_proj.weight": matrix(inner, H),
+        f"{layer}.mlp.down_proj.weight": matrix(H, inner),
+        "norm.weight": norm(H),
+        "lm_head.weight": matrix(Vd, H),
+    }
+    if embedding:
+        tensors["embed_tokens.weight"] = matrix(V, H)
+    if model_type == "qwen3":
+        tensors |= {f"{layer}.self_attn.{name}_norm.weight": norm(size) for name in "qk"}
+    if switches.get("norm_before_fc"):
+        tensors["input_norm.weight"] = norm(len(states) * H)
+    if switches.get("fc_norm"):
+        tensors |= {f"fc_norm.{at}.weight": norm(H) for at in range(len(states))}
+    if Vd != V:
+        ids = torch.cat([torch.arange(0, V, 2), torch.arange(1, V, 2)])[:Vd].sort().values
+        tensors["d2t"] = ids - torch.arange(Vd)
+        tensors["t2d"] = torch.zeros(V, dtype=torch.bool).scatter_(0, ids, torch.ones(Vd, dtype=torch.bool))
+    sizes = {
+        "model_type": model_type,
+        "hidden_size": H,
+        "intermediate_size": inner,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": shared,
+        "head_dim": size,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": V,
+        "attention_bias": False,
+    }
+    folder.mkdir(parents=True)
+    if published == "SafeAILab":
+        whole = {
+            "architectures": ["LlamaForCausalLM"],
+            **sizes,
+            "draft_vocab_size": Vd,
+            "tie_word_embeddings": False,
+            "eagle_aux_hidden_state_layer_ids": list(states),
+            **switches,
+        }
+    else:
+        whole = {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.5.0",
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+                "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": str(checkpoint)},
+            },
+            "transformer_layer_config": sizes | {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}},
+            "draft_vocab_size": Vd,
+            "target_hidden_size": None,
+            "eagle_aux_hidden_state_layer_ids": list(states),
+            "tie_word_embeddings": False,
+            "torch_dtype": "float32",
+            **switches,
+        }
+    (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

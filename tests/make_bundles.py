@@ -41,7 +41,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from tests.checkpoints import EOS, VOCAB, make_checkpoint, make_heads, make_speculator, tokenizer
+from tests.checkpoints import EOS, VOCAB, make_checkpoint, make_eagle3, make_heads, make_speculator, tokenizer
 from tests.traces import once
 from tests.ways import ways
 
@@ -78,6 +78,7 @@ class Recipe:
         lookahead: W, N and G.
         self_draft: how many of the target's layers draft.
         speculator: whether it has an MLP speculator.
+        eagle3: whether it has an EAGLE-3 draft.
         batch: most requests that run at once.
         embeds: whether prompts may hold embeddings.
     """
@@ -94,6 +95,7 @@ class Recipe:
     lookahead: tuple[int, int, int] | None = None
     self_draft: int | None = None
     speculator: bool = False
+    eagle3: bool = False
     batch: int = 1
     embeds: bool = False
 
@@ -135,6 +137,7 @@ RECIPES = {
     "dice-medusa": Recipe("llama", None, config=DICE, heads="target", trees=(_BUSHY,)),
     "dice-medusa-draft": Recipe("llama", "near", config=DICE, heads="draft", trees=(_BUSHY,)),
     "dice-mlp": Recipe("llama", None, config=DICE, trees=(_BUSHY,), speculator=True),
+    "dice-eagle3": Recipe("llama", None, config=DICE, trees=(_SPINE, _SMALL_SPINE), eagle3=True),
     "dice-ngram": Recipe("llama", None, (1, 3), 5, DICE, lookups=("ngram",)),
     "dice-suffix": Recipe("llama", None, (1, 3), 5, DICE, lookups=("suffix",)),
     "dice-hypothesis": Recipe("llama", None, (1, 3), 5, DICE, lookups=("hypothesis",)),
@@ -149,6 +152,7 @@ BATCHED = (
     "dice-mixed",
     "dice-medusa",
     "dice-mlp",
+    "dice-eagle3",
 )
 RECIPES |= {f"{name}-batch": dataclasses.replace(RECIPES[name], batch=8) for name in BATCHED}
 """With eight slots."""
@@ -161,6 +165,7 @@ PORTABLE = (
     "qwen3-medusa-draft",
     "dice-mixed",
     "dice-mixed-batch",
+    "dice-eagle3",
 )
 """These are there lowered portably too, as ``{name}-portable``."""
 _CHAINS = (3, 2, 1)
@@ -179,6 +184,8 @@ LOSSLESSNESS = {
     "medusa-draft-tree": Recipe("llama", "near", config=DICE, heads="draft", trees=_ANY),
     "mlp": Recipe("llama", None, config=DICE, trees=_HEAD_CHAINS, speculator=True),
     "mlp-tree": Recipe("llama", None, config=DICE, trees=_ANY, speculator=True),
+    "eagle3": Recipe("llama", None, _CHAINS[1:], _CHAINS[0], DICE, eagle3=True),
+    "eagle3-tree": Recipe("llama", None, config=DICE, trees=_SPINES, eagle3=True),
     "texts": Recipe("llama", None, _CHAINS[1:], _CHAINS[0], DICE, lookups=("ngram", "suffix", "hypothesis")),
     "lookahead": Recipe("llama", None, config=DICE, lookahead=(3, 3, 3)),
 }
@@ -216,6 +223,7 @@ def _options(name: str, root: Path, recipe: Recipe) -> BuildOptions:
         medusa = _heads(recipe, target, root) if recipe.heads == "target" else None
         draft_medusa = _heads(recipe, draft, root) if recipe.heads == "draft" and draft else None
         mlp_speculator = _speculator(target, root) if recipe.speculator else None
+        eagle3 = _eagle3(target, root) if recipe.eagle3 else None
     sizes = (*([] if recipe.default is None else [recipe.default]), *recipe.choices)
     return BuildOptions(
         target=str(target),
@@ -226,6 +234,7 @@ def _options(name: str, root: Path, recipe: Recipe) -> BuildOptions:
             medusa=medusa,
             draft_medusa=draft_medusa,
             mlp_speculator=mlp_speculator,
+            eagle3=eagle3,
             lookups=recipe.lookups,
             prompt_lookup_min=1 if recipe.config else 2,
             lookahead=recipe.lookahead,
@@ -263,6 +272,12 @@ def _speculator(model: Path, root: Path) -> str:
         dice = "dice" in model.name
         make_speculator(folder, model, HEADS, tied=dice, scale_input=dice, steps=0 if dice else 60)
     return str(folder)
+
+
+def _eagle3(model: Path, root: Path) -> Path:
+    """For targets of one layer and few tokens: a random one is right often enough."""
+    folder = root / "checkpoints" / f"{model.name}-eagle3"
+    return folder if folder.exists() else make_eagle3(folder, model, states=(0, 1), draft_vocab=DICE_VOCAB - 3)
 
 
 def _draft(recipe: Recipe, target: Path, root: Path) -> Path:

@@ -206,6 +206,7 @@ def test_a_method_is_spelled_in_one_way_everywhere(text: str, mapping: dict[str,
         # The widest trees are the heads'; the draft has its own.
         (["--medusa", "h", "--draft", "d", "--tree", "mc_sim_7b_63"], ["medusa:h,trees=mc_sim_7b_63", "draft_model:d"]),
         (["--mlp-speculator", "s"], ["mlp_speculator:s"]),
+        (["--eagle3", "e"], ["eagle3:e"]),
         (["--self-draft-layers", "8"], ["self_draft:8"]),
         (["--ngram"], ["ngram"]),
         (["--suffix"], ["suffix"]),
@@ -231,8 +232,8 @@ def test_every_method_can_be_asked_for_by_a_flag_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--method", "magic"], "--method magic: method is 'magic'; expected one of draft_model, hypothesis"),
-        (["--method", "magic:4"], "method is 'magic'; expected one of draft_model, hypothesis"),
+        (["--method", "magic"], "--method magic: method is 'magic'; expected one of draft_model, eagle3, hypothesis"),
+        (["--method", "magic:4"], "method is 'magic'; expected one of draft_model, eagle3, hypothesis"),
         (["--method", "ngram:top=1"], "'top' is no key of method 'ngram'; expected some of num_speculative_tokens"),
         (["--method", "ngram:prompt_lookup_max=many"], "Expected `int`, got `str` - at `$.prompt_lookup_max`"),
         (["--method", "ngram:prompt_lookup_max=3,5"], "'5' is not key=value"),

@@ -215,6 +215,10 @@ def method(name: str, **options: Any) -> Method:
         ({"model": "d", "draft_tensor_parallel_size": 1}, method("draft_model", model="d")),
         ({"method": "medusa", "model": "h"}, method("medusa", model="h")),
         ({"method": "mlp_speculator", "model": "s"}, method("mlp_speculator", model="s")),
+        (
+            {"method": "eagle3", "model": "e", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1},
+            method("eagle3", model="e", num_speculative_tokens=3),
+        ),
         ({"method": "medusa_draft", "model": "d", "medusa": "h"}, method("medusa_draft", model="d", medusa="h")),
         ({"method": "suffix"}, method("suffix")),
         ({"method": "suffix", "store_tokens": 100}, method("suffix", store_tokens=100)),

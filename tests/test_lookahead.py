@@ -273,7 +273,7 @@ def test_sizes_that_are_built() -> None:
     def planned(wanted: str, parameters: float = 1) -> Lookahead:
         (method,) = read_methods(f"lookahead:{wanted}")
         assert isinstance(method, Lookahead)
-        return exporter_of(method).plan(method, TargetOutline(300, int(parameters)))
+        return exporter_of(method).plan(method, TargetOutline(300, int(parameters), 2))
 
     made = planned("5,4,4")
     assert (made.shape, [len(tree) - 1 for tree in made.token_trees()]) == ((5, 4, 4), [12, 6, 3])

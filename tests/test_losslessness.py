@@ -178,6 +178,8 @@ ENGINE_SETTINGS = (
     Setting("medusa", 10, SamplingParams(temperature=1.2, top_p=0.97)),
     Setting("medusa-draft", 10, SamplingParams()),
     Setting("mlp", 10, SamplingParams(temperature=0.9)),
+    Setting("eagle3", 8, SamplingParams(temperature=0.9)),
+    Setting("eagle3", 3, SamplingParams(top_p=0.9)),
     Setting("ngram", 5, SamplingParams(temperature=0.8)),
     Setting("ngram", 1, SamplingParams(top_p=0.9)),
     Setting("suffix", 5, SamplingParams()),

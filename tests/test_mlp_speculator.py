@@ -281,7 +281,7 @@ def test_pickles_and_broken_files_are_refused(tmp_path: Path) -> None:
 
 def planned(folder: Path, **options: Any) -> list[list[tuple[int, ...]]]:
     (method,) = read_methods({"method": "mlp_speculator", "model": str(folder), **options})
-    made = exporter_of(method).plan(method, TargetOutline(VOCAB, 1))
+    made = exporter_of(method).plan(method, TargetOutline(VOCAB, 1, 2))
     return [sorted(tree.choices) for tree in made.token_trees()]
 
 
@@ -399,7 +399,7 @@ def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Callable[[str], Path
         proposer, shapes = engine.speculations["mlp_speculator"].proposer, buffers(manifest.target_signature)
         view = SlotView(2, [5, 9], GREEDY, np.random.default_rng(0), wide)
         assert proposer.propose([view]) == {}
-        _show(proposer, 8, shapes(ShapePoint(1, 1, 256, 1))[1])
+        _show(proposer, [view], shapes(ShapePoint(1, 1, 256, 1))[1])
         assert set(proposer.propose([view])) == {2}
     assert verify(out, prompts=("the words",), max_tokens=4).passed
 

@@ -84,6 +84,18 @@ def test_says_what_the_cpu_says(
 
 
 @traces
+@pytest.mark.parametrize("name", ["dice-eagle3", "dice-eagle3-portable"])
+def test_eagle3_drafts_in_a_call_for_each_token(
+    name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]
+) -> None:
+    """The host hands the target's states over, and the draft's own from call to call."""
+    with load(name) as there, Engine.load(bundle(name), threads=1, exactness="fast") as cpu:
+        for params in (GREEDY, SAMPLED):
+            for prompt in ([7, 9, 11], [7, 9, 11, 5, 8], list(range(3, 12)) * 4):
+                same(there.generate(prompt, params), cpu.generate(prompt, params))
+
+
+@traces
 @pytest.mark.parametrize("name", ["llama-near", "llama-near-portable", "gpt2-tree", "gpt2-tree-portable"])
 def test_reads_prompts_in_chunks_and_lets_texts_grow(
     name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]

@@ -17,6 +17,7 @@ def ways(
     medusa: object = None,
     draft_medusa: object = None,
     mlp_speculator: object = None,
+    eagle3: object = None,
     lookups: Sequence[str] = (),
     prompt_lookup_min: int | None = None,
     lookahead: tuple[int, int, int] | str | None = None,
@@ -32,6 +33,7 @@ def ways(
         medusa: heads of the target.
         draft_medusa: heads of the draft.
         mlp_speculator: of the target.
+        eagle3: draft of the target.
         lookups: names of methods that look in text.
         prompt_lookup_min: of ``ngram``.
         lookahead: W, N and G, or a preset.
@@ -51,6 +53,8 @@ def ways(
         found.append({"method": "medusa", "model": str(medusa)})
     if mlp_speculator is not None:
         found.append({"method": "mlp_speculator", "model": str(mlp_speculator)})
+    if eagle3 is not None:
+        found.append({"method": "eagle3", "model": str(eagle3)})
     found += [{"method": name} for name in lookups]
     for one in found:
         if sizes:

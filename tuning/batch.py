@@ -114,9 +114,10 @@ def _measure(bundle: Bundle, backend: Backend, seconds: float, progress: Progres
         for batch, width in itertools.product(sizes, widths):
             trials["", batch, width] = _step(program, _views(text, batch, TokenTree.chain(width), _FIXED))
         for name, proposer in proposers.items():
-            reads[name] += _read(proposer, _views(text, sizes[-1], TokenTree.chain(2), name))
+            views = _views(text, sizes[-1], TokenTree.chain(2), name)
             if methods[name].target_outputs:
-                _show(proposer, sizes[-1], buffers(manifest.target_signature)(ShapePoint(1, 1, cache, 1))[1])
+                _show(proposer, views, buffers(manifest.target_signature)(ShapePoint(1, length, cache, 1))[1])
+            reads[name] += _read(proposer, views)
             for batch, tree in itertools.product(sizes, methods[name].smaller_trees(manifest.target)):
                 trials[name, batch, len(tree)] = _propose(proposer, _views(text, batch, tree, name))
         found = _in_turns(trials, seconds / len(measured), f"timing steps at {cache} cache rows", progress)
@@ -184,10 +185,12 @@ def _propose(proposer: Proposer, views: Sequence[SlotView]) -> Trial:
     return trial
 
 
-def _show(proposer: Proposer, slots: int, outputs: Mapping[str, Array]) -> None:
+def _show(proposer: Proposer, views: Sequence[SlotView], outputs: Mapping[str, Array]) -> None:
     """Lets a proposer go on in every slot from what the target makes; its cost does not depend on what that is."""
-    for slot in range(slots):
-        proposer.observe(slot, {name: array[0] for name, array in outputs.items()}, 0)
+    seen = {name: array[0] for name, array in outputs.items()}
+    for view in views:
+        proposer.observe(view.slot, seen, 0)
+        proposer.observe_text(view, seen, 0, range(len(view.tokens) - 1))
 
 
 def _read(proposer: Proposer, views: Sequence[SlotView]) -> list[float]:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from specexport.contract.model import Model, Size, StoredAs, Strict
+from specexport.contract.shapes import CATCH_UP_TOKENS
 from specexport.contract.signature import GraphSignature, Signature
 from specexport.contract.tree import MAX_NODES, TokenTree
 
@@ -120,6 +121,11 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
     def support(self) -> int:
         """M, the tokens that q of a draft token gives probability to; 0 where tokens are chosen without drawing."""
         return 0
+
+    @property
+    def catch_up(self) -> int:
+        """T of a run in which its own model drafts behind a cache."""
+        return CATCH_UP_TOKENS
 
     @property
     def reads_embeddings(self) -> bool:

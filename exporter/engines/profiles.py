@@ -63,9 +63,10 @@ def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plai
         wide = [point for point in points if point.rows == point.tokens > 1]
         kept = points if plain or not wide else [point for point in points if point.tokens > 1]
         return [Job(tuple(kept))]
+    catch_up = next((one.catch_up for one in manifest.methods if model in one.models.values()), CATCH_UP_TOKENS)
     # One token a call, K calls a step. Unrolled, TensorRT keeps the weights for each of the K passes (5.4 times their
     # size at K = 4), and passes over one token would want them in yet another order: each call sees two tokens.
-    runs = [*((batch, CATCH_UP_TOKENS) for batch in batches), (1, chunk)]
+    runs = [*((batch, catch_up) for batch in batches), (1, chunk)]
     return [Job(tuple(sorted(ShapePoint(batch, width, s, 0, 1) for batch, width in runs for s in caches)))]
 
 

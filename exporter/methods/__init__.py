@@ -68,10 +68,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class TargetOutline:
-    """What trees depend on: V, and how many parameters the target has."""
+    """What trees depend on, and what methods observe: V, and how many parameters and layers the target has."""
 
     vocab: int
     parameters: int
+    layers: int
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,6 @@ class Verification(Protocol):
 class MethodExporter(Generic[M]):
     """A method's part of a build and of ``verify``. What is done here suits a method that reads text alone."""
 
-    observes_hidden: ClassVar[bool] = False
-    """Whether the target's graph has to say its hidden states."""
     stage: ClassVar[str | None] = None
     """The folder it writes a model of its own into, in a stage after the target's."""
 

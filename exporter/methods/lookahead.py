@@ -32,7 +32,7 @@ class LookaheadExporter(MethodExporter[Lookahead]):
 
     def suggest(self, kind: type[Lookahead], wanted: Wanted) -> Suggestion | None:
         gpu = wanted.device == "gpu"
-        method = self.outline(kind(preset="gpu" if gpu else "cpu"), TargetOutline(0, wanted.parameters))
+        method = self.outline(kind(preset="gpu" if gpu else "cpu"), TargetOutline(0, wanted.parameters, 0))
         W, N, G = method.shape
         return Suggestion(
             "lookahead",

@@ -55,7 +55,6 @@ _NEVER_SEEN = 1e-6
 class MlpSpeculatorExporter(MethodExporter[MlpSpeculator]):
     """Stages that go on from the target's hidden states."""
 
-    observes_hidden: ClassVar[bool] = True
     stage: ClassVar[str | None] = "speculator"
 
     def outline(self, method: MlpSpeculator, target: TargetOutline) -> MlpSpeculator:

@@ -79,15 +79,8 @@ class DraftModelProposer(ReadingProposer):
         self._reader.note(view.slot, [*view.tokens, *drafted])
 
     def _take(self, view: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
-        tree = view.tree
-        drafted = made[tensors.DRAFT_TOKENS][: tree.depth, at].astype(np.int64)
-        ids = made[tensors.DRAFT_IDS][: tree.depth, at].astype(np.int64)
-        self.keep(view, drafted[:-1].tolist())
-        if view.params.greedy:
-            return Proposal(fill(tree, ids), tree, None, ids)
-        probs = made[tensors.DRAFT_PROBS][: tree.depth, at].astype(np.float32)
-        tokens, q, candidates = drawn(tree, tree.depths[1:] - 1, drafted, ids, probs)
-        return Proposal(tokens, tree, q, candidates)
+        self.keep(view, made[tensors.DRAFT_TOKENS][: view.tree.depth - 1, at].tolist())
+        return chain_proposal(view, made, at)
 
     def prefill(self, view: SlotView) -> bool:
         """See :class:`Proposer`; all but the last two tokens are read."""
@@ -102,6 +95,18 @@ class DraftModelProposer(ReadingProposer):
         given[tensors.LAST_ROW][0] = len(tokens) - 1
         self.graph.run(self._chunk, drafts=1, slots=slots)
         self.graph.commit(slot, past, range(len(tokens)))
+
+
+def chain_proposal(view: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
+    """What a propose graph drafted for the slot at a place of the window, with other likely tokens beside the chain."""
+    tree = view.tree
+    ids = made[tensors.DRAFT_IDS][: tree.depth, at].astype(np.int64)
+    if view.params.greedy:
+        return Proposal(fill(tree, ids), tree, None, ids)
+    drafted = made[tensors.DRAFT_TOKENS][: tree.depth, at].astype(np.int64)
+    probs = made[tensors.DRAFT_PROBS][: tree.depth, at].astype(np.float32)
+    tokens, q, candidates = drawn(tree, tree.depths[1:] - 1, drafted, ids, probs)
+    return Proposal(tokens, tree, q, candidates)
 
 
 def open_proposer(method: ChainDraft, opening: Opening) -> DraftModelProposer:
