@@ -168,7 +168,7 @@ class StepVariants:
         if any(one.logprobs is not None or one.acceptance == "relaxed" for one in params):
             return None
         methods = {view.method for view in views if view.method is not None}
-        if any(view.constraint is not None for view in views) or not methods <= self._longest.keys():
+        if any(view.processors for view in views) or not methods <= self._longest.keys():
             return None
         rules = {"typical" if one.acceptance == "typical" and not one.greedy else "lossless" for one in params}
         supports = {self._support[method] for method in methods} - {0}
