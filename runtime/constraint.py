@@ -1,8 +1,6 @@
 """Grammar-constrained outputs: which tokens may follow, at every node of a tree.
 
-The masks are applied to the target's logits before acceptance, so p is the target's distribution over what the grammar
-allows, and everything that is lossless stays lossless with respect to it. Proposers know nothing of it: what they draft
-against the grammar has p = 0 and is rejected.
+p is then the target's distribution over what the grammar allows; what is drafted against it has p = 0 and is rejected.
 """
 
 from __future__ import annotations
@@ -45,21 +43,26 @@ class Grammars:
             RequestError: the schema is not one, is very large, or holds what no output can be constrained to.
             BackendError: llguidance is not installed.
         """
-        if len(schema) > MAX_SCHEMA:  # all requests of a batch wait while its masks are made
-            raise RequestError(
-                f"the JSON schema has {len(schema)} characters; expected at most {MAX_SCHEMA}", param="json_schema"
-            )
+        return self._constraint(schema, "grammar_from_json_schema", "JSON schema", "json_schema")
+
+    def lark(self, grammar: str) -> Constraint:
+        """A constraint to a grammar in llguidance's form of Lark; errors are those of :meth:`json_schema`."""
+        return self._constraint(grammar, "grammar_from_lark", "grammar", "grammar")
+
+    def _constraint(self, text: str, reader: str, what: str, param: str) -> Constraint:
+        if len(text) > MAX_SCHEMA:  # all requests of a batch wait while its masks are made
+            raise RequestError(f"the {what} has {len(text)} characters; expected at most {MAX_SCHEMA}", param=param)
         # Imported here: only grammar-constrained outputs need it.
         known = self._vocabulary
         import llguidance
 
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+        grammar = getattr(llguidance.LLMatcher, reader)(text)
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(known, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             why = matcher.get_error().splitlines()[0]
-            raise RequestError(f"the JSON schema cannot be used: {why}", param="json_schema")
-        return Constraint(matcher, self._vocab_size, self._eos)
+            raise RequestError(f"the {what} cannot be used: {why}", param=param)
+        return Constraint(matcher, self._vocab_size, self._eos, what, param)
 
     @cached_property
     def _vocabulary(self) -> llguidance.LLTokenizer:
@@ -67,12 +70,10 @@ class Grammars:
             import llguidance
         except ImportError as error:
             raise BackendError(
-                f"JSON schemas need llguidance ({error}); install it with: pip install 'specexport[serve]'"
+                f"JSON schemas and grammars need llguidance ({error}); install it with: pip install 'specexport[serve]'"
             ) from error
         if not self._eos:
-            raise RequestError(
-                "the model names no end-of-text token, so a constrained output could never end", param="json_schema"
-            )
+            raise RequestError("the model names no end-of-text token, so a constrained output could never end")
         plain = Tokenizer.from_str(self._tokenizer.to_str())
         plain.no_padding()
         plain.no_truncation()
@@ -84,22 +85,19 @@ class Grammars:
 class Constraint:
     """One output's grammar, and how far the output has come in it."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, matcher: llguidance.LLMatcher, vocab_size: int, eos_token_ids: Sequence[int], what: str, param: str
+    ) -> None:
         self._matcher = matcher
+        self._what, self._param = what, param
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
 
-    def masked(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
+    def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
         """Logits with minus infinity wherever the grammar does not let a token follow.
 
-        Args:
-            logits: float32 ``[N,V]``, at every node of the tree; not changed.
-            tree: its N nodes.
-            draft_tokens: int64 ``[N-1]``, those of nodes 1 to N-1.
-
-        Returns:
-            float32 ``[N,V]``. Nodes that the grammar forbids to reach are left as they are, and so are all where it
-            could not be followed: see :meth:`check`.
+        Nodes that the grammar forbids to reach are left as they are, and so are all where it could not be followed:
+        see :meth:`check`. Arguments are those of :class:`~specexport.runtime.logits.LogitsProcessor`.
         """
         made: Floats = logits.copy()
         tokens = draft_tokens.tolist()
@@ -114,10 +112,9 @@ class Constraint:
         """
         if self._matcher.is_error():
             why = self._matcher.get_error().splitlines()[0]
-            raise RequestError(f"the JSON schema cannot be followed: {why}", param="json_schema")
+            raise RequestError(f"the {self._what} cannot be followed: {why}", param=self._param)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Moves on by the tokens a step committed."""
         if not self._matcher.is_stopped():
             self._matcher.consume_tokens(list(tokens))
 

@@ -28,6 +28,7 @@ from specexport.runtime.constraint import Grammars
 from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt, encoded
 from specexport.runtime.graph import Graph
 from specexport.runtime.hypothesis import BypassRunner, continuation, taken_as_it_is
+from specexport.runtime.logits import LogitsProcessor, Penalties
 from specexport.runtime.opening import DEFAULT_UTILIZATION, open_backend
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.policy import SpeculationPolicy, open_policy
@@ -310,11 +311,20 @@ class Engine:
         view = SlotView(0, tokens, params, np.random.default_rng(params.seed), tree, hypothesis, method, options)
         if isinstance(prompt, EncodedPrompt):
             view.embeddings = prompt.embeddings
-        if params.json_schema is not None:
-            view.constraint = self._grammars.json_schema(params.json_schema)
         room = min(params.max_tokens, self.manifest.max_seq_len - len(tokens))
         ends = params.stop_token_ids + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
-        request = Request(view, TextStream(self.tokenizer, params.stop), room, ends)
+        processors: list[LogitsProcessor] = []
+        if params.penalized:
+            processors.append(Penalties(params, tokens, ends, self.manifest.target.vocab_size))
+        if params.json_schema is not None:
+            processors.append(self._grammars.json_schema(params.json_schema))
+        if params.grammar is not None:
+            processors.append(self._grammars.lark(params.grammar))
+        view.processors = processors
+        text = TextStream(
+            self.tokenizer, params.stop, least=params.min_tokens, skip_special_tokens=params.skip_special_tokens
+        )
+        request = Request(view, text, room, ends)
         request.stats.execution = self.backend.execution
         return request
 

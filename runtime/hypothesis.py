@@ -40,11 +40,11 @@ def continuation(engine: _Encoder, prompt: str | Sequence[int], text: str | Sequ
 def taken_as_it_is(params: SamplingParams, entropy: float | None) -> bool:
     """Whether a hypothesis is sure enough to be the output without the model (arXiv 2603.11243, stage 1).
 
-    Never where log-probabilities are wanted, which only the model can tell, nor where a schema constrains the output.
+    Never where log-probabilities are wanted, which only the model can tell, nor where its logits change.
     """
     gate = params.entropy_threshold if params.acceptance == "relaxed" else None
     scored = params.logprobs is not None or params.prompt_logprobs is not None
-    model = scored or params.json_schema is not None
+    model = scored or params.penalized or params.json_schema is not None or params.grammar is not None
     return gate is not None and entropy is not None and entropy < gate and not model
 
 

@@ -13,6 +13,7 @@ from specexport.contract.errors import RequestError
 
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask the log-probabilities of, a token."""
+_MOST_REPETITION = 100.0
 _GREEDY_BELOW = 1e-5
 """Temperatures this low would overflow what they divide."""
 
@@ -38,8 +39,18 @@ class SamplingParams:
             alone, None nothing. They are the target's own, before temperature and filters.
         prompt_logprobs: the same of every token of the prompt but the first, which nothing comes before. The prompt is
             then read in steps as wide as the widest that the bundle verifies, and none of it from the prefix cache.
+        logit_bias: added to the logits of tokens, by their ids: a mapping of numbers from -100 to 100.
+        repetition_penalty: divides the positive logits of every token of the prompt and the output so far by this, and
+            multiplies the negative ones; 1 changes nothing.
+        frequency_penalty: subtracted from a token's logit for each time the output has it; from -2 to 2.
+        presence_penalty: subtracted once from the logit of each token that the output has; from -2 to 2. Biases come
+            first, then the penalties in this order, all before temperature and filters. At a node of a tree the output
+            so far includes the draft tokens before it, so the text is what plain decoding would sample.
+        min_tokens: tokens that come before an end-of-text token, a stop token or the end of a stop text.
+        skip_special_tokens: leave special tokens out of the text.
         json_schema: constrains the output to JSON of this schema, a mapping or its JSON; needs llguidance. What is
             sampled is the model's distribution over the tokens the schema allows.
+        grammar: constrains the output to a grammar in llguidance's form of Lark; not with a json_schema.
         ignore_eos: go on past end-of-text tokens, as benchmarks do.
         acceptance: ``lossless``, or ``typical``: a draft token stays if it is likely enough, so more are accepted and
             what is sampled is no longer the model's own distribution. Greedy decoding is lossless either way. Or
@@ -68,7 +79,14 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
     json_schema: str | None = None
+    grammar: str | None = None
     ignore_eos: bool = False
     acceptance: Literal["lossless", "typical", "relaxed"] = "lossless"
     posterior_threshold: float | None = None
@@ -103,12 +121,36 @@ class SamplingParams:
         ids = all(_whole(token) and token >= 0 for token in self.stop_token_ids)
         _require("stop_token_ids", self.stop_token_ids, ids, "whole numbers >= 0")
         _require("n", self.n, _whole(self.n) and self.n >= 1, "a whole number >= 1")
-        ends = self.json_schema is None or not self.ignore_eos
-        _require("ignore_eos", self.ignore_eos, ends, "False with a json_schema, which says where the text ends")
+        least, bound = self.min_tokens, self.json_schema is not None or self.grammar is not None
+        _require("grammar", self.grammar, self.grammar is None or self.json_schema is None, "None with a json_schema")
+        _require(
+            "ignore_eos",
+            self.ignore_eos,
+            not (bound and self.ignore_eos),
+            "False with a json_schema or a grammar, which end the text",
+        )
+        _require("min_tokens", least, _whole(least) and 0 <= least <= self.max_tokens, "0 to max_tokens")
+        _require("min_tokens", least, not (bound and least), "0 with a json_schema or a grammar, which end the text")
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            _require(name, value, _finite(value) and -2 <= value <= 2, "a number in [-2, 2]")
+        often = self.repetition_penalty
+        _require("repetition_penalty", often, _finite(often) and 0 < often <= _MOST_REPETITION, "a number in (0, 100]")
+        biases = all(
+            _whole(token) and token >= 0 and _finite(bias) and -100 <= bias <= 100
+            for token, bias in self.logit_bias.items()
+        )
+        _require("logit_bias", dict(self.logit_bias), biases, "token ids with numbers in [-100, 100]")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             few = value is None or (_whole(value) and 0 <= value <= MAX_LOGPROBS)
             _require(name, value, few, f"a whole number from 0 to {MAX_LOGPROBS}")
+
+    @property
+    def penalized(self) -> bool:
+        """Whether logits change before anything is sampled, other than by a grammar."""
+        changes = self.frequency_penalty, self.presence_penalty, self.repetition_penalty - 1, self.min_tokens
+        return any(changes) or bool(self.logit_bias)
 
     @property
     def greedy(self) -> bool:

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
-from specexport.runtime.constraint import Constraint
 from specexport.runtime.embeds import Embeddings
 from specexport.runtime.graph import Array, Graph
+from specexport.runtime.logits import LogitsProcessor
 from specexport.runtime.logprobs import TokenLogprobs
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.sampling import Distributions, Floats
@@ -36,7 +36,7 @@ class SlotView:
         hypothesis: tokens the output is expected to be; empty where the request brought none.
         method: how it speculates; None decodes plainly.
         options: what the request says of its method, where that is not what the proposer was opened with.
-        constraint: what its output is bound to; None for nothing.
+        processors: what changes its logits, in this order.
         embeddings: what the prompt has in the place of tokens, whose numbers are negative there; None for nothing.
         prompt: how many of the tokens are the prompt.
         read_again: how many of its tokens the target read for the proposer's sake though its cache held them.
@@ -51,7 +51,7 @@ class SlotView:
     hypothesis: Sequence[int] = ()
     method: str | None = None
     options: Method | None = None
-    constraint: Constraint | None = None
+    processors: Sequence[LogitsProcessor] = ()
     embeddings: Embeddings | None = None
     prompt: int = field(init=False)
     read_again: int = 0

@@ -250,8 +250,8 @@ class Scheduler:
 def _take(request: Request, outcome: Outcome) -> Chunk | None:
     """Adds what a step made to a request; None where that failed, which ends this one and no other."""
     try:
-        if request.view.constraint is not None:
-            request.view.constraint.check()
+        for processor in request.view.processors:
+            processor.check()
         if not outcome.finite:
             raise BackendError(
                 f"the target's logits after {len(request.view.tokens)} tokens are not finite, so there is no text to "

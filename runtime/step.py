@@ -161,8 +161,8 @@ class HostProgram:
         # A row that is not finite accepts nothing, so that it is the last.
         finite = bool(np.isfinite(outputs[tensors.LOGITS][rows[-1]].max()))
         self._target.commit(view.slot, len(view.tokens) - 1, rows)
-        if view.constraint is not None:
-            view.constraint.advance(new)
+        for processor in view.processors:
+            processor.advance(new)
         top = view.params.logprobs
         logprobs = token_logprobs(outputs[tensors.LOGITS], rows, new, top) if top is not None else ()
         if proposal is None:
@@ -306,8 +306,8 @@ def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: Sl
     if proposal is not None:
         tree, drafted, q = proposal.tree, proposal.tokens, proposal.q
     logits = logits[: len(tree)]
-    if view.constraint is not None:
-        logits = view.constraint.masked(logits, tree, drafted)
+    for processor in view.processors:
+        logits = processor.applied(logits, tree, drafted)
     if view.params.acceptance == "relaxed":
         return accept_relaxed(logits, tree, drafted, view.params, view.random.random())
     if view.params.greedy:

@@ -14,11 +14,21 @@ class TextStream:
 
     A character is given out once all its bytes are there, and text that may be the beginning of a stop text only once
     it is clear that it is not.
+
+    Args:
+        tokenizer: decodes.
+        stop: texts that end the output.
+        least: tokens before the one that may complete a stop text.
+        skip_special_tokens: leave special tokens out of the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, least: int = 0, skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._least, self._skip = least, skip_special_tokens
+        self._pushed = 0
         # The tokens whose text is not given out yet, after those last given out: how a token reads may depend on what
         # is before it. (The library's own DecodeStream fails where a token changes how earlier ones read.)
         self._window: list[int] = []
@@ -30,6 +40,7 @@ class TextStream:
     def push(self, token: int) -> str:
         """Adds a token; returns the text that can be given out. Sets :attr:`stopped` if a stop text was completed."""
         self._window.append(token)
+        self._pushed += 1
         text = self._decode(self._window)
         if len(text) <= len(self._known) or text.endswith(_UNFINISHED):
             return ""
@@ -47,13 +58,13 @@ class TextStream:
         return text
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
         return text
 
     def _release(self, piece: str) -> str:
         text = self._held + piece
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        if found:
+        if found and self._pushed > self._least:
             self.stopped, self._held = True, ""
             return text[: min(found)]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)

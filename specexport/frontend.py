@@ -143,15 +143,17 @@ class Frontend:
         return self.encode(text, add_special_tokens=False, param="messages")
 
     @overload
-    def tokens(self, prompt: str | Sequence[int]) -> list[int]: ...
+    def tokens(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]: ...
 
     @overload
     def tokens(self, prompt: EmbedsPrompt | EncodedPrompt) -> EncodedPrompt: ...
 
-    def tokens(self, prompt: Prompt) -> list[int] | EncodedPrompt:
+    def tokens(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int] | EncodedPrompt:
         """The tokens of a prompt; see :meth:`encode` and :meth:`~specexport.runtime.engine.Engine.encode`."""
         # Through the engine as well, which knows what an empty prompt is.
-        return self.engine.encode(self.encode(prompt) if isinstance(prompt, str) else prompt)
+        if isinstance(prompt, str):
+            prompt = self.encode(prompt, add_special_tokens=add_special_tokens)
+        return self.engine.encode(prompt)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         """The tokens of a text; may be called while others run, as it holds nobody up.

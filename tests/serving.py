@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,23 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
+HERMES = (
+    "{% if tools %}calls in <tool_call>\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>\n{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n</tool_call>"
+    "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""A template that knows tools as Hermes' and Qwen's do."""
 NAME = "tiny"
 DEADLINE = 120.0
 
 
-def with_chat_template(bundle: Path, place: Path) -> Path:
+def with_chat_template(bundle: Path, place: Path, template: str = TEMPLATE) -> Path:
     """A copy of a bundle whose model has a chat template."""
     folder = shutil.copytree(bundle, place)
     manifest = read_manifest(folder)
     name = "tokenizer/chat_template.jinja"
-    (folder / name).write_text(TEMPLATE, encoding="utf-8")
+    (folder / name).write_text(template, encoding="utf-8")
     tokenizer = msgspec.structs.replace(
         manifest.tokenizer, chat_template=name, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}
     )
@@ -67,13 +74,19 @@ class Served:
 
 @contextmanager
 def served(
-    bundle: Path, *, max_queue: int = 128, timeout: float | None = None, patience: float = 20.0, **app: Any
+    bundle: Path,
+    *,
+    max_queue: int = 128,
+    timeout: float | None = None,
+    patience: float = 20.0,
+    around: Callable[[Any], Any] = lambda app: app,
+    **app: Any,
 ) -> Iterator[Served]:
-    """Serves a bundle on a free port."""
+    """Serves a bundle on a free port; ``around`` may put an application around the server's."""
     engine = AsyncEngine.open(bundle=bundle, threads=1, max_queue=max_queue)
     service = Service(engine, (NAME, "also"), timeout)
     settings = {"host": "127.0.0.1", "port": 0, "log_level": "warning"}
-    server = Server(create_app(service, **app), engine, patience=patience, **settings)
+    server = Server(around(create_app(service, **app)), engine, patience=patience, **settings)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until = time.monotonic() + DEADLINE

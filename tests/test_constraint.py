@@ -56,25 +56,25 @@ def test_every_node_has_the_mask_of_its_own_path(engine: Engines, seed: int) -> 
         logits = random.normal(size=(len(BRANCHES), vocab)).astype(np.float32)
         before = logits.copy()
         # Some of the draft is what the grammar allows there, and some is anything.
-        likely = np.flatnonzero(np.isfinite(bound.masked(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]))
+        likely = np.flatnonzero(np.isfinite(bound.applied(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]))
         draft = np.where(
             random.random(len(BRANCHES) - 1) < 0.7,
             random.choice(likely, len(BRANCHES) - 1),
             random.integers(0, vocab, len(BRANCHES) - 1),
         )
-        masked = bound.masked(logits, BRANCHES, draft)
+        masked = bound.applied(logits, BRANCHES, draft)
         assert (logits == before).all()
         for node in range(len(BRANCHES)):
             path = [int(draft[at - 1]) for at in np.flatnonzero(BRANCHES.mask[node])[1:]]
             alone = made.json_schema(schema)
-            expected = alone.masked(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]
+            expected = alone.applied(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]
             reached = True
             for token in (*text, *path):
                 reached = reached and bool(np.isfinite(expected[token])) and token != 1
                 if not reached:
                     break
                 alone.advance([token])
-                expected = alone.masked(logits[node : node + 1], TokenTree.chain(1), np.empty(0, np.int64))[0]
+                expected = alone.applied(logits[node : node + 1], TokenTree.chain(1), np.empty(0, np.int64))[0]
             if reached:
                 assert (np.isfinite(masked[node]) == np.isfinite(expected)).all()
         token = int(masked[0].argmax())

@@ -251,6 +251,7 @@ def test_an_answer_may_be_sent_back_as_the_client_holds_it(client: openai.OpenAI
     client.chat.completions.create(model=NAME, messages=[*CHAT, message, CHAT[1]], max_tokens=4)
 
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["cat", "dog"]}, "old": {"type": "boolean"}},
@@ -371,7 +372,16 @@ def test_metrics_count_what_happened(http: httpx.Client, client: openai.OpenAI, 
         ("completions", {"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
         ("completions", {"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
         ("completions", {"prompt": "a", "magic": 1}, "magic", "not known; leave it out"),
-        ("completions", {"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", "not supported; leave it out"),
+        ("completions", {"prompt": "a", "frequency_penalty": 3}, "frequency_penalty", "less than or equal to 2"),
+        ("completions", {"prompt": "a", "best_of": 2}, "best_of", "not supported; leave it out or send 1"),
+        ("completions", {"prompt": "a", "best_of": True}, "best_of", "not supported"),
+        ("completions", {"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs", "not supported; leave it out"),
+        ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias.x", "pattern"),
+        ("completions", {"prompt": "a", "logit_bias": {"999999": 1}}, "logit_bias", "the model has tokens"),
+        ("completions", {"prompt": "a", "structured_outputs": {}}, "structured_outputs", "give one of"),
+        ("chat/completions", {"messages": CHAT, "store": True}, "store", "not supported; leave it out or send false"),
+        ("responses", {"input": "a", "previous_response_id": "x"}, "previous_response_id", "not supported"),
+        ("responses", {"input": "a", "n": 2}, "n", "one output"),
         ("completions", {"prompt": "a", "stop": [""]}, "stop.0", "at least 1 character"),
         ("completions", {"prompt": [5, 999_999]}, "prompt", "the prompt holds token 999999"),
         ("completions", {"prompt": [5] * 512}, "prompt", "the context holds 512"),
@@ -392,7 +402,8 @@ def test_metrics_count_what_happened(http: httpx.Client, client: openai.OpenAI, 
         ("completions", {"prompt": "\ud800"}, "prompt", "unicode"),
         ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
         ("chat/completions", {"messages": [{"role": "cat"}]}, "messages.0.role", "system"),
-        ("chat/completions", {"messages": CHAT, "tools": [{}]}, "tools", "not supported"),
+        ("chat/completions", {"messages": CHAT, "tools": [TOOL]}, "tools", "names no way of calling tools"),
+        ("chat/completions", {"messages": CHAT, "tool_choice": "required"}, "tool_choice", "no such tool"),
         ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "without logprobs"),
         ("chat/completions", {"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", "one"),
         (

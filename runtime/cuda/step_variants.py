@@ -173,7 +173,7 @@ class StepVariants:
         if any(one.top_k > LARGEST_TOP_K and not one.greedy for one in params):
             return None
         methods = {view.method for view in views if view.method is not None}
-        if any(view.constraint is not None for view in views) or not methods <= self._longest.keys():
+        if any(view.processors for view in views) or not methods <= self._longest.keys():
             return None
         rules = {"greedy" if one.greedy else "typical" if one.acceptance == "typical" else "lossless" for one in params}
         if rules == {"greedy", "lossless"} or not any(accept.rule == "greedy" for accept in self._accepts):

@@ -30,6 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one that clients have to send; repeatable (default: $SPECEXPORT_API_KEY, else none)",
     )
     parser.add_argument(
+        "--cors",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="pages that may call it; repeatable; * for any",
+    )
+    parser.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="the model's names in the API (default: as given)"
     )
     parser.add_argument("--max-model-len", type=int, metavar="S", help="most tokens of prompt and output")
@@ -91,7 +98,8 @@ def main(arguments: argparse.Namespace) -> int:
         **build,
     )
     service = Service(engine, tuple(arguments.served_model_name or [source]), arguments.timeout or None)
-    app = create_app(service, api_keys=_keys(arguments.api_key), max_body_bytes=arguments.max_body_bytes)
+    keys, most = _keys(arguments.api_key), arguments.max_body_bytes
+    app = create_app(service, api_keys=keys, max_body_bytes=most, origins=arguments.cors)
     settings = {"host": arguments.host, "port": arguments.port, "log_level": arguments.log_level}
     server = Server(app, engine, patience=arguments.shutdown_timeout, **settings)
     server.run()

@@ -15,14 +15,16 @@ from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Scope
 
 from specexport import __version__
 from specexport.contract.errors import ClosedError, RequestError
-from specexport.server.chat import chat, chat_tokens
+from specexport.server.chat import chat, chat_tokens, known_message
 from specexport.server.completions import complete
 from specexport.server.errors import ApiError, api_error
-from specexport.server.middleware import Edge
+from specexport.server.middleware import REQUEST_ID, Edge
+from specexport.server.responses import answer_response
 from specexport.server.schema import (
     ChatRequest,
     ChatResponse,
@@ -31,6 +33,8 @@ from specexport.server.schema import (
     ErrorResponse,
     ModelCard,
     ModelList,
+    ResponseAnswer,
+    ResponseRequest,
     Status,
     TokenizeRequest,
     TokenizeResponse,
@@ -61,7 +65,11 @@ _EVENT = {
 
 
 def create_app(
-    service: Service, *, api_keys: Sequence[str] = (), max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    service: Service,
+    *,
+    api_keys: Sequence[str] = (),
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    origins: Sequence[str] = (),
 ) -> FastAPI:
     """Makes the application.
 
@@ -70,6 +78,7 @@ def create_app(
         api_keys: one of them has to be sent as a bearer token, but for what only says how the server is; none lets
             anyone in.
         max_body_bytes: most bytes of a request's body.
+        origins: web pages of these may call it, ``*`` any page; without them browsers let none.
     """
 
     async def explain(request: Request, error: Exception) -> Response:
@@ -98,6 +107,14 @@ def create_app(
             service.engine.require_place(others)
 
     app.add_middleware(Edge, metrics=service.metrics, max_body_bytes=max_body_bytes, admit=admit)
+    if origins:  # around all else, as browsers ask without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "Retry-After"],
+        )
     allowed = [Depends(_BEARER)] if api_keys else []  # for the document: who is let in is said before routes are known
     frontend = service.engine.frontend
 
@@ -125,13 +142,17 @@ def create_app(
     async def chat_completions(request: Request, given: ChatRequest) -> Response:
         return await chat(service, request, given)
 
+    @app.post("/v1/responses", **generated(ResponseAnswer))
+    async def responses(request: Request, given: ResponseRequest) -> Response:
+        return await answer_response(service, request, given)
+
     @app.post("/tokenize", dependencies=allowed)
     async def tokenize(given: TokenizeRequest) -> TokenizeResponse:
         service.require_model(given.model)
         if (given.prompt is None) == (given.messages is None):
             raise RequestError("prompt: give either prompt or messages", param="prompt")
         if given.messages is not None:
-            tokens = await chat_tokens(service, given.messages, {})
+            tokens = await chat_tokens(service, list(map(known_message, given.messages)), {})
         else:
             encode = partial(frontend.encode, add_special_tokens=given.add_special_tokens)
             tokens = await asyncio.to_thread(encode, given.prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,9 @@ from pydantic import BaseModel
 
 from specexport.contract.errors import RequestError
 from specexport.runtime import Chunk, TokenLogprobs
+from specexport.runtime.chat import Message
 from specexport.server.schema import (
+    ANY_OBJECT,
     AssistantMessage,
     ChatChoice,
     ChatChunk,
@@ -28,6 +31,7 @@ from specexport.server.schema import (
     plain_text,
 )
 from specexport.server.service import Service, least, respond
+from specexport.server.tools import Calling, CallReader, calling, whole_calls
 
 
 async def chat(service: Service, request: Request, given: ChatRequest) -> Response:
@@ -37,43 +41,76 @@ async def chat(service: Service, request: Request, given: ChatRequest) -> Respon
         raise RequestError("top_logprobs: given without logprobs", param="top_logprobs")
     if given.max_tokens is not None and given.max_completion_tokens is not None:
         raise RequestError("max_tokens: given beside max_completion_tokens; give one of them", param="max_tokens")
-    prompt = await chat_tokens(service, given.messages, given.chat_template_kwargs)
+    template = service.engine.frontend.engine.chat_template
+    calls = calling(given, "" if template is None else template.source)
+    variables: dict[str, Any] = {} if given.reasoning_effort is None else {"reasoning_effort": given.reasoning_effort}
+    if calls is not None:
+        variables["tools"] = [tool.model_dump(exclude_unset=True) for tool in given.tools]
+    messages = list(map(known_message, given.messages))
+    prompt = await chat_tokens(service, messages, variables | given.chat_template_kwargs, given.add_generation_prompt)
     most = given.max_completion_tokens if given.max_tokens is None else given.max_tokens
-    schema = None
-    if isinstance(given.response_format, JsonSchema):
-        schema = json.dumps(given.response_format.json_schema.schema_)
-    elif given.response_format is not None and given.response_format.type == "json_object":
-        schema = '{"type": "object"}'
-    params = service.params(given, most, (given.top_logprobs or 0) if given.logprobs else None, schema)
+    bound = {} if calls is None else {"grammar": calls.grammar()}
+    if given.response_format is not None and given.response_format.type != "text":
+        if bound:
+            raise RequestError("response_format: given beside tools; give one of them", param="response_format")
+        form = given.response_format
+        schema = json.dumps(form.json_schema.schema_) if isinstance(form, JsonSchema) else ANY_OBJECT
+        bound = {"json_schema": schema}
+    params = service.params(given, most, (given.top_logprobs or 0) if given.logprobs else None, bound)
     streams = await service.start([prompt], params, given)
-    return await respond(service, request, given, streams, _Format(service, head), len(prompt))
+    return await respond(service, request, given, streams, _Format(service, head, calls), len(prompt))
 
 
-async def chat_tokens(service: Service, messages: Sequence[ChatMessage], variables: dict[str, Any]) -> list[int]:
+async def chat_tokens(
+    service: Service, messages: Sequence[Message], variables: dict[str, Any], add_generation_prompt: bool = True
+) -> list[int]:
     """The prompt of a conversation."""
-    known = [
-        {"role": message.role, "content": plain_text(message.content)}
-        | {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
-        for message in messages
-    ]
-    return await asyncio.to_thread(service.engine.frontend.chat_tokens, known, variables)
+    read = service.engine.frontend.chat_tokens
+    return await asyncio.to_thread(read, messages, variables, add_generation_prompt=add_generation_prompt)
+
+
+def known_message(message: ChatMessage) -> Message:
+    """A message as chat templates know them: the arguments of a call are no text."""
+    told: dict[str, Any] = {"role": message.role, "content": plain_text(message.content)}
+    told |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
+    if message.tool_calls:
+        told["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        for call in told["tool_calls"]:
+            with contextlib.suppress(ValueError, RecursionError):
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return told
 
 
 class _Format:
     """Chat completions, whose first piece says that it is the assistant's."""
 
-    def __init__(self, service: Service, head: dict[str, Any]) -> None:
+    def __init__(self, service: Service, head: dict[str, Any], calls: Calling | None) -> None:
         self._token_text = service.engine.frontend.token_text
         self._head = head
-        self._begun: set[int] = set()
+        self._calls = calls
+        self._readers: dict[int, CallReader | None] = {}
 
-    def choice(self, index: int, chunk: Chunk, streamed: bool) -> BaseModel:
+    def choice(self, index: int, chunk: Chunk, streamed: bool) -> BaseModel | None:
         said = AssistantMessage(content=chunk.text)
-        if index not in self._begun:
-            self._begun.add(index)
+        reason: Any = chunk.finish_reason
+        begins = index not in self._readers
+        if begins:
+            self._readers[index] = None if self._calls is None else CallReader(self._calls)
+        if (reader := self._readers[index]) is not None:
+            text, pieces = reader.push(chunk.text, reason is not None)
+            said = AssistantMessage(content=text) if text or (begins and streamed) else AssistantMessage()
+            if pieces:
+                said.tool_calls = pieces if streamed else whole_calls(pieces)
+            elif streamed and not (text or begins or chunk.logprobs or reason):
+                return None
+            if not streamed and not text:
+                said.content = None
+            if reader.calls and reason == "stop":
+                reason = "tool_calls"
+        if begins:
             said.role = "assistant"
         logprobs = ChatLogprobs(content=list(map(self._logprob, chunk.logprobs))) if chunk.logprobs else None
-        fields: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": chunk.finish_reason}
+        fields: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": reason}
         return ChatChunkChoice(delta=said, **fields) if streamed else ChatChoice(message=said, **fields)
 
     def answer(self, choices: list[Any], usage: Usage | None, streamed: bool) -> BaseModel:

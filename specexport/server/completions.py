@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -24,7 +25,8 @@ async def complete(service: Service, request: Request, given: CompletionRequest)
     prompts = cast(list[str | list[int]], [given.prompt] if one else given.prompt)
     engine = service.engine.frontend.engine
     # Long texts take long, so other requests go on meanwhile.
-    tokens = [await asyncio.to_thread(service.engine.frontend.tokens, prompt) for prompt in prompts]
+    read = partial(service.engine.frontend.tokens, add_special_tokens=given.add_special_tokens)
+    tokens = [await asyncio.to_thread(read, prompt) for prompt in prompts]
     params = service.params(given, given.max_tokens, given.logprobs)
     echoed: list[str] = []
     if given.echo:
@@ -32,7 +34,7 @@ async def complete(service: Service, request: Request, given: CompletionRequest)
         decode = engine.tokenizer.decode
         texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
         echoed = [text for text in texts for _ in range(given.n)]
-    scored = [read[0] for read in tokens for _ in range(given.n)] if params.prompt_logprobs is not None else []
+    scored = [one[0] for one in tokens for _ in range(given.n)] if params.prompt_logprobs is not None else []
     streams = await service.start(tokens, params, given)
     form = _Format(service, head, streams, echoed, scored)
     return await respond(service, request, given, streams, form, sum(map(len, tokens)))

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import uuid
 from collections.abc import Callable
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specexport.server.errors import ApiError, api_error
 from specexport.server.metrics import Metrics
 
+REQUEST_ID = "x-request-id"
+"""The header that names a request: an answer has the request's, or one that is made for it."""
+_NAMED = re.compile(r"[\x21-\x7e]{1,200}")
 _IN_HAND = 32 << 20
 """Most bytes of bodies at once, unless a single one may be larger: a body that is read takes several times its size."""
 _READING = 60.0
@@ -49,6 +54,8 @@ class Edge:
             await self._app(scope, receive, send)
             return
         begun = False
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        named = given if _NAMED.fullmatch(given) else uuid.uuid4().hex
 
         async def counted(message: Message) -> None:
             nonlocal begun
@@ -56,6 +63,7 @@ class Edge:
                 begun = True
                 if message["status"] >= 400:
                     self._metrics.refused(message["status"])
+                MutableHeaders(scope=message)[REQUEST_ID] = named
             await send(message)
 
         try:

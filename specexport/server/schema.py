@@ -5,9 +5,13 @@ A field that is not known is refused, and so is a known one that asks for what i
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic_core import core_schema
 
 from specexport.runtime.params import MAX_LOGPROBS
 
@@ -15,16 +19,28 @@ MAX_CHOICES = 128
 _LARGEST = 2**31 - 1
 
 
-def _neutral(value: Any) -> Any:
-    if value not in (None, 0, {}, []):
-        raise ValueError("not supported; leave it out")
-    return value
+@dataclass(frozen=True)
+class Only:
+    """A field that may only say what holds anyway: one of some values, or nothing; anything else is refused."""
+
+    values: tuple[Any, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._checked)
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None, {}, [], *self.values], "description": "Anything else is not supported."}
+
+    def _checked(self, value: Any) -> Any:
+        alike = (known for known in self.values if isinstance(known, bool) == isinstance(value, bool))
+        if value not in ({}, []) and value not in tuple(alike):
+            expected = " or ".join(map(json.dumps, self.values))
+            raise ValueError(f"not supported; leave it out{expected and f' or send {expected}'}")
+        return value
 
 
-Unsupported = Annotated[
-    Any, AfterValidator(_neutral), WithJsonSchema({"enum": [None, 0, {}, [], False], "description": "Not supported."})
-]
-"""What clients may send as long as it asks for nothing."""
+Unsupported = Annotated[Any, Only()]
+Label = Annotated[Annotated[str, Field(max_length=512)] | None, Field(description="A label: changes nothing.")]
 
 # Lists end at the first thing that is wrong with them: of a million wrong ones each would take its time to be said.
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -32,16 +48,77 @@ Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 Tokens = Annotated[list[Count], Field(min_length=1, fail_fast=True)]
 Others = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Text = Annotated[str, Field(max_length=4_000_000)]
+TokenId = Annotated[str, Field(pattern=r"^\d{1,9}$")]
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+def _nullable(schema: dict[str, Any]) -> None:
+    """Says in a schema that null is as good as nothing."""
+    for name, field in schema.get("properties", {}).items():
+        if name not in schema.get("required", ()):
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
+    if schema.get("additionalProperties") is False:
+        schema["additionalProperties"] = {"type": "null"}
 
 
 class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, frozen=True, json_schema_extra=_nullable
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Clients say null where they mean nothing; as ``max_tokens`` it means no limit."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
+
+
+class Accepted(_Request):
+    """What clients send that changes no text: labels, and fields that may only say what holds anyway."""
+
+    metadata: Annotated[dict[str, str], Field(max_length=64)] | None = Field(None, description="A label.")
+    prompt_cache_key: Label = None
+    prompt_cache_retention: Label = None
+    request_id: Label = None
+    safety_identifier: Label = None
+    service_tier: Label = None
+    user: Label = None
+    audio: Unsupported = None
+    background: Annotated[Any, Only((False,))] = None
+    bad_words: Unsupported = None
+    best_of: Annotated[Any, Only((1,))] = None
+    continue_final_message: Annotated[Any, Only((False,))] = None
+    detokenize: Annotated[Any, Only((True,))] = None
+    early_stopping: Annotated[Any, Only((False,))] = None
+    function_call: Annotated[Any, Only(("none",))] = None
+    functions: Unsupported = None
+    include: Unsupported = None
+    include_stop_str_in_output: Annotated[Any, Only((False,))] = None
+    length_penalty: Annotated[Any, Only((1.0,))] = None
+    logits_processors: Unsupported = None
+    modalities: Annotated[Any, Only((["text"],))] = None
+    prediction: Unsupported = None
+    priority: Annotated[Any, Only((0,))] = None
+    prompt_logprobs: Unsupported = None
+    return_token_ids: Annotated[Any, Only((False,))] = None
+    return_tokens_as_token_ids: Annotated[Any, Only((False,))] = None
+    spaces_between_special_tokens: Annotated[Any, Only((True,))] = None
+    store: Annotated[Any, Only((False,))] = None
+    suffix: Annotated[Any, Only(("",))] = None
+    truncation: Annotated[Any, Only(("disabled",))] = None
+    use_beam_search: Annotated[Any, Only((False,))] = None
+    verbosity: Annotated[Any, Only(("medium",))] = None
+    web_search_options: Unsupported = None
 
 
 class StreamOptions(_Request):
     """How to stream."""
 
     include_usage: bool = Field(False, description="Send a last chunk with the usage of the whole request.")
+    continuous_usage_stats: bool = Field(False, description="Send the usage so far with every chunk.")
+    include_obfuscation: Annotated[Any, Only((False,))] = None
 
 
 class SpeculativeOptions(_Request):
@@ -52,8 +129,53 @@ class SpeculativeOptions(_Request):
     num_speculative_tokens: Count | None = Field(None, description="One of its sizes; 0 decodes plainly.")
 
 
-class Generation(_Request):
-    """What completions and chats have in common."""
+class StructuredOutputs(_Request):
+    """vLLM's ways to constrain an output, one of them."""
+
+    json_: dict[str, Any] | Text | None = Field(None, alias="json", description="A JSON schema.")
+    json_object: bool = Field(False, description="Any JSON object.")
+    choice: Annotated[list[Text], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
+    regex: Text | None = None
+    grammar: Text | None = Field(None, description="llguidance's form of Lark.")
+    disable_fallback: Annotated[Any, Only((False,))] = None
+    disable_any_whitespace: Annotated[Any, Only((False,))] = None
+    disable_additional_properties: Annotated[Any, Only((False,))] = None
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        if len(self.bounds()) != 1:
+            raise ValueError("give one of json, json_object, choice, regex and grammar")
+        return self
+
+    def bounds(self) -> list[dict[str, str]]:
+        """As parameters of the engine."""
+        found: list[dict[str, str]] = []
+        if self.json_ is not None:
+            found.append({"json_schema": self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)})
+        if self.json_object:
+            found.append({"json_schema": ANY_OBJECT})
+        if self.choice is not None:
+            found.append({"grammar": "start: " + " | ".join(map(quoted, self.choice))})
+        if self.regex is not None:
+            # A slash ends a regular expression in Lark, and a line ends a rule.
+            marks = {"/": r"\/", "\n": r"\n"}
+            safe = re.sub(r"\\.|/|\n", lambda found: marks.get(found[0], found[0]), self.regex)
+            found.append({"grammar": f"start: /{safe}/"})
+        if self.grammar is not None:
+            found.append({"grammar": self.grammar})
+        return found
+
+
+ANY_OBJECT = '{"type": "object"}'
+
+
+def quoted(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+class Generation(Accepted):
+    """What completions, chats and responses have in common."""
 
     model: str | None = Field(None, max_length=4096, description="One of those /v1/models names; may be left out.")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Outputs for a prompt.")
@@ -62,18 +184,23 @@ class Generation(_Request):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = Field(
         None, description="Texts that end the output and are not part of it."
     )
-    seed: int | None = Field(None, ge=0, le=2**63 - 1, description="Makes the output reproducible.")
+    seed: int | None = Field(None, ge=-1, le=2**63 - 1, description="Makes the output reproducible; -1 is none.")
     temperature: float | None = Field(None, ge=0, le=2, description="None for the model's own; 0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1, description="None for the model's own.")
-    user: str | None = Field(None, max_length=512, description="Who asks; changes nothing.")
-    frequency_penalty: Unsupported = None
-    presence_penalty: Unsupported = None
-    logit_bias: Unsupported = None
+    frequency_penalty: float = Field(0, ge=-2, le=2, description="Taken from a logit for each time it was said.")
+    presence_penalty: float = Field(0, ge=-2, le=2, description="Taken from the logits of what was said.")
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] = Field(
+        {}, description="Added to the logits of tokens."
+    )
     # vLLM's, and ours.
     top_k: int | None = Field(None, ge=-1, le=_LARGEST, description="Keep this many most probable tokens; 0 keeps all.")
     min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens less probable than this share of the best.")
     stop_token_ids: Annotated[list[Count], Field(max_length=64)] = Field([], description="Tokens that end the output.")
     ignore_eos: bool = Field(False, description="Go on past the end of text.")
+    repetition_penalty: float = Field(1, gt=0, le=100, description="Of what the prompt and the output have; 1 is none.")
+    min_tokens: Count = Field(0, description="Tokens before any that ends the output.")
+    skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Constrains the output.")
     speculative: SpeculativeOptions | None = Field(None, description="How to speculate; None as the server does.")
     include_speculation: bool = Field(False, description="Add what speculation did to the usage.")
     timeout: float | None = Field(None, gt=0, le=86400, description="Seconds, waiting included; the server's at most.")
@@ -96,15 +223,16 @@ class CompletionRequest(Generation):
     max_tokens: Count | None = Field(16, description="None for what the context holds.")
     logprobs: Others | None = Field(None, description="Give each token's log-probability and those of so many others.")
     echo: bool = Field(False, description="Begin the text with the prompt.")
-    best_of: Unsupported = None
-    suffix: Unsupported = None
+    add_special_tokens: bool = Field(True, description="Of a text: those the tokenizer adds by itself.")
 
 
 class TextPart(_Request):
     """A part of a message."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: Text
+    annotations: Unsupported = None
+    logprobs: Unsupported = None
 
 
 Content = Text | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)]
@@ -115,6 +243,50 @@ def plain_text(content: Content | None) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
+class CalledFunction(_Request):
+    """What was called, its arguments as JSON."""
+
+    name: ToolName
+    arguments: Text
+
+
+class ToolCall(_Request):
+    """A call of the assistant's."""
+
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Function(_Request):
+    """What may be called; its arguments always fit its schema, so that strict changes nothing."""
+
+    name: ToolName
+    description: Text | None = None
+    parameters: dict[str, Any] = Field({}, description="A JSON schema of an object.")
+    strict: bool | None = None
+
+
+class Tool(_Request):
+    """A tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(_Request):
+    """A function's name."""
+
+    name: ToolName
+
+
+class ChosenTool(_Request):
+    """The tool to call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatMessage(_Request):
     """A message of a conversation."""
 
@@ -122,11 +294,11 @@ class ChatMessage(_Request):
     content: Content | None = None
     name: str | None = Field(None, max_length=256)
     tool_call_id: str | None = Field(None, max_length=256)
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] = []
     refusal: Unsupported = None
     annotations: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None
-    tool_calls: Unsupported = None
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -177,23 +349,76 @@ class ChatRequest(Generation):
         None, description="Constrains the answer to a grammar."
     )
     prediction: Prediction | None = Field(None, description="The expected answer, verified as a draft.")
-    audio: Unsupported = None
-    function_call: Unsupported = None
-    functions: Unsupported = None
-    metadata: Unsupported = None
-    modalities: Unsupported = None
-    parallel_tool_calls: Unsupported = None
-    reasoning_effort: Unsupported = None
-    service_tier: Unsupported = None
-    store: Unsupported = None
-    tool_choice: Unsupported = None
-    tools: Unsupported = None
-    verbosity: Unsupported = None
-    web_search_options: Unsupported = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] = Field([], description="What may be called.")
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = Field(
+        None, description="Whether one is called; auto if there are any."
+    )
+    parallel_tool_calls: bool = Field(True, description="Whether there may be several calls.")
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(
+        None, description="A variable of the model's chat template."
+    )
+    add_generation_prompt: bool = Field(True, description="End the prompt with what introduces an answer.")
+    add_special_tokens: Annotated[Any, Only((False,))] = None
+    echo: Annotated[Any, Only((False,))] = None
 
     @property
     def hypothesis(self) -> str | None:
         return plain_text(self.prediction.content) if self.prediction is not None else None
+
+
+class SchemaFormat(_Request):
+    """A JSON schema, as responses have it."""
+
+    type: Literal["json_schema"]
+    name: str = Field(max_length=64)
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = Field(None, max_length=4096)
+    strict: bool | None = None
+
+
+class TextConfig(_Request):
+    """What a response's text is."""
+
+    format: Annotated[AnyFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Annotated[Any, Only(("medium",))] = None
+
+
+class Reasoning(_Request):
+    """What the model's chat template is told."""
+
+    effort: Annotated[str, Field(max_length=64)] | None = None
+    summary: Annotated[Any, Only(("auto",))] = None
+    generate_summary: Unsupported = None
+
+
+class InputMessage(_Request):
+    """A message of a response's input."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    id: str | None = Field(None, max_length=256)
+    status: str | None = Field(None, max_length=64)
+    phase: str | None = Field(None, max_length=64)
+
+
+class ResponseRequest(Generation):
+    """``POST /v1/responses``."""
+
+    input: Text | Annotated[list[InputMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
+    instructions: Text | None = Field(None, description="A system message before the input.")
+    max_output_tokens: Count | None = Field(None, description="None for what the context holds.")
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Any] = {}
+    conversation: Unsupported = None
+    max_tool_calls: Unsupported = None
+    parallel_tool_calls: Annotated[Any, Only((True, False))] = None
+    previous_response_id: Unsupported = None
+    prompt: Unsupported = None
+    tool_choice: Annotated[Any, Only(("auto", "none"))] = None
+    tools: Unsupported = None
+    top_logprobs: Annotated[Any, Only((0,))] = None
 
 
 class TokenizeRequest(_Request):
@@ -269,7 +494,7 @@ class Usage(BaseModel):
 
 class _Choice(BaseModel):
     index: int
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
 
 
 class _Answer(BaseModel):
@@ -322,11 +547,28 @@ class ChatLogprobs(BaseModel):
     content: list[ChatLogprob]
 
 
+class FunctionCall(BaseModel):
+    """What is called, or a piece of it."""
+
+    name: str | None = None
+    arguments: str
+
+
+class AssistantCall(BaseModel):
+    """A call, or a piece of one, which says with its index whose it is."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
 class AssistantMessage(BaseModel):
     """What the model said, or a piece of it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[AssistantCall] | None = None
 
 
 class ChatChoice(_Choice):
@@ -355,6 +597,79 @@ class ChatChunk(_Answer):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+
+
+class OutputText(BaseModel):
+    """The text of a response."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = []
+
+
+class OutputMessage(BaseModel):
+    """A response's message."""
+
+    type: Literal["message"] = "message"
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class IncompleteDetails(BaseModel):
+    """Why a response is not complete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class InputDetails(BaseModel):
+    """Of the tokens read, those that were in the prefix cache."""
+
+    cached_tokens: int
+
+
+class OutputDetails(BaseModel):
+    """Of the tokens made, those of reasoning: none, as it is part of the text."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(BaseModel):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+    speculation: SpeculationUsage | None = None
+
+
+class ResponseAnswer(BaseModel):
+    """A response."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: dict[str, str] | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage]
+    parallel_tool_calls: bool = False
+    previous_response_id: None = None
+    store: bool = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Literal["none"] = "none"
+    tools: list[Any] = []
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
 
 
 class TokenizeResponse(BaseModel):

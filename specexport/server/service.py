@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -22,9 +22,14 @@ from specexport.runtime import Chunk, SamplingParams, Stream
 from specexport.runtime.speculative import Speculative
 from specexport.server.errors import ApiError, api_error
 from specexport.server.metrics import Metrics
-from specexport.server.schema import CompletionTokensDetails, Generation, SpeculationUsage, Usage
+from specexport.server.schema import CompletionTokensDetails, Generation, SpeculationUsage, StreamOptions, Usage
 
-_GONE = 499
+_SAMPLING = {
+    *("temperature", "top_p", "top_k", "min_p", "ignore_eos", "min_tokens", "skip_special_tokens"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+}
+"""Fields that the engine has under the same names."""
+GONE = 499
 """Nginx's status for a client that hung up; nobody reads it."""
 _LEAST_LOGPROB = -9999.0
 _LINES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
@@ -36,6 +41,11 @@ _NO_CHOICES = '"choices":[]'
 def least(logprob: float) -> float:
     """A log-probability as JSON can say it: OpenAI has -9999 for minus infinity."""
     return max(logprob, _LEAST_LOGPROB)
+
+
+def one_line(text: str) -> str:
+    """JSON as an event may hold it."""
+    return text.translate(_LINES)
 
 
 def speculation(given: Generation, default: Speculative) -> Speculative:
@@ -89,21 +99,31 @@ class Service:
         return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def params(
-        self, given: Generation, max_tokens: int | None, logprobs: int | None, json_schema: str | None = None
+        self, given: Generation, max_tokens: int | None, logprobs: int | None, bound: Mapping[str, str] | None = None
     ) -> SamplingParams:
-        """How a request samples; what it does not say is the model's own."""
+        """How a request samples; what it does not say is the model's own. ``bound`` is what constrains the output.
+
+        Raises:
+            RequestError: it is constrained in two ways.
+        """
         frontend = self.engine.frontend
-        chosen = given.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_none=True)
+        bounds = [] if given.structured_outputs is None else given.structured_outputs.bounds()
+        if bounds and bound:
+            raise RequestError(
+                "structured_outputs: given beside tools or a response_format; give one of them",
+                param="structured_outputs",
+            )
+        chosen = given.model_dump(include=_SAMPLING, exclude_none=True)
         return frontend.engine.defaults().replace(
             max_tokens=frontend.max_model_len if max_tokens is None else max_tokens,
             stop=given.stop or (),
             stop_token_ids=tuple(given.stop_token_ids),
             n=given.n,
-            seed=given.seed,
-            ignore_eos=given.ignore_eos,
+            seed=None if given.seed == -1 else given.seed,
+            logit_bias={int(token): bias for token, bias in given.logit_bias.items()},
             logprobs=logprobs,
-            json_schema=json_schema,
             **chosen,
+            **(bounds[0] if bounds else bound or {}),
         )
 
     async def start(
@@ -126,8 +146,8 @@ class Service:
 class Format(Protocol):
     """How an endpoint words what the streams say, streamed in parts or as a whole."""
 
-    def choice(self, index: int, chunk: Chunk, streamed: bool) -> BaseModel:
-        """What an output says next, or all of it."""
+    def choice(self, index: int, chunk: Chunk, streamed: bool) -> BaseModel | None:
+        """What an output says next, or all of it; None for nothing yet."""
 
     def answer(self, choices: list[Any], usage: Usage | None, streamed: bool) -> BaseModel:
         """One part of the answer, or all of it."""
@@ -139,31 +159,39 @@ async def respond(
     """Runs started streams to an answer, streamed or whole. A client that goes away takes its streams with it."""
     if given.stream:
         return EventStream(_events(service, given, streams, form, prompt_tokens))
-    work = asyncio.ensure_future(_collected(service, streams))
-    gone = asyncio.ensure_future(_disconnected(request))
-    gone.add_done_callback(lambda _: work.cancel())
-    try:
-        outputs = await work
-    except asyncio.CancelledError:
-        if gone.done():
-            return Response(status_code=_GONE)
-        raise
-    finally:
-        gone.cancel()
-    usage = _usage(given, streams, prompt_tokens)
+    outputs = await finished(service, request, streams)
+    if outputs is None:
+        return Response(status_code=GONE)
+    usage = usage_of(given, streams, prompt_tokens)
 
     def written() -> str:
         # Output by output: with log-probabilities they are long, and each is written under Python's lock.
         before, empty, after = form.answer([], usage, False).model_dump_json(exclude_unset=True).partition(_NO_CHOICES)
-        made = (form.choice(index, chunk, False) for index, chunk in enumerate(outputs))
-        return f"{before}{empty[:-1]}{','.join(one.model_dump_json(exclude_unset=True) for one in made)}]{after}"
+        made = [form.choice(index, chunk, False) for index, chunk in enumerate(outputs)]
+        parts = (one.model_dump_json(exclude_unset=True) for one in made if one is not None)
+        return f"{before}{empty[:-1]}{','.join(parts)}]{after}"
 
     text = await asyncio.to_thread(written) if any(chunk.logprobs for chunk in outputs) else written()
     return Response(text, media_type="application/json")
 
 
+async def finished(service: Service, request: Request, streams: list[AsyncStream]) -> list[Chunk] | None:
+    """Every stream's output as one chunk; None if the client went away."""
+    work = asyncio.ensure_future(_collected(service, streams))
+    gone = asyncio.ensure_future(_disconnected(request))
+    gone.add_done_callback(lambda _: work.cancel())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if gone.done():
+            return None
+        raise
+    finally:
+        gone.cancel()
+
+
 class EventStream(StreamingResponse):
-    """Server-sent events, whose generator is closed as soon as the client is gone."""
+    """Server-sent events whose generator is closed as soon as the client is gone."""
 
     media_type = "text/event-stream"
 
@@ -178,20 +206,24 @@ class EventStream(StreamingResponse):
 async def _events(
     service: Service, given: Generation, streams: list[AsyncStream], form: Format, prompt_tokens: int
 ) -> AsyncGenerator[str, None]:
+    options = given.stream_options or StreamOptions.model_validate({})
+
     def event(model: BaseModel) -> str:
-        return f"data: {model.model_dump_json(exclude_unset=True).translate(_LINES)}\n\n"
+        return f"data: {one_line(model.model_dump_json(exclude_unset=True))}\n\n"
 
     def piece(index: int, chunk: Chunk) -> str:
-        return event(form.answer([form.choice(index, chunk, True)], None, True))
+        said = form.choice(index, chunk, True)
+        usage = usage_of(given, streams, prompt_tokens) if options.continuous_usage_stats else None
+        return "" if said is None else event(form.answer([said], usage, True))
 
     try:
-        async with contextlib.aclosing(_merged(service, streams)) as chunks:
+        async with contextlib.aclosing(merged(service, streams)) as chunks:
             async for index, chunk in chunks:
                 if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
                     # Those of a prompt come all at once.
                     yield await asyncio.to_thread(piece, index, chunk) if chunk.logprobs else piece(index, chunk)
-        if given.stream_options is not None and given.stream_options.include_usage:
-            yield event(form.answer([], _usage(given, streams, prompt_tokens), True))
+        if options.include_usage:
+            yield event(form.answer([], usage_of(given, streams, prompt_tokens), True))
     except Exception as error:  # the answer has begun, so that its end has to say what went wrong
         yield event(api_error(error).body)
     yield "data: [DONE]\n\n"
@@ -200,8 +232,8 @@ async def _events(
 async def _collected(service: Service, streams: list[AsyncStream]) -> list[Chunk]:
     """Every stream's output as one chunk."""
     chunks: list[list[Chunk]] = [[] for _ in streams]
-    async with contextlib.aclosing(_merged(service, streams)) as merged:
-        async for index, chunk in merged:
+    async with contextlib.aclosing(merged(service, streams)) as found:
+        async for index, chunk in found:
             chunks[index].append(chunk)
     return [
         Chunk(
@@ -214,7 +246,7 @@ async def _collected(service: Service, streams: list[AsyncStream]) -> list[Chunk
     ]
 
 
-async def _merged(service: Service, streams: list[AsyncStream]) -> AsyncGenerator[tuple[int, Chunk], None]:
+async def merged(service: Service, streams: list[AsyncStream]) -> AsyncGenerator[tuple[int, Chunk], None]:
     """Chunks of several streams as they come, with the stream's place; the first error ends them all."""
     items: asyncio.Queue[tuple[int, Chunk] | asyncio.Future[None]] = asyncio.Queue()
 
@@ -246,7 +278,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _usage(given: Generation, streams: list[AsyncStream], prompt_tokens: int) -> Usage:
+def usage_of(given: Generation, streams: list[AsyncStream], prompt_tokens: int) -> Usage:
     """Tokens of a request; a prompt counts once, however many outputs it has."""
     stats = [stream.stats for stream in streams]
 

@@ -1,0 +1,93 @@
+"""What a request changes of the target's logits before anything is accepted, at every node of a tree.
+
+p is then the target's distribution after these changes, so whatever is lossless is so with respect to it. Proposers
+know nothing of them: what they draft is accepted or rejected by the changed p, whatever q it was drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport.contract.errors import RequestError
+from specexport.contract.tree import TokenTree
+from specexport.runtime.params import SamplingParams
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+
+class LogitsProcessor(Protocol):
+    """Changes the logits of one output, and follows the output as it grows."""
+
+    def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
+        """The logits as changed, each node's by the output so far and the draft tokens on its own path.
+
+        Args:
+            logits: float32 ``[N,V]``, at every node of the tree; not changed.
+            tree: its N nodes.
+            draft_tokens: int64 ``[N-1]``, those of nodes 1 to N-1.
+
+        Returns:
+            float32 ``[N,V]``.
+        """
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Moves on by the tokens a step committed."""
+
+    def check(self) -> None:
+        """Raises what a step could not, as other requests share it."""
+
+
+class Penalties:
+    """Biases, penalties and the least length of one output; see :class:`~specexport.runtime.params.SamplingParams`.
+
+    Args:
+        params: the request's.
+        prompt: its tokens; negative numbers stand for embeddings.
+        ends: tokens that end the output, which has ``min_tokens`` before them.
+        vocab_size: V.
+
+    Raises:
+        RequestError: a bias is for a token that the model does not have.
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], ends: Sequence[int], vocab_size: int) -> None:
+        self._params = params
+        self._prompt = np.array(sorted({token for token in prompt if token >= 0}), np.int64)
+        self._ends = np.array([token for token in ends if token < vocab_size], np.int64)
+        self._biased = np.array(list(params.logit_bias), np.int64)
+        self._bias = np.array(list(params.logit_bias.values()), np.float32)
+        self._output: list[int] = []
+        if (wrong := next((token for token in params.logit_bias if token >= vocab_size), None)) is not None:
+            raise RequestError(
+                f"logit_bias has token {wrong}; the model has tokens 0 to {vocab_size - 1}", param="logit_bias"
+            )
+
+    def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
+        made: Floats = logits.copy()
+        made[:, self._biased] += self._bias
+        for node, row in enumerate(made):
+            self._change(row, draft_tokens[np.flatnonzero(tree.mask[node])[1:] - 1])
+        return made
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self._output += tokens
+
+    def check(self) -> None:
+        pass
+
+    def _change(self, row: Floats, path: Ints) -> None:
+        """Changes the logits ``[V]`` after the output so far and a path of draft tokens."""
+        params, output = self._params, np.concatenate([np.array(self._output, np.int64), path])
+        said, counts = np.unique(output, return_counts=True)
+        if params.repetition_penalty != 1.0:
+            known = np.union1d(self._prompt, said)
+            some = row[known]
+            row[known] = np.where(some > 0, some / params.repetition_penalty, some * params.repetition_penalty)
+        row[said] -= params.frequency_penalty * counts + params.presence_penalty
+        if len(output) < params.min_tokens:
+            row[self._ends] = -np.inf

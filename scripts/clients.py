@@ -1,0 +1,314 @@
+"""Runs OpenAI's clients of today against a server over a bundle, and prints the table of docs/serving.md.
+
+    python scripts/clients.py build/test-bundles/llama-near
+
+They are installed into an environment of their own (``build/clients``), as their dependencies conflict with others.
+``--record FILE`` keeps the bodies they send, which tests/test_clients.py sends again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {
+    "openai": "openai",
+    "litellm": "litellm",
+    "langchain": "langchain-openai",
+    "instructor": "instructor",
+    "lm_eval": "lm-eval[api]",
+    "guidellm": "guidellm",
+}
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+"""A small model with random weights would write spaces for ever."""
+PET = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "old": {"type": "boolean"}},
+    "required": ["kind", "old"],
+    "additionalProperties": False,
+    **COMPACT,
+}
+TOOL: Any = {"type": "function", "function": {"name": "keep", "description": "Keeps a pet.", "parameters": PET}}
+CHOICE: Any = {"type": "function", "function": {"name": "keep"}}
+CHAT: Any = [{"role": "user", "content": "one two"}]
+Check = Callable[[str, str, str], None]
+
+
+def check_pet(text: str) -> None:
+    """Whether a text is a pet."""
+    assert set(json.loads(text)) == {"kind", "old"}, text
+
+
+# --- the clients, each in one function a thing it does; they get the URL, the model and a tokenizer's folder ---------
+
+
+def _openai_completions(url: str, model: str, _: str) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=url, api_key="x")
+    made = client.completions.create(model=model, prompt="one two", n=2, logprobs=2, logit_bias={"5": 3}, seed=1)
+    assert len(made.choices) == 2
+    parts = client.completions.create(model=model, prompt="one", stream=True, stream_options={"include_usage": True})
+    assert list(parts)[-1].usage is not None
+
+
+def _openai_chat(url: str, model: str, _: str) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=url, api_key="x")
+    made = client.chat.completions.create(
+        model=model,
+        messages=CHAT,
+        max_completion_tokens=8,
+        logprobs=True,
+        top_logprobs=2,
+        frequency_penalty=0.5,
+        presence_penalty=0.5,
+        metadata={"who": "me"},
+        service_tier="auto",
+        modalities=["text"],
+        reasoning_effort="low",
+        prediction={"type": "content", "content": "three"},
+    )
+    assert made.choices[0].logprobs is not None
+    assert made._request_id
+    parts = list(client.chat.completions.create(model=model, messages=CHAT, max_tokens=8, stream=True))
+    assert parts[-1].choices[0].finish_reason
+
+
+def _openai_schema(url: str, model: str, _: str) -> None:
+    import openai
+
+    form: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET, "strict": True}}
+    client = openai.OpenAI(base_url=url, api_key="x")
+    made = client.chat.completions.create(model=model, messages=CHAT, response_format=form)
+    check_pet(made.choices[0].message.content or "")
+
+
+def _openai_tools(url: str, model: str, _: str) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=url, api_key="x")
+    made = client.chat.completions.create(model=model, messages=CHAT, tools=[TOOL], tool_choice="required").choices[0]
+    assert made.finish_reason == "tool_calls"
+    assert made.message.tool_calls
+    call: Any = made.message.tool_calls[0]
+    check_pet(call.function.arguments)
+    answer: Any = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    again: Any = [*CHAT, made.message, answer]
+    client.chat.completions.create(model=model, messages=again, tools=[TOOL], max_tokens=4)
+    with client.chat.completions.stream(model=model, messages=CHAT, tools=[TOOL], tool_choice=CHOICE) as stream:
+        final: Any = stream.get_final_completion()
+    check_pet(final.choices[0].message.tool_calls[0].function.arguments)
+
+
+def _openai_responses(url: str, model: str, _: str) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=url, api_key="x")
+    made = client.responses.create(model=model, input="one two", instructions="be brief", max_output_tokens=8)
+    assert made.output_text
+    assert made.usage is not None
+    form: Any = {"format": {"type": "json_schema", "name": "pet", "schema": PET}}
+    with client.responses.stream(model=model, input=CHAT, extra_body={"text": form}) as stream:
+        check_pet(stream.get_final_response().output_text)
+    check_pet(client.responses.create(model=model, input="one", text=form).output_text)
+
+
+def _litellm_chat(url: str, model: str, _: str) -> None:
+    import litellm
+
+    given: Any = {"model": f"openai/{model}", "api_base": url, "api_key": "x", "messages": CHAT}
+    assert litellm.completion(**given, max_tokens=8).choices[0].message.content
+    parts = list(litellm.completion(**given, max_tokens=8, stream=True, stream_options={"include_usage": True}))
+    assert parts
+    called: Any = litellm.completion(**given, tools=[TOOL], tool_choice="required")
+    check_pet(called.choices[0].message.tool_calls[0].function.arguments)
+
+
+def _litellm_text(url: str, model: str, _: str) -> None:
+    import litellm
+
+    given: Any = {"model": f"text-completion-openai/{model}", "api_base": url, "api_key": "x", "prompt": "one two"}
+    assert litellm.text_completion(**given, max_tokens=8).choices[0].text
+
+
+def _langchain_chat(url: str, model: str, _: str) -> None:
+    from langchain_openai import ChatOpenAI
+
+    chat: Any = ChatOpenAI(model=model, base_url=url, api_key="x", max_tokens=60)  # type: ignore[call-arg,arg-type]
+    assert chat.invoke("one two").content
+    assert list(chat.stream("one two"))
+    called = chat.bind_tools([TOOL], tool_choice="required").invoke("one two")
+    assert called.tool_calls[0]["name"] == "keep"
+    schema = {"title": "pet", "description": "A pet.", **PET}
+    for method in ("function_calling", "json_schema"):
+        found = chat.with_structured_output(schema, method=method).invoke("one")
+        assert set(found) == {"kind", "old"}, found
+
+
+def _langchain_text(url: str, model: str, _: str) -> None:
+    from langchain_openai import OpenAI
+
+    text: Any = OpenAI(model=model, base_url=url, api_key="x", max_tokens=8)  # type: ignore[call-arg,arg-type]
+    assert text.invoke("one two")
+
+
+def _instructor_models(url: str, model: str, _: str) -> None:
+    import instructor
+    import openai
+    from pydantic import BaseModel, ConfigDict
+
+    class Pet(BaseModel):
+        model_config = ConfigDict(json_schema_extra=COMPACT)
+        kind: Literal["cat", "dog"]
+        old: bool
+
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+        client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="x"), mode=mode)
+        pet: Any = client.chat.completions.create(model=model, messages=CHAT, response_model=Pet, max_retries=0)
+        assert pet.kind in ("cat", "dog")
+
+
+def _lm_eval_completions(url: str, model: str, tokenizer: str) -> None:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    lm: Any = LocalCompletionsAPI(
+        base_url=f"{url}/completions", model=model, tokenizer=tokenizer, tokenizer_backend="huggingface", max_length=512
+    )
+
+    def asked(kind: Any, *arguments: Any) -> Any:
+        return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+    ((logprob, greedy),) = lm.loglikelihood([asked("loglikelihood", "one two", " three")], disable_tqdm=True)
+    assert logprob < 0
+    assert greedy in (True, False)
+    until = {"until": ["four"], "max_gen_toks": 8}
+    assert isinstance(lm.generate_until([asked("generate_until", "one two", until)], disable_tqdm=True)[0], str)
+
+
+def _guidellm_benchmark(url: str, model: str, tokenizer: str) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        program = str(Path(sys.executable).with_name("guidellm"))
+        flags = ["--profile", "synchronous", "--max-requests", "3", "--data", "prompt_tokens=16,output_tokens=8"]
+        where = ["--target", url.removesuffix("/v1"), "--model", model, "--processor", tokenizer]
+        command = [program, "benchmark", "run", *where, *flags, "--output-path", f"{place}/report.json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+        report = json.loads(Path(place, "report.json").read_text())
+        counted = report["benchmarks"][0]["metrics"]["request_totals"]
+        assert (counted["successful"], counted["errored"]) == (3, 0), counted
+
+
+CHECKS: dict[str, dict[str, Check]] = {
+    "openai": {
+        "completions, streamed, log-probabilities, bias": _openai_completions,
+        "chats, streamed, log-probabilities, penalties, predictions": _openai_chat,
+        "JSON schema": _openai_schema,
+        "tools, streamed": _openai_tools,
+        "responses, streamed, JSON schema": _openai_responses,
+    },
+    "litellm": {"chats, streamed, tools": _litellm_chat, "completions": _litellm_text},
+    "langchain": {"chats, streamed, tools, structured output": _langchain_chat, "completions": _langchain_text},
+    "instructor": {"tools, JSON schema": _instructor_models},
+    "lm_eval": {"local-completions: loglikelihood, generate_until": _lm_eval_completions},
+    "guidellm": {"benchmark run": _guidellm_benchmark},
+}
+
+
+# --- the server, and the table -----------------------------------------------------------------------------------
+
+
+class Recorder:
+    """An application around the server's that keeps the bodies it is sent."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self.bodies: list[tuple[str, Any]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        parts: list[bytes] = []
+
+        async def kept() -> Any:
+            message = await receive()
+            if message["type"] == "http.request":
+                parts.append(message.get("body", b""))
+                if not message.get("more_body") and scope["method"] == "POST":
+                    self.bodies.append((scope["path"], json.loads(b"".join(parts))))
+            return message
+
+        await self._app(scope, kept, send)
+
+
+def run(bundle: Path, record: Path | None, only: list[str]) -> int:
+    """Installs the clients, runs them, and prints the table."""
+    sys.path.insert(0, str(ROOT))
+    from tests.serving import HERMES, NAME, served, with_chat_template
+
+    place = ROOT / "build" / "clients"
+    python = place / "bin" / "python"
+    if not python.exists():
+        venv.create(place, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES.values()], check=True)
+    recorders: list[Recorder] = []
+
+    def around(app: Any) -> Recorder:
+        recorders.append(Recorder(app))
+        return recorders[0]
+
+    sent: list[dict[str, Any]] = []
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = with_chat_template(bundle, Path(folder, "bundle"), HERMES)
+        (copy / "tokenizer" / "tokenizer_config.json").write_text(
+            '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}'
+        )
+        with served(copy, around=around) as server:
+            print("| Client | Version | What it does | |\n|---|---|---|---|")
+            for client in only or PACKAGES:
+                for does in CHECKS[client]:
+                    arguments = ["--check", client, does, f"{server.url}/v1", NAME, str(copy / "tokenizer")]
+                    done = subprocess.run([python, __file__, *arguments], capture_output=True, text=True, check=False)
+                    failed += done.returncode != 0
+                    said = done.stdout.splitlines()[-1] if done.returncode == 0 else "?"
+                    package, works = PACKAGES[client].partition("[")[0], "fails" if said == "?" else "works"
+                    print(f"| {package} | {said} | {does} | {works} |", flush=True)
+                    if done.returncode:
+                        print(done.stderr[-3000:], file=sys.stderr)
+                    bodies, recorders[0].bodies = recorders[0].bodies, []
+                    sent += [{"client": f"{client}: {does}", "path": path, "body": body} for path, body in bodies]
+    if record is not None:
+        record.write_text("\n".join(["[", ",\n".join(map(json.dumps, sent)), "]", ""]))
+    return failed
+
+
+def main() -> int:
+    """Runs all of it, or one check within the clients' environment."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("bundle", type=Path, nargs="?", help="a bundle of the tests")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="where to keep what they send")
+    parser.add_argument("--only", nargs="+", default=[], choices=PACKAGES, help="these clients alone")
+    parser.add_argument("--check", nargs=5, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.check:
+        client, does, *where = arguments.check
+        CHECKS[client][does](*where)
+        print(version(PACKAGES[client].partition("[")[0]))
+        return 0
+    if arguments.bundle is None:
+        parser.error("give a bundle")
+    return run(arguments.bundle, arguments.record, arguments.only)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Biases, penalties and least lengths: at every node of a tree, and what speculation must not change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import chi2_contingency
+
+from specexport.contract.tree import TokenTree
+from specexport.runtime import Engine, RequestError, SamplingParams
+from specexport.runtime.logits import Penalties
+from specexport.runtime.speculative import PLAIN
+
+Engines = Callable[[str], Engine]
+PROMPT = (17, 180, 33, 250)
+BRANCHES = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+ALL: dict[str, Any] = {
+    "logit_bias": {40: 1.5, 7: -100.0},
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.7,
+    "presence_penalty": -0.4,
+    "min_tokens": 4,
+}
+
+
+def expected(logits: np.ndarray, output: list[int]) -> np.ndarray:
+    """What the definition says, token by token."""
+    made = logits.astype(np.float64)
+    for token in range(len(made)):
+        made[token] += ALL["logit_bias"].get(token, 0.0)
+        if token in PROMPT or token in output:
+            made[token] *= 1 / 1.3 if made[token] > 0 else 1.3
+        made[token] -= 0.7 * output.count(token) - 0.4 * (token in output)
+    if len(output) < 4:
+        made[1] = -np.inf
+    return made
+
+
+def test_every_node_counts_its_own_path() -> None:
+    random = np.random.default_rng(0)
+    penalties = Penalties(SamplingParams(**ALL), PROMPT, (1, 9999), 300)
+    text: list[int] = []
+    for _ in range(4):
+        logits = random.normal(size=(len(BRANCHES), 300)).astype(np.float32)
+        before, draft = logits.copy(), random.choice([17, 40, 41, 42], len(BRANCHES) - 1)
+        made = penalties.applied(logits, BRANCHES, draft)
+        assert (logits == before).all()
+        for node in range(len(BRANCHES)):
+            path = [int(draft[at - 1]) for at in np.flatnonzero(BRANCHES.mask[node])[1:]]
+            assert made[node] == pytest.approx(expected(logits[node], [*text, *path]), abs=1e-5)
+        text += [40, int(draft[0])]
+        penalties.advance(text[-2:])
+
+
+@pytest.mark.parametrize("name", ["llama-near", "gpt2-tree", "qwen3-medusa"])
+def test_greedy_output_is_the_same_with_and_without_speculation(name: str, engine: Engines) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, **ALL | {"min_tokens": 0})
+    fast, plain = (engine(name).generate(PROMPT, params, None if on else PLAIN) for on in (True, False))
+    assert fast.token_ids == plain.token_ids
+    assert fast.stats.accepted > 0
+    unchanged = engine(name).generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    assert fast.token_ids != unchanged.token_ids
+
+
+def test_speculation_samples_the_same_penalized_distribution(engine: Engines) -> None:
+    near = engine("llama-near")
+    # So few tokens that they repeat, with counts that matter from the first step on.
+    bias = dict.fromkeys((40, 41, 42), 12.0)
+    counts, accepted = [], 0
+    for speculation in (True, False):
+        found: Counter[tuple[int, ...]] = Counter()
+        for seed in range(500):
+            params = SamplingParams(
+                max_tokens=4,
+                seed=seed + 1000 * speculation,
+                ignore_eos=True,
+                logit_bias=bias,
+                frequency_penalty=0.9,
+                presence_penalty=0.5,
+                repetition_penalty=1.1,
+            )
+            made = near.generate(PROMPT, params, None if speculation else PLAIN)
+            accepted += made.stats.accepted
+            found[made.token_ids] += 1
+        counts.append(found)
+    common = [text for text in counts[0] | counts[1] if counts[0][text] + counts[1][text] >= 10]
+    assert len(common) > 5
+    assert accepted > 0
+    rest = [sum(found.values()) - sum(found[text] for text in common) for found in counts]
+    table = [[*(found[text] for text in common), other + 1] for found, other in zip(counts, rest, strict=True)]
+    assert chi2_contingency(table).pvalue > 1e-4
+
+
+def test_an_output_is_no_shorter_than_it_has_to_be(engine: Engines) -> None:
+    plain = engine("llama-near").generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    second = plain.token_ids[1]
+    for least in (0, 6):
+        params = SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=(second,), min_tokens=least)
+        made = engine("llama-near").generate(PROMPT, params)
+        assert (made.token_ids.index(second) if second in made.token_ids else 30) >= least
+        assert len(made.token_ids) > least
+    stop = plain.text[2:4]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, stop=stop, min_tokens=10)
+    made = engine("llama-near").generate(PROMPT, params)
+    assert made.text.startswith(plain.text[:6])
+    assert len(made.token_ids) > 10
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"logit_bias": {5: 101.0}},
+        {"logit_bias": {-1: 1.0}},
+        {"frequency_penalty": 2.1},
+        {"presence_penalty": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"min_tokens": 200},
+        {"grammar": "start: /a/", "min_tokens": 1},
+        {"grammar": "start: /a/", "json_schema": "{}"},
+    ],
+)
+def test_what_is_out_of_range_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**wrong)
+    assert caught.value.param in wrong
+
+
+def test_a_bias_is_for_tokens_there_are(engine: Engines) -> None:
+    with pytest.raises(RequestError, match="logit_bias has token 99999"):
+        engine("llama-near").stream(PROMPT, SamplingParams(logit_bias={99999: 1.0}))
+
+
+def test_a_grammar_of_lark_is_followed(engine: Engines) -> None:
+    params = SamplingParams(temperature=1.3, seed=1, max_tokens=40, grammar='start: "cat" | "dog" "s"')
+    assert engine("llama-near").generate(PROMPT, params).text in ("cat", "dogs")
+    with pytest.raises(RequestError, match="the grammar cannot be used"):
+        engine("llama-near").stream(PROMPT, SamplingParams(grammar="start: nothing"))
