@@ -16,7 +16,6 @@ import msgspec
 from specexport.contract.errors import UNREADABLE
 
 Found = TypeVar("Found", bound=msgspec.Struct)
-_MAX_FILE = 1 << 20
 
 
 def cache_folder() -> Path:
@@ -60,17 +59,19 @@ class Remembered(Generic[Found]):
         name: what kind of thing it is: a folder in the cache folder.
         about: all that it depends on; the file is named by a hash of it, and of what this machine is.
         kind: how it is stored, as JSON.
+        limit: most bytes of the file; a larger one counts as damaged.
     """
 
-    def __init__(self, name: str, about: Sequence[str], kind: type[Found]) -> None:
+    def __init__(self, name: str, about: Sequence[str], kind: type[Found], limit: int = 1 << 20) -> None:
         key = "\n".join((cpu_name(), cpu_features(), *about))
         self._path = cache_folder() / name / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
         self._kind = kind
+        self._limit = limit
 
     def load(self) -> Found | None:
         """What is remembered; None for nothing."""
         with contextlib.suppress(OSError, RuntimeError, *UNREADABLE):
-            if self._path.stat().st_size <= _MAX_FILE:
+            if self._path.stat().st_size <= self._limit:
                 return msgspec.json.decode(self._path.read_bytes(), type=self._kind)
         return None
 

@@ -32,7 +32,18 @@ class TensorIOMode(enum.Enum):
 
 
 class ExecutionContextAllocationStrategy(enum.Enum):
+    STATIC = 0
     USER_MANAGED = 2
+
+
+class DynamicShapesKernelSpecializationStrategy(enum.Enum):
+    LAZY = 0
+    EAGER = 1
+
+
+class CudaGraphStrategy(enum.Enum):
+    DISABLED = 0
+    WHOLE_GRAPH_CAPTURE = 1
 
 
 class TensorRT:
@@ -42,11 +53,15 @@ class TensorRT:
         folder: of the bundle, which engines' files are relative to.
         cannot_load: makes every engine unreadable.
         contexts: every execution context made.
+        capturable: whether contexts say that they can be captured.
+        compiled: kernels that contexts ran and their cache did not have.
     """
 
     __version__ = "1.7.1.116"
     TensorIOMode = TensorIOMode
     ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy
+    DynamicShapesKernelSpecializationStrategy = DynamicShapesKernelSpecializationStrategy
+    CudaGraphStrategy = CudaGraphStrategy
 
     class Logger:
         ERROR = 1
@@ -57,6 +72,8 @@ class TensorRT:
         self.cuda, self.folder = cuda, folder
         self.cannot_load = False
         self.contexts: list[ExecutionContext] = []
+        self.capturable = True
+        self.compiled: list[str] = []
 
     def Runtime(self, logger: Any) -> Runtime:
         return Runtime(self)
@@ -80,8 +97,8 @@ class Runtime:
     def __init__(self, module: TensorRT) -> None:
         self._module = module
 
-    def deserialize_cuda_engine(self, data: bytes) -> CudaEngine | None:
-        return None if self._module.cannot_load else CudaEngine(self._module, json.loads(data))
+    def deserialize_cuda_engine(self, serialized_engine: bytes) -> CudaEngine | None:
+        return None if self._module.cannot_load else CudaEngine(self._module, json.loads(serialized_engine))
 
 
 class CudaEngine:
@@ -89,6 +106,7 @@ class CudaEngine:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = 1, 3
         self.module = module
+        self.file = described["file"]
         self.session = onnxruntime.InferenceSession(str(module.folder / described["file"]), options)
         # An engine's loop is unrolled: how many tokens to draft is no input of it.
         inputs = [value for value in self.session.get_inputs() if value.name != tensors.NUM_DRAFT_TOKENS]
@@ -118,17 +136,71 @@ class CudaEngine:
     def get_tensor_dtype(self, name: str) -> np.dtype[Any]:
         return self.types[name]
 
-    def create_execution_context(self, strategy: Any) -> ExecutionContext:
-        assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
-        context = ExecutionContext(self)
+    def create_runtime_config(self) -> RuntimeConfig:
+        return RuntimeConfig()
+
+    def create_execution_context(
+        self, runtime_config: RuntimeConfig | ExecutionContextAllocationStrategy
+    ) -> ExecutionContext:
+        """TensorRT has only the overload that takes the strategy."""
+        if not isinstance(runtime_config, RuntimeConfig):
+            strategy, runtime_config = runtime_config, RuntimeConfig()
+            runtime_config.set_execution_context_allocation_strategy(strategy)
+        assert runtime_config.strategy is ExecutionContextAllocationStrategy.USER_MANAGED
+        context = ExecutionContext(self, runtime_config)
         self.module.contexts.append(context)
         return context
 
 
+class RuntimeCache:
+    """Kernels by their names."""
+
+    _HEAD = b"kernels of the stand-in: "
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def _add(self, name: str) -> bool:
+        """Whether it is new."""
+        new = name not in self._names
+        self._names.add(name)
+        return new
+
+    def serialize(self) -> memoryview:
+        return memoryview(self._HEAD + json.dumps(sorted(self._names)).encode())
+
+    def deserialize(self, blob: bytes) -> bool:
+        if not blob.startswith(self._HEAD):
+            return False
+        self._names = set(json.loads(blob.removeprefix(self._HEAD)))
+        return True
+
+
+class RuntimeConfig:
+    dynamic_shapes_kernel_specialization_strategy = DynamicShapesKernelSpecializationStrategy.LAZY
+    cuda_graph_strategy = CudaGraphStrategy.DISABLED
+
+    def __init__(self) -> None:
+        self.strategy = ExecutionContextAllocationStrategy.STATIC
+        self.cache: RuntimeCache | None = None
+
+    def set_execution_context_allocation_strategy(self, strategy: ExecutionContextAllocationStrategy) -> None:
+        self.strategy = strategy
+
+    def create_runtime_cache(self) -> RuntimeCache:
+        return RuntimeCache()
+
+    def set_runtime_cache(self, cache: RuntimeCache) -> bool:
+        self.cache = cache
+        return True
+
+
 class ExecutionContext:
-    def __init__(self, engine: CudaEngine) -> None:
+    def __init__(self, engine: CudaEngine, config: RuntimeConfig) -> None:
+        self.config = config
         self._engine = engine
         self._cuda = engine.module.cuda
+        self._ran = False
         self.memory: tuple[int, int] | None = None
         self.addresses: dict[str, int] = {}
         self._given: set[str] = set()
@@ -141,6 +213,7 @@ class ExecutionContext:
         assert self.memory is not None
         assert self.memory[1] >= self._engine.get_device_memory_size_for_profile_v2(profile_index)
         self._shapes = self._engine.shapes[profile_index]
+        self._kernels = f"{self._engine.file} {profile_index}"
         return True
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -159,7 +232,16 @@ class ExecutionContext:
     def _nbytes(self, name: str) -> int:
         return int(np.prod(self._shapes[name], dtype=np.int64)) * self._engine.types[name].itemsize
 
+    def is_stream_capturable(self, stream: int) -> bool:
+        assert not self._cuda.capturing
+        assert self.config.cache is not None, "TensorRT has no such method"
+        assert self._ran, "nothing is compiled before the first run"
+        return self._engine.module.capturable
+
     def execute_async_v3(self, stream_handle: int) -> bool:
+        if not self._ran and self.config.cache is not None and self.config.cache._add(self._kernels):
+            self._engine.module.compiled.append(self._kernels)
+        self._ran = True
         assert self.memory is not None
         assert set(self.addresses) == set(self._shapes)
         names = {mode: {n for n, m in self._engine._modes.items() if m is mode} for mode in TensorIOMode}

@@ -399,3 +399,16 @@ def test_the_command_reports_what_it_made(
     assert [engine["size"] for engine in report["engines"]] == [
         (folder / engine.file).stat().st_size for engine in read_manifest(folder).engines
     ]
+
+
+def test_engines_compute_without_tf32_on_one_stream() -> None:
+    """By default the library's engines round fp32 products to TF32, and may run parts on streams of their own."""
+    library = compiler_module.load_library("tensorrt-rtx")
+    with compiler_module.messages():
+        builder, network = library.polygraphy.create_network(strongly_typed=True)
+        network.mark_output(network.add_input("x", library.trt.float32, (2, 2)))
+        config = compiler_module._config(library, ((8, 9),), [])(builder, network)
+    tf32 = library.trt.BuilderFlag.TF32
+    assert builder.create_builder_config().get_flag(tf32)
+    assert not config.get_flag(tf32)
+    assert config.max_aux_streams == 0

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.util
+import inspect
+import json
 import re
 import subprocess
 import sys
@@ -148,14 +152,104 @@ def test_engines_are_chosen_by_device() -> None:
     assert library.choose((hopper, ada), "tensorrt", device) == [ada]
 
 
-def test_stand_in_has_the_names_of_the_real_package() -> None:
+def test_contexts_share_kernels_that_are_compiled_before_anything_is_captured(
+    bundle: Callable[[str], Path], gpu: TensorRT
+) -> None:
+    with Engine.load(compiled(bundle("llama-near"), gpu.folder)) as there:
+        assert there.generate([5, 6, 7], GREEDY).stats.execution == "graph per engine"
+    settings = [context.config for context in gpu.contexts]
+    assert len({id(one.cache) for one in settings}) == 1 and settings[0].cache is not None
+    eager = tensorrt_stand_in.DynamicShapesKernelSpecializationStrategy.EAGER
+    assert {one.dynamic_shapes_kernel_specialization_strategy for one in settings} == {eager}
+    assert {one.cuda_graph_strategy for one in settings} == {tensorrt_stand_in.CudaGraphStrategy.DISABLED}
+
+
+def test_engines_that_cannot_be_captured_run_plainly(
+    bundle: Callable[[str], Path], engine: Callable[[str], Engine], gpu: TensorRT
+) -> None:
+    gpu.capturable = False
+    with Engine.load(compiled(bundle("llama-near"), gpu.folder)) as there:
+        done = there.generate([5, 6, 7], GREEDY)
+        assert (done.stats.execution, gpu.cuda.launches) == ("plain", 0)
+        assert done.token_ids == engine("llama-near").generate([5, 6, 7], GREEDY).token_ids
+        assert re.search(r"step\.engine: tensorrt-rtx says that .* cannot be captured", there.backend.fallback)
+
+
+@pytest.mark.parametrize("damage", [None, "cut", "other bytes", "not ours", "huge", "another version"])
+def test_kernels_are_compiled_once(
+    damage: str | None, bundle: Callable[[str], Path], gpu: TensorRT, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the cache folder holds is used by the next process, unless it is damaged: then it is replaced."""
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
+    folder = compiled(bundle("llama-near"), gpu.folder)
+
+    def load() -> list[str]:
+        gpu.compiled.clear()
+        Engine.load(folder).close()
+        return list(gpu.compiled)
+
+    first = load()
+    assert len(first) == len(set(first)) > 2
+    (file,) = (tmp_path / "cache" / "kernels").iterdir()
+    whole = file.read_bytes()
+    assert load() == [] and file.read_bytes() == whole
+    if damage is None:
+        return
+    if damage == "cut":
+        file.write_bytes(whole[:-9])
+    elif damage == "other bytes":
+        other = base64.b64encode(b"kernels of the stand-in: [").decode()
+        file.write_text(json.dumps(json.loads(whole) | {"data": other}))
+    elif damage == "not ours":
+        foreign = b"kernels of something else"
+        kept = {"sha256": hashlib.sha256(foreign).hexdigest(), "data": base64.b64encode(foreign).decode()}
+        file.write_text(json.dumps(kept))
+    elif damage == "huge":
+        with file.open("r+b") as sparse:
+            sparse.truncate((1 << 28) + 1)
+    else:
+        monkeypatch.setattr(TensorRT, "__version__", "1.7.2.0")
+        compiled(bundle("llama-near"), gpu.folder)
+    assert load() == first
+    assert load() == []
+    assert file.read_bytes() == whole
+
+
+def test_engines_of_tensorrt_compile_nothing_on_the_device(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+    with Engine.load(compiled(bundle("llama-near"), gpu.folder, runtime="tensorrt"), backend="tensorrt") as there:
+        assert there.generate([5, 6, 7], GREEDY).stats.execution == "graph per engine"
+    assert gpu.compiled == []
+
+
+def test_stand_in_has_the_interface_of_the_real_package() -> None:
+    """Every method with the parameters of one of its overloads, every attribute, every member of an enumeration."""
     real = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
-    pairs = {"Runtime": "Runtime", "CudaEngine": "ICudaEngine", "ExecutionContext": "IExecutionContext"}
+    pairs = {
+        "Runtime": "Runtime",
+        "CudaEngine": "ICudaEngine",
+        "ExecutionContext": "IExecutionContext",
+        "RuntimeConfig": "IRuntimeConfig",
+        "RuntimeCache": "IRuntimeCache",
+    }
     for ours, theirs in pairs.items():
-        names = [name for name in vars(getattr(tensorrt_stand_in, ours)) if not name.startswith("_")]
-        assert [name for name in names if not hasattr(getattr(real, theirs), name)] == []
-    assert real.ExecutionContextAllocationStrategy.USER_MANAGED
-    assert real.TensorIOMode.INPUT
+        for name, value in vars(getattr(tensorrt_stand_in, ours)).items():
+            if name.startswith("_"):
+                continue
+            found = getattr(getattr(real, theirs), name)
+            if inspect.isfunction(value):
+                signatures = re.findall(rf"{name}\((self: .*)\) ->", found.__doc__)
+                overloads = [re.findall(r"(?:^|, )(\w+): ", signature) for signature in signatures]
+                assert list(inspect.signature(value).parameters) in overloads, (theirs, name, overloads)
+    for kind in (
+        tensorrt_stand_in.TensorIOMode,
+        tensorrt_stand_in.ExecutionContextAllocationStrategy,
+        tensorrt_stand_in.DynamicShapesKernelSpecializationStrategy,
+        tensorrt_stand_in.CudaGraphStrategy,
+    ):
+        members = getattr(real, kind.__name__).__members__
+        assert {member.name: member.value for member in kind}.items() <= {
+            n: m.value for n, m in members.items()
+        }.items()
     assert real.DataType.INT64.itemsize == 8
 
 

@@ -168,11 +168,18 @@ def _attempt(
 
 
 def _config(library: Library, capabilities: tuple[Capability, ...], profiles: list[Any]) -> Any:
-    if library.runtime == "tensorrt-rtx":
-        from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
+    # Streams of the library's own would be forks in every captured graph; a model this narrow leaves little to overlap.
+    settings: dict[str, Any] = {"profiles": profiles, "max_aux_streams": 0}
+    if library.runtime == "tensorrt":
+        return library.polygraphy.CreateConfig(**settings)
+    from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
 
-        return CreateConfigRTX(compute_capabilities=list(capabilities), profiles=profiles)
-    return library.polygraphy.CreateConfig(profiles=profiles)
+    def without_tf32(builder: Any, network: Any, config: Any) -> None:
+        # The library's default; for TensorRT polygraphy turns it off.
+        config.clear_flag(library.trt.BuilderFlag.TF32)
+
+    config = CreateConfigRTX(compute_capabilities=list(capabilities), **settings)
+    return library.polygraphy.PostprocessConfig(config, without_tf32)
 
 
 def _profiles(graph: onnx.GraphProto, profiles: Sequence[dict[str, int]], library: Library) -> list[Any]:

@@ -19,6 +19,7 @@ class CudaStream:
     Attributes:
         handle: what libraries take for it.
         waits: how often its work was waited for; for measurements.
+        capturing: whether what it is given is recorded.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -26,6 +27,7 @@ class CudaStream:
         self._closed = False
         self.handle = cuda.create_stream()
         self.waits = 0
+        self.capturing = False
 
     def synchronize(self) -> None:
         """Waits for everything given so far."""
@@ -42,12 +44,15 @@ class CudaStream:
             BackendError: something that cannot be captured was given to the stream; it is usable as before.
         """
         self._cuda.begin_capture(self.handle)
+        self.capturing = True
         try:
             enqueue()
         except BaseException:
             with contextlib.suppress(BackendError):
                 self._cuda.abandon_capture(self.handle)
             raise
+        finally:
+            self.capturing = False
         return Captured(self._cuda, self.handle, self._cuda.instantiate(self._cuda.end_capture(self.handle)))
 
     def capture_all(self, work: Sequence[Callable[[], None]]) -> list[Captured] | BackendError:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from specexport.contract.engines import CompiledEngine, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
+from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.executor import CACHE_TYPES, Enqueue
 from specexport.runtime.cuda.library import Library
-from specexport.runtime.cuda.memory import Region, Tensor
+from specexport.runtime.cuda.memory import Device, Region, Tensor
 from specexport.runtime.cuda.stream import CudaStream
+from specexport.runtime.machine import Remembered
+
+_MAX_KERNELS = 1 << 28
+"""Most bytes of a file of compiled kernels."""
 
 
 def import_tensorrt(runtime: EngineRuntime) -> Any:
@@ -61,19 +69,84 @@ def load_engine(trt: Any, runtime: Any, folder: Path, engine: CompiledEngine) ->
     return loaded
 
 
+class _Kernels(msgspec.Struct):
+    """Kernels as TensorRT-RTX writes them, and their SHA-256: it is not given a damaged file to read."""
+
+    sha256: str
+    data: bytes
+
+
+class CompiledKernels:
+    """The kernels that TensorRT-RTX compiles on the device: one cache for all execution contexts of a bundle.
+
+    It is remembered in the cache folder by the bundle's files, the device and the version. Execution contexts must be
+    gone before it is.
+    """
+
+    def __init__(self, bundle: Bundle, device: Device) -> None:
+        self._bundle = bundle
+        self._device = str(device.cuda.device)
+        self._cache: Any = None
+        self._remembered: Remembered[_Kernels]
+        self._saved = ""
+
+    def settings(self, trt: Any, engine: Any) -> Any:
+        """What an execution context of an engine is made with.
+
+        By default kernels of known shapes are compiled in the background while others run: what is captured meanwhile
+        would launch those others for ever. So they are compiled before the first run is over.
+        """
+        settings = engine.create_runtime_config()
+        settings.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        settings.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        settings.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # whole steps are captured here
+        if self._cache is None:
+            self._cache = settings.create_runtime_cache()
+            self._load(str(trt.__version__))
+        settings.set_runtime_cache(self._cache)
+        return settings
+
+    def _load(self, version: str) -> None:
+        files = hashlib.sha256(msgspec.json.encode(self._bundle.manifest.files)).hexdigest()
+        self._remembered = Remembered("kernels", (files, self._device, version), _Kernels, _MAX_KERNELS)
+        found = self._remembered.load()
+        # The library itself refuses those of another driver or device.
+        if found and hashlib.sha256(found.data).hexdigest() == found.sha256 and self._cache.deserialize(found.data):
+            self._saved = found.sha256
+
+    def save(self) -> None:
+        """Remembers what was compiled so far, where there is something new."""
+        written = self._cache.serialize() if self._cache is not None else None
+        if written is not None:
+            data = bytes(written)
+            digest = hashlib.sha256(data).hexdigest()
+            if digest != self._saved:
+                self._remembered.save(_Kernels(digest, data))
+                self._saved = digest
+
+
 class EngineExecutor:
     """Runs a model's engines, an execution context a shape point; see
     :class:`~specexport.runtime.cuda.executor.Executor`.
 
-    Contexts share one piece of scratch memory, as one of them runs at a time.
+    Contexts share one piece of scratch memory, as one of them runs at a time. TensorRT compiles nothing on the device,
+    and has no ``kernels``.
 
     Raises:
         BackendError: an engine cannot be loaded.
     """
 
-    def __init__(self, trt: Any, stream: CudaStream, folder: Path, engines: Sequence[CompiledEngine]) -> None:
+    def __init__(
+        self,
+        trt: Any,
+        stream: CudaStream,
+        folder: Path,
+        engines: Sequence[CompiledEngine],
+        kernels: CompiledKernels | None,
+    ) -> None:
         self._trt = trt
         self._stream = stream
+        self._kernels = kernels
         self._logger = trt.Logger(trt.Logger.ERROR)
         self._runtime = trt.Runtime(self._logger)
         # Where a shape point runs: a loaded engine, which of its optimization profiles, and its file.
@@ -92,7 +165,9 @@ class EngineExecutor:
     def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
         engine, profile, file = self._profiles[point]
         stream = self._stream.handle
-        context = engine.create_execution_context(self._trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        settings = strategy if self._kernels is None else self._kernels.settings(self._trt, engine)
+        context = engine.create_execution_context(settings)
         if context is None:
             raise BackendError(f"{file}: no execution context could be made for {point}; see the message above")
         context.set_device_memory(workspace.address, workspace.nbytes)
@@ -104,10 +179,16 @@ class EngineExecutor:
                 raise BackendError(f"{file}: the engine has a tensor {name!r}, which no graph of a bundle has")
             self._bind(engine, context, file, name, tensors[name])
         self._contexts.append(context)
+        capturable = self._kernels is None
 
         def enqueue() -> None:
+            nonlocal capturable
+            if self._stream.capturing and not capturable:
+                raise BackendError(f"{file}: tensorrt-rtx says that {point} cannot be captured")
             if not context.execute_async_v3(stream):
                 raise BackendError(f"{file}: the engine did not run at {point}; see the message above")
+            # Asked when it has run, as kernels are compiled then, and before a capture begins.
+            capturable = capturable or context.is_stream_capturable(stream)
 
         return enqueue
 
@@ -130,6 +211,8 @@ class EngineExecutor:
             raise BackendError(f"{file}: the engine refused the memory of {name}")
 
     def close(self) -> None:
+        if self._kernels is not None:
+            self._kernels.save()
         self._contexts.clear()
         self._profiles.clear()
 
@@ -137,8 +220,14 @@ class EngineExecutor:
 class EngineLibrary(Library):
     """The engines of a bundle in TensorRT or TensorRT-RTX."""
 
+    def __init__(self, bundle: Bundle, device: Device, name: EngineRuntime) -> None:
+        super().__init__(bundle, device, name)
+        self._kernels = CompiledKernels(bundle, device) if name == "tensorrt-rtx" else None
+
     def _open(self, graph: Model | ProgramGraph, engines: Sequence[CompiledEngine]) -> EngineExecutor:
         trt = import_tensorrt(self.name)
+        if self._kernels is not None:
+            self._kernels.save()  # those of the models before: a process that is killed loses the last one's
         size = sum(self._bundle.file(engine.file).stat().st_size for engine in engines)
         self._device.budget.require(size, "loading its engines")
-        return EngineExecutor(trt, self._device.stream, self._bundle.folder, engines)
+        return EngineExecutor(trt, self._device.stream, self._bundle.folder, engines, self._kernels)
