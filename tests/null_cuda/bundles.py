@@ -39,9 +39,9 @@ CHOSEN = (
     "self_draft-int8-portable",
     "plain-fp16-native",
 )
-"""Every precision, lowering, method and number of slots meets every other. The hybrid has all methods that one bundle can
-have together, so with every precision and lowering it meets all pairs; of the two methods that need another draft every
-precision is there, lowered in turn. Bundles of one method have other widths than the hybrid: one each."""
+"""Every precision, lowering, method and number of slots meets every other. The hybrid has all methods that one bundle
+can have together, so with every precision and lowering it meets all pairs; of the two methods that need another draft
+every precision is there, lowered in turn. Bundles of one method have other widths than the hybrid: one each."""
 FULL = tuple(f"{kind}-{precision}-{lowering}" for kind in KINDS for precision, lowering in _MIXED)
 
 

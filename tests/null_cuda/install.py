@@ -84,9 +84,19 @@ def _compiled(root: Path, include: Path) -> Path:
         versions = part / f"{soname}.map"  # the version of a symbol is its library's name
         versions.write_text(f"{soname} {{ global: *; }};", encoding="utf-8")
         _run(
-            ["gcc", "-std=gnu11", "-O2", "-fPIC", "-shared", "-Wall", "-Wno-deprecated-declarations", f"-I{include}"]
-            + [f"-Wl,-soname,{soname}", f"-Wl,--version-script={versions}", str(SOURCES / source)]
-            + ["-o", str(part / soname), "-lpthread", *([] if soname == RUNTIME else [str(part / RUNTIME)])],
+            [
+                "gcc",
+                "-std=gnu11",
+                "-O2",
+                "-fPIC",
+                "-shared",
+                "-Wall",
+                f"-I{include}",
+                str(SOURCES / source),
+                "-lpthread",
+            ]
+            + ["-o", str(part / soname), f"-Wl,-soname,{soname}", f"-Wl,--version-script={versions}"]
+            + ([] if soname == RUNTIME else [str(part / RUNTIME)]),
             f"{source} cannot be compiled",
         )
     part.rename(folder)
@@ -114,4 +124,4 @@ def unavailable() -> str:
 
 if __name__ == "__main__":
     made = environment()
-    print(*(f"{name}={made[name]}" for name in ("LD_LIBRARY_PATH", "PYTHONPATH")))  # noqa: T201
+    print(*(f"{name}={made[name]}" for name in ("LD_LIBRARY_PATH", "PYTHONPATH")))

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 LAUNCHES = ("kernel", "cublas", "cudnn", "cudaMemcpy", "cudaMemset", "cudaLaunchHostFunc")
-"""What calls that give work to a stream begin with; those of cuBLAS and cuDNN that set something up are in ``SETUP``."""
+"""What calls that give work to a stream begin with, but for ``SETUP``."""
 SETUP = ("cublasCreate", "cublasDestroy", "cublasLtMatmulAlgoGetHeuristic", "cudnnCreate", "cudnnDestroy")
 MEMORY = ("cudaMalloc", "cudaHostAlloc", "cudaFree", "cublasCreate", "cudnnCreate", "cudaMemPoolCreate")
 """What calls that take memory or give it back begin with."""
