@@ -75,7 +75,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _demo_bundle(args: argparse.Namespace) -> Path:
-    from benchmarks.pair import built  # it needs torch, which a process that measures does not
+    # They need torch, which the process that measures does not.
+    from benchmarks.pair import built
+    from specexport.exporter.engines.options import EngineOptions
 
     draft = {"method": "draft_model", "model": str(args.models / "demo-draft"), "num_speculative_tokens": [K]}
     return built(
@@ -87,6 +89,7 @@ def _demo_bundle(args: argparse.Namespace) -> Path:
         max_seq_len=MAX_SEQ_LEN,
         max_batch_size=max(BATCHES),
         backend="onnxruntime-cuda",
+        engines=EngineOptions("onnxruntime-cuda"),
     )
 
 

@@ -102,7 +102,7 @@ def wrong(report: log.Report) -> list[str]:
     for text, count in Counter(f"{call}: {call.illegal}" for call in report.illegal).most_common(_SHOWN):
         problems.append(f"illegal, {count} times: {text}")
     if len(report.threads) > 1:
-        problems.append(f"CUDA was called on {len(report.threads)} threads instead of one")
+        problems.append(f"onnxruntime was called on {len(report.threads)} threads instead of one")
     if twice := report.captured_twice:
         problems.append(f"{len(twice)} captures were made again: {'; '.join(twice[:_SHOWN])}")
     taken = Counter((step.way, str(call)) for step in report.steps for call in step.memory)

@@ -9,14 +9,17 @@ from typing import Any
 
 from filelock import FileLock
 
+from specexport.contract.engines import EngineRuntime
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
+from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.options import LOWERINGS, BuildOptions
 from tests.checkpoints import VOCAB, make_checkpoint, make_heads, make_speculator
 from tests.make_bundles import reversed_tokenizer
 from tests.ways import ways
 
+BACKEND: EngineRuntime = "onnxruntime-cuda"
 SLOTS = (1, 4)
 _TREE = TokenTree.from_choices([[0], [1], [0, 0]])
 _STAGES = 2
@@ -71,7 +74,8 @@ def make(name: str, root: Path) -> Path:
                     draft_precision=None if kind == "draft_model" else precision,  # type: ignore[arg-type]
                     max_seq_len=128,
                     max_batch_size=max(SLOTS),
-                    backend="onnxruntime-cuda",
+                    backend=BACKEND,
+                    engines=EngineOptions(BACKEND),
                 )
             )
     return folder

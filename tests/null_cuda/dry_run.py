@@ -32,7 +32,7 @@ from specexport.runtime.stream import completed
 from tests.null_cuda.bindings import NullRuntime, install
 
 CUDA = "CUDAExecutionProvider"
-STEPS = 4
+STEPS = 8
 GREEDY = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
 SAMPLED = GREEDY.replace(temperature=0.9, top_p=0.95, top_k=40, seed=5)
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
@@ -66,7 +66,11 @@ class Sessions:
                 optimized = found.beside(Path(path))
                 options.optimized_model_filepath = str(optimized)
                 options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-                super().__init__(path, options, **given)
+                found._mark(f"run {self._file} opening")
+                try:
+                    super().__init__(path, options, **given)
+                finally:
+                    found._mark("ran")
                 found.opened(self._file, self, onnx.load(optimized, load_external_data=False))
                 optimized.unlink()
 
@@ -252,7 +256,6 @@ def main(arguments: Sequence[str]) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]
         sessions.problems.append(f"load: {type(error).__name__} at {where.name}: {error}")
     else:
-        runtime.mark("loaded")
         with engine:
             run = DryRun(runtime, engine)
             run.all()

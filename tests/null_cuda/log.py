@@ -1,7 +1,7 @@
 """What a log of the null CUDA libraries says of the steps that a backend took, and what is wrong with them.
 
-Between the calls lie marks, which ``dry_run`` writes: ``load`` and ``loaded``, ``run FILE DIGEST`` and ``ran`` around a
-run of an onnxruntime session over bound memory, ``step WAY`` and ``stepped`` around a step.
+Between the calls lie marks, which ``dry_run`` writes: ``load`` before an engine is, ``run FILE DIGEST`` and ``ran`` around a
+run of an onnxruntime session over bound memory and around opening one, ``step WAY`` and ``stepped`` around a step.
 """
 
 from __future__ import annotations
@@ -87,11 +87,17 @@ class Step(Work):
 
 @dataclass
 class Report:
-    """What happened between ``load`` and the next one, or the log's end."""
+    """What happened between ``load`` and the next one, or the log's end.
+
+    Attributes:
+        threads: those on which onnxruntime opened or ran sessions.
+        captures: what each recorded, by its number.
+        steps: in order.
+        illegal: calls that CUDA would refuse, or do something else than was meant.
+    """
 
     threads: set[int] = field(default_factory=set)
     captures: dict[int, Work] = field(default_factory=dict)
-    captured_late: int = 0
     steps: list[Step] = field(default_factory=list)
     illegal: list[Call] = field(default_factory=list)
 
@@ -129,19 +135,18 @@ class _Reader:
         self._step: Step | None = None
         self._launched = False
         self._since: list[Call] = []  # waits and memory since the step's last launch
-        self._loading = True
 
     def read(self, call: Call) -> None:
         if call.call == "mark":
             self._mark(call)
             return
         report = self._report
-        report.threads.add(call.thread)
+        if call.thread in self._running:
+            report.threads.add(call.thread)
         if call.illegal:
             report.illegal.append(call)
         if call.call == "cudaStreamBeginCapture" and not call.status:
             report.captures[call.capture] = Work()
-            report.captured_late += not self._loading
             if running := self._running.get(call.thread):  # a session that captures its own runs
                 report.captures[call.capture].runs.append(running)
         role = _role(self._running.get(call.thread, ""))
@@ -177,8 +182,6 @@ class _Reader:
                 self._report.captures[call.capture].runs.append(rest)
         elif kind == "ran":
             del self._running[call.thread]
-        elif kind == "loaded":
-            self._loading = False
         elif kind == "step":
             self._step, self._launched = Step(way=rest), False
             self._since.clear()
