@@ -125,6 +125,9 @@ class NullRuntime:
     def cudaEventDestroy(self, event: int) -> Any:
         return (self.call("cudaEventDestroy", (_POINTER,), event),)
 
+    def cudaStreamWaitEvent(self, stream: int, event: int, flags: int) -> Any:
+        return (self.call("cudaStreamWaitEvent", (_POINTER, _POINTER, _UNSIGNED), stream, event, flags),)
+
     def cudaMemcpyAsync(self, dst: int, src: int, count: int, kind: Any, stream: int) -> Any:
         types = (_POINTER, _POINTER, _SIZE, _INT, _POINTER)
         return (self.call("cudaMemcpyAsync", types, dst, src, count, int(kind), stream),)

@@ -1,7 +1,8 @@
 """What a log of the null CUDA libraries says of the steps that a backend took, and what is wrong with them.
 
-Between the calls lie marks, which ``dry_run`` writes: ``load`` before an engine is, ``run FILE DIGEST`` and ``ran`` around a
-run of an onnxruntime session over bound memory and around opening one, ``step WAY`` and ``stepped`` around a step.
+Between the calls lie marks, which ``dry_run`` writes: ``load`` before an engine is loaded, ``run FILE DIGEST`` and
+``ran`` around a run of an onnxruntime session over bound memory and around opening one, ``step WAY`` and ``stepped``
+around a step.
 """
 
 from __future__ import annotations
