@@ -29,7 +29,7 @@ from specexport.runtime.cuda.program import DeviceProgram
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.step import HostProgram
 from specexport.runtime.stream import completed
-from tests.null_cuda.bindings import NullRuntime, install
+from tests.null_cuda.bindings import NullRuntime, install, speculate_always
 
 CUDA = "CUDAExecutionProvider"
 STEPS = 8
@@ -246,6 +246,7 @@ def main(arguments: Sequence[str]) -> None:
     bundle, slots, report = Path(arguments[0]), int(arguments[1]), Path(arguments[2])
     onnxruntime.set_default_logger_severity(3)
     runtime = install(NullRuntime())
+    speculate_always()
     sessions = Sessions(runtime, bundle)
     sessions.watch()
     said: dict[str, Any] = {"loads": 0, "execution": "", "problems": sessions.problems}
