@@ -10,14 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import onnx.parser
 import pytest
 
 from specexport.contract.errors import BackendError
 from specexport.runtime.cuda.api import Cuda, OutOfDeviceMemoryError
 from specexport.runtime.cuda.stream import CudaStream
+from tests import test_gpu_dry_run
 from tests.null_cuda import log
 from tests.null_cuda.bindings import NullRuntime
+from tests.null_cuda.dry_run import not_fused, shape_arithmetic
 from tests.null_cuda.install import RUNTIME, UnavailableError, environment
+
+pytestmark = pytest.mark.exporter  # it reads graphs
 
 ROOT = Path(__file__).parent.parent
 
@@ -269,3 +274,50 @@ def test_launches_belong_to_the_graph_that_runs(cuda: Cuda, said: Callable[[], l
     assert [call.call for call in second.memory] == ["cudaMalloc", "cudaFree"]
     assert len(report.captured_twice) == 1 and "target/step.slots.onnx" in report.captured_twice[0]
     assert not report.illegal and len(report.threads) == 1
+
+
+def test_nodes_that_work_on_more_than_shapes_are_told_apart() -> None:
+    graph = onnx.parser.parse_graph("""
+        g (float[N, 4] x, int64[N] rows) => (float[N, 4] y, int64[1] last)
+        <int64[1] one = {1}>
+        {
+            [of_x] sizes = Shape (x)
+            [first] n = Slice (sizes, one, one)
+            [more] wanted = Add (n, one)
+            [grown] y = Expand (x, wanted)
+            [found] last = Gather (rows, one)
+        }
+    """)
+    assert shape_arithmetic(graph) == {"of_x", "first", "more"}
+
+
+@pytest.mark.parametrize(
+    ("way", "missed"),
+    [("Transpose (w)", ["product"]), ("Identity (w)", ["product"]), ("Relu (w)", [])],
+)
+def test_multiplications_that_dequantize_in_every_run_are_found(way: str, missed: list[str]) -> None:
+    graph = onnx.parser.parse_graph(f"""
+        g (float[1, 4] x, int64[1] row) => (float[1, 4] y, float[1, 4] looked_up)
+        <int8[4, 4] q = {{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}}, float scale = {{1.0}}>
+        {{
+            [weight] w = DequantizeLinear (q, scale)
+            [turned] v = {way}
+            [product] y = MatMul (x, v)
+            [row_of] looked_up = Gather (w, row)
+        }}
+    """)
+    assert not_fused(graph) == missed
+
+
+def test_what_is_over_budget_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_gpu_dry_run, "BUDGET", tmp_path / "budget.json")
+    within = {"medusa greedy": [3, 90, 50, 10, 5, 1, 0]}
+    (problem,) = test_gpu_dry_run.over_budget("some x1", within)
+    assert "no budget is recorded" in problem
+    test_gpu_dry_run.record("some x1", within)
+    test_gpu_dry_run.record("other x4", {"plain sampled": [0] * 7})
+    assert test_gpu_dry_run.over_budget("some x1", within) == []
+    assert test_gpu_dry_run.over_budget("some x1", {"medusa greedy": [2, 91, 61, 10, 5, 1, 1]}) == [
+        "medusa greedy: acceptance is 61 launches; expected at most 60",
+        "medusa greedy: 91 target (budget 90), 61 accept (budget 50), 1 waits (budget 0)",
+    ]
