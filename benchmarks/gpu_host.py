@@ -30,7 +30,7 @@ from specexport.runtime.cuda.program import DeviceProgram
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.stream import completed
 from tests.null_cuda.bindings import NullRuntime, install, speculate_always
-from tests.null_cuda.install import environment
+from tests.null_cuda.install import ONNXRUNTIME, environment
 
 MAX_SEQ_LEN, K, BATCHES = 1024, 4, (1, 4)
 PROMPT_TOKENS = 64
@@ -70,7 +70,9 @@ def main(args: argparse.Namespace) -> int:
     console = open_console()
     console.print("\n".join(profiles), markup=False, highlight=False)
     _print(console, rows)
-    write_report(args.json, {"machine": machine(1), "rows": [asdict(row) for row in rows]})
+    write_report(
+        args.json, {"machine": machine(1) | {"onnxruntime": ONNXRUNTIME}, "rows": [asdict(row) for row in rows]}
+    )
     return 0
 
 

@@ -8,7 +8,6 @@ package index. ``NULL_CUDA_CACHE`` names the folder that keeps them, one in spec
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import shutil
@@ -110,16 +109,6 @@ def _run(command: list[str], problem: str) -> None:
         raise UnavailableError(f"{problem}: {error}") from error
     if done.returncode:
         raise UnavailableError(f"{problem}: {done.stderr.strip()[-2000:]}")
-
-
-@functools.cache
-def unavailable() -> str:
-    """Why the environment cannot be made, or nothing."""
-    try:
-        environment()
-    except UnavailableError as error:
-        return str(error)
-    return ""
 
 
 if __name__ == "__main__":
