@@ -111,7 +111,10 @@ def uncompiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def dry_run_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Gives a bundle for onnxruntime-cuda by its name; see ``tests.null_cuda.bundles``."""
+    """Gives a bundle for onnxruntime-cuda by its name; see ``tests.null_cuda.bundles``.
+
+    ``SPECEXPORT_DRY_RUN_BUNDLES`` names a folder that keeps them for the next session, which takes them as they are.
+    """
     from tests.null_cuda.bundles import make
 
     ready = os.environ.get("SPECEXPORT_DRY_RUN_BUNDLES")
