@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # The tests of the loop: proposing from text, trees, acceptance, the step, the scheduler.
 QUICK := $(patsubst %,tests/test_%.py,tree sampling text engine batch budget scheduler losslessness lookup lookahead hypothesis)
 
-.PHONY: demo test quick lint types package unit fuzz compat bench losslessness clean
+.PHONY: demo test quick lint types package unit gpu-dry-run fuzz compat bench losslessness clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -36,6 +36,10 @@ package: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Bundles of every kind on the real onnxruntime-gpu, over CUDA libraries that do nothing; `make unit` does it too.
+gpu-dry-run: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_gpu_dry_run.py
 
 # Harms every kind of file from outside for so many minutes; `make unit` does it for one.
 MINUTES ?= 60

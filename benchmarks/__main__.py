@@ -1,6 +1,6 @@
-"""``python -m benchmarks batch | decode | exactness | losslessness | lookup | methods | peers | serve | soak | turns``.
+"""``python -m benchmarks COMMAND``.
 
-The models are those that ``benchmarks.inflate`` makes, but for ``exactness`` and ``losslessness``.
+The models are those that ``benchmarks.inflate`` makes, but for ``exactness``, ``gpu-host`` and ``losslessness``.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import batch, decode, exactness, lookup, losslessness, methods, peers, serve, soak, turns
+from benchmarks import batch, decode, exactness, gpu_host, lookup, losslessness, methods, peers, serve, soak, turns
 
 
 def parser() -> argparse.ArgumentParser:
     """The argument parser of all benchmarks."""
     top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
-    for module in (batch, decode, exactness, losslessness, lookup, methods, peers, serve, soak, turns):
+    for module in (batch, decode, exactness, gpu_host, losslessness, lookup, methods, peers, serve, soak, turns):
         command = commands.add_parser(
-            module.__name__.rpartition(".")[2],
+            module.__name__.rpartition(".")[2].replace("_", "-"),
             description=module.__doc__,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )

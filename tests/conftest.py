@@ -109,6 +109,29 @@ def uncompiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return lambda name: make(name, root)
 
 
+@pytest.fixture(scope="session")
+def dry_run_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives a bundle for onnxruntime-cuda by its name; see ``tests.null_cuda.bundles``.
+
+    ``SPECEXPORT_DRY_RUN_BUNDLES`` names a folder that keeps them for the next session, which takes them as they are.
+    """
+    from tests.null_cuda.bundles import make
+
+    ready = os.environ.get("SPECEXPORT_DRY_RUN_BUNDLES")
+    root = Path(ready) if ready else _shared(tmp_path_factory) / "dry-run"
+    return lambda name: make(name, root)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The table of the GPU dry run, where it ran."""
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    rows = [value for report in reports for key, value in report.user_properties if key == "gpu dry run"]
+    if rows:
+        from tests.null_cuda.table import print_table
+
+        print_table(terminalreporter, rows)
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out modules that need the exporter where torch is not installed: their imports alone would fail."""
     if importlib.util.find_spec("torch") is not None or collection_path.suffix != ".py":

@@ -298,11 +298,11 @@ def _draft(recipe: Recipe, target: Path, root: Path) -> Path:
             for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
                 weight.copy_(weight.flip(0))
     model.save_pretrained(folder)
-    (_reversed(model.config.vocab_size) if recipe.draft == "other" else tokenizer()).save_pretrained(folder)
+    (reversed_tokenizer(model.config.vocab_size) if recipe.draft == "other" else tokenizer()).save_pretrained(folder)
     return folder
 
 
-def _reversed(vocab: int) -> PreTrainedTokenizerFast:
+def reversed_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     """The tokenizer of single bytes whose first tokens are the last of ours."""
     ours = tokenizer()
     names = {name: vocab - 1 - id for id, name in enumerate(ours.convert_ids_to_tokens(list(range(vocab))))}

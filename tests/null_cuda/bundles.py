@@ -1,0 +1,115 @@
+"""The bundles of the dry run: ``kind-precision-lowering``, built for onnxruntime-cuda from tiny checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from specexport.contract.engines import EngineRuntime
+from specexport.contract.methods import Method
+from specexport.contract.tree import TokenTree
+from specexport.exporter.build import build
+from specexport.exporter.engines.options import EngineOptions
+from specexport.exporter.options import LOWERINGS, BuildOptions
+from tests.checkpoints import VOCAB, make_checkpoint, make_heads, make_speculator
+from tests.make_bundles import reversed_tokenizer
+from tests.ways import ways
+
+BACKEND: EngineRuntime = "onnxruntime-cuda"
+SLOTS = (1, 4)
+_TREE = TokenTree.from_choices([[0], [1], [0, 0]])
+_STAGES = 2
+# Heads as wide as fused attention knows; two layers, of which one can draft.
+_CONFIG: dict[str, Any] = {"head_dim": 64, "max_position_embeddings": 256}
+
+_PRECISIONS = ("fp32", "fp16", "int8", "int4")
+_MIXED = [pair for pair in itertools.product(_PRECISIONS, LOWERINGS) if pair != ("int4", "portable")]
+"""Every precision with every lowering, but for what cannot be stored."""
+_ALTERNATING = (("fp32", "portable"), ("fp16", "native"), ("int8", "portable"), ("int4", "native"))
+
+KINDS = ("hybrid", "medusa_draft", "universal_draft", "draft_model", "medusa", "mlp_speculator", "self_draft", "plain")
+CHOSEN = (
+    *(f"hybrid-{precision}-{lowering}" for precision, lowering in _MIXED),
+    *(f"{kind}-{p}-{lowering}" for kind in ("medusa_draft", "universal_draft") for p, lowering in _ALTERNATING),
+    "draft_model-fp32-native",
+    "draft_model-int8-native",
+    "medusa-fp16-portable",
+    "mlp_speculator-int4-native",
+    "self_draft-int8-portable",
+    "plain-fp16-native",
+)
+"""Every precision, lowering, method and number of slots meets every other. The hybrid has all methods that one bundle
+can have together, so with every precision and lowering it meets all pairs; of the two methods that need another draft
+every precision is there, lowered in turn. Bundles of one method have other widths than the hybrid: one each."""
+FULL = tuple(f"{kind}-{precision}-{lowering}" for kind in KINDS for precision, lowering in _MIXED)
+
+
+def names() -> tuple[str, ...]:
+    """Those chosen, or with ``SPECEXPORT_DRY_RUN=full`` the whole product."""
+    return FULL if os.environ.get("SPECEXPORT_DRY_RUN") == "full" else CHOSEN
+
+
+def make(name: str, root: Path) -> Path:
+    """The bundle of a name in ``root``, which processes may share; made if it is not there yet."""
+    folder = root / name
+    root.mkdir(parents=True, exist_ok=True)
+    with FileLock(root / ".checkpoints.lock"):
+        if not (root / "checkpoints").exists():
+            _checkpoints(root)
+    with FileLock(root / f".{name}.making"):
+        if not folder.exists():  # a build renames it into place when it is whole
+            kind, precision, lowering = name.split("-")
+            build(
+                BuildOptions(
+                    str(root / "checkpoints" / "target"),
+                    folder,
+                    methods=methods(kind, root / "checkpoints"),
+                    precision=precision,  # type: ignore[arg-type]
+                    lowering=lowering,  # type: ignore[arg-type]
+                    # A draft of its own precision, but for the product's default: int8.
+                    draft_precision=None if kind == "draft_model" else precision,  # type: ignore[arg-type]
+                    max_seq_len=128,
+                    max_batch_size=max(SLOTS),
+                    backend=BACKEND,
+                    engines=EngineOptions(BACKEND),
+                )
+            )
+    return folder
+
+
+def methods(kind: str, checkpoints: Path) -> tuple[Method, ...]:
+    """What a kind of bundle was built with; ways to look text up are in every bundle."""
+    draft, heads, stages = checkpoints / "draft", checkpoints / "heads", checkpoints / "speculator"
+    return {
+        "hybrid": (
+            *ways(draft=draft, trees=(_TREE,)),
+            *ways(medusa=heads, trees=(_TREE,)),
+            *ways(mlp_speculator=stages, sizes=(_STAGES,)),
+            *ways(self_draft=1, sizes=(2,)),
+            *ways(lookups=("ngram", "suffix", "hypothesis"), sizes=(3,)),
+            *ways(lookahead=(2, 2, 2)),
+        ),
+        "medusa_draft": ways(draft=draft, draft_medusa=checkpoints / "draft-heads", sizes=(3,)),
+        "universal_draft": ways(universal_draft=checkpoints / "other", sizes=(2,)),
+        "draft_model": ways(draft=draft, sizes=(4, 2)),
+        "medusa": ways(medusa=heads, sizes=(_STAGES,)),
+        "mlp_speculator": ways(mlp_speculator=stages, trees=(_TREE,)),
+        "self_draft": ways(self_draft=1, trees=(_TREE,)),
+        "plain": (),
+    }[kind]
+
+
+def _checkpoints(root: Path) -> None:
+    part = root / ".checkpoints"
+    target = make_checkpoint(part / "target", "qwen3", **_CONFIG)
+    make_heads(part / "heads", target, _STAGES, tied=True)
+    make_speculator(part / "speculator", target, _STAGES)
+    draft = make_checkpoint(part / "draft", "qwen3", seed=1, num_hidden_layers=1, **_CONFIG)
+    make_heads(part / "draft-heads", draft, _STAGES, tied=True)
+    other = make_checkpoint(part / "other", "qwen3", seed=2, num_hidden_layers=1, **_CONFIG)
+    reversed_tokenizer(VOCAB).save_pretrained(other)
+    part.rename(root / "checkpoints")

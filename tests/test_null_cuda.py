@@ -1,0 +1,323 @@
+"""The null CUDA libraries keep CUDA's rules: what is given is done at a wait, and a capture refuses what it must."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import onnx.parser
+import pytest
+
+from specexport.contract.errors import BackendError
+from specexport.runtime.cuda.api import Cuda, OutOfDeviceMemoryError
+from specexport.runtime.cuda.stream import CudaStream
+from tests import test_gpu_dry_run
+from tests.null_cuda import log
+from tests.null_cuda.bindings import NullRuntime
+from tests.null_cuda.dry_run import not_fused, shape_arithmetic
+from tests.null_cuda.install import RUNTIME, UnavailableError, environment
+
+pytestmark = pytest.mark.exporter  # it reads graphs
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def null(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NullRuntime, Path]]:
+    """The library in this process, and its log."""
+    try:
+        folder = environment()["LD_LIBRARY_PATH"]
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    written = tmp_path_factory.mktemp("null") / "calls.log"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NULL_CUDA_LOG", str(written))  # which it reads at its first call
+        yield NullRuntime(f"{folder}/{RUNTIME}"), written
+
+
+@pytest.fixture
+def cuda(null: tuple[NullRuntime, Path]) -> Cuda:
+    return Cuda(null[0])
+
+
+@pytest.fixture
+def said(null: tuple[NullRuntime, Path]) -> Callable[[], log.Report]:
+    """Gives what the log says of the test so far."""
+    runtime, written = null
+    runtime.mark("load")
+
+    def read() -> log.Report:
+        runtime.mark("read")
+        return log.reports(log.read(written))[-1]
+
+    return read
+
+
+@pytest.fixture
+def stream(cuda: Cuda) -> Iterator[CudaStream]:
+    made = CudaStream(cuda)
+    yield made
+    made.close()
+
+
+class Memory:
+    """Pinned memory and device memory of four bytes, and what a copy of one to the other and back says."""
+
+    def __init__(self, cuda: Cuda, stream: CudaStream) -> None:
+        self._cuda, self._stream = cuda, stream
+        self.given, self.device, self.seen = cuda.allocate_pinned(4), cuda.allocate(4), cuda.allocate_pinned(4)
+
+    def write(self, text: bytes) -> None:
+        ctypes.memmove(self.given, text, 4)
+
+    def there_and_back(self) -> None:
+        self._cuda.copy(self.device, self.given, 4, self._stream.handle)
+        self._cuda.copy(self.seen, self.device, 4, self._stream.handle)
+
+    def read(self) -> bytes:
+        return ctypes.string_at(self.seen, 4)
+
+
+@pytest.fixture
+def memory(cuda: Cuda, stream: CudaStream) -> Memory:
+    return Memory(cuda, stream)
+
+
+def test_every_function_that_is_called_is_there() -> None:
+    sources = [ROOT / "runtime/cuda/api.py", *(ROOT / "benchmarks/gpu").glob("*.py")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    called = set(re.findall(r'call\(\s*"(cuda\w+)"', text)) | set(re.findall(r"_rt\.(cuda\w+)", text))
+    assert len(called) > 20
+    assert [name for name in sorted(called) if not hasattr(NullRuntime, name)] == []
+
+
+def test_work_is_done_when_it_is_waited_for(memory: Memory, stream: CudaStream) -> None:
+    memory.write(b"one.")
+    memory.there_and_back()
+    assert memory.read() == bytes(4)
+    memory.write(b"two.")  # too early, as a GPU may be slow
+    stream.synchronize()
+    assert memory.read() == b"two."
+
+
+def test_pageable_memory_is_read_before_the_call_returns(cuda: Cuda, memory: Memory, stream: CudaStream) -> None:
+    text = ctypes.create_string_buffer(b"one.", 4)
+    cuda.copy(memory.device, ctypes.addressof(text), 4, stream.handle)
+    text.raw = b"two."
+    cuda.copy(ctypes.addressof(text), memory.device, 4, stream.handle)
+    assert text.raw == b"one."
+
+
+def test_a_launched_graph_does_its_copies_and_fills_each_time(cuda: Cuda, memory: Memory, stream: CudaStream) -> None:
+    def work() -> None:
+        memory.there_and_back()
+        cuda.fill(memory.device, 7, 4, stream.handle)
+        cuda.copy_rows(memory.seen + 1, 2, memory.device, 2, 1, 2, stream.handle)
+
+    memory.write(b"one.")
+    captured = stream.capture(work)
+    stream.synchronize()
+    assert memory.read() == bytes(4), "a capture does nothing"
+    for text in (b"two.", b"six."):
+        memory.write(text)
+        captured.launch()
+        stream.synchronize()
+        assert memory.read() == bytes([text[0], 7, text[2], 7])
+    captured.close()
+    with pytest.raises(BackendError, match="cudaErrorInvalidValue"):
+        captured.launch()
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ("cuda.allocate(4)", "not allowed in a capture"),
+        ("cuda.allocate_pinned(4)", "not allowed in a capture"),
+        ("cuda.free(taken)", "not allowed in a capture"),
+        ("cuda.synchronize(stream.handle)", "waits in a capture"),
+        ("cuda.synchronize(other.handle)", "waits in a capture"),
+        ("cuda.call('cudaEventSynchronize', event)", "waits in a capture"),
+        ("cuda.copy(taken, ctypes.addressof(here), 4, stream.handle)", "a captured copy of pageable memory"),
+        ("cuda.begin_capture(stream.handle)", "is being captured already"),
+    ],
+)
+def test_a_capture_refuses(call: str, why: str, cuda: Cuda, stream: CudaStream, said: Callable[[], log.Report]) -> None:
+    """With the runtime's own status, and the capture is lost."""
+    other, taken, here = CudaStream(cuda), cuda.allocate(4), ctypes.create_string_buffer(4)
+    known = {"ctypes": ctypes, "cuda": cuda, "stream": stream, "other": other, "taken": taken, "here": here}
+    known["event"] = cuda.call("cudaEventCreateWithFlags", 0)
+    with pytest.raises(BackendError, match=r"cudaErrorStreamCapture|cudaErrorIllegalState"):
+        stream.capture(lambda: eval(call, known))
+    assert said().illegal[0].illegal == why
+    stream.capture(lambda: cuda.fill(taken, 0, 4, stream.handle)).close()  # usable as before
+
+
+def test_what_was_refused_breaks_the_capture_even_if_nobody_looks(cuda: Cuda, stream: CudaStream) -> None:
+    def careless() -> None:
+        with contextlib.suppress(BackendError):
+            cuda.allocate(4)
+
+    with pytest.raises(BackendError, match="cudaStreamEndCapture failed with cudaErrorStreamCaptureInvalidated"):
+        stream.capture(careless)
+
+
+def test_other_threads_may_do_all_of_it(cuda: Cuda, stream: CudaStream, said: Callable[[], log.Report]) -> None:
+    def meanwhile() -> None:
+        other = CudaStream(cuda)
+        cuda.free(cuda.allocate(4))
+        other.synchronize()
+
+    with ThreadPoolExecutor(1) as pool:
+        stream.capture(lambda: pool.submit(meanwhile).result()).close()
+        cuda.begin_capture(stream.handle)
+        with pytest.raises(BackendError, match="cudaErrorStreamCaptureWrongThread"):
+            pool.submit(cuda.end_capture, stream.handle).result()
+        cuda.abandon_capture(stream.handle)
+    assert [call.illegal for call in said().illegal] == ["another thread began its capture", "its capture is broken"]
+
+
+def test_work_that_goes_past_the_capture_is_named(
+    cuda: Cuda, memory: Memory, stream: CudaStream, said: Callable[[], log.Report]
+) -> None:
+    """CUDA allows it, and the graph lacks it."""
+    other = CudaStream(cuda)
+    stream.capture(lambda: cuda.fill(memory.device, 1, 4, other.handle)).close()
+    assert {call.illegal for call in said().illegal} == {"goes past the capture of this thread"}
+
+
+def test_streams_join_a_capture_by_events_and_have_to_come_back(cuda: Cuda, memory: Memory, stream: CudaStream) -> None:
+    other, (forked, joined, outside) = CudaStream(cuda), (cuda.call("cudaEventCreateWithFlags", 0) for _ in range(3))
+
+    def fork() -> None:
+        cuda.call("cudaEventRecord", forked, stream.handle)
+        cuda.call("cudaStreamWaitEvent", other.handle, forked, 0)
+        cuda.fill(memory.seen, 3, 4, other.handle)
+
+    def fork_and_join() -> None:
+        fork()
+        cuda.call("cudaEventRecord", joined, other.handle)
+        cuda.call("cudaStreamWaitEvent", stream.handle, joined, 0)
+
+    stream.capture(fork_and_join).launch()
+    stream.synchronize()
+    assert memory.read() == bytes([3] * 4)
+    with pytest.raises(BackendError, match="cudaErrorStreamCaptureUnjoined"):
+        stream.capture(fork)
+    cuda.call("cudaEventRecord", outside, other.handle)
+    with pytest.raises(BackendError, match="cudaErrorStreamCaptureIsolation"):
+        stream.capture(lambda: cuda.call("cudaStreamWaitEvent", stream.handle, outside, 0))
+
+
+def test_what_lies_outside_of_memory_is_named(
+    cuda: Cuda, memory: Memory, stream: CudaStream, said: Callable[[], log.Report]
+) -> None:
+    cuda.copy(memory.device, memory.given, 5, stream.handle)
+    stream.synchronize()
+    cuda.copy_rows(memory.device, 1, memory.device, 1, 1, 4, stream.handle)
+    stream.synchronize()
+    assert [call.illegal for call in said().illegal] == [
+        "reaches behind an allocation",
+        "copies between rows that overlap",
+    ]
+    with pytest.raises(BackendError, match="cudaErrorInvalidValue"):
+        cuda.free(memory.device + 4)
+
+
+def test_memory_ends(cuda: Cuda) -> None:
+    with pytest.raises(OutOfDeviceMemoryError, match="the GPU has no room"):
+        cuda.allocate(1 << 50)
+    free, _ = cuda.memory()
+    cuda.free(cuda.allocate(1 << 20))
+    assert cuda.memory()[0] == free
+
+
+def test_launches_belong_to_the_graph_that_runs(cuda: Cuda, said: Callable[[], log.Report], null: Any) -> None:
+    """What the log is read for, on calls whose number is known."""
+    runtime, stream = null[0], CudaStream(cuda)
+    there = cuda.allocate(64)
+
+    def run(file: str, count: int) -> None:
+        runtime.mark(f"run {file} digest")
+        for _ in range(count):
+            cuda.fill(there, 0, 64, stream.handle)
+        runtime.mark("ran")
+
+    def step() -> None:
+        cuda.copy(there, there + 32, 32, stream.handle)
+        run("draft/propose.onnx", 3)
+        run("target/step.slots.onnx", 2)
+        run("program/accept.m1.onnx", 4)
+        run("program/commit.onnx", 1)
+
+    captured = [stream.capture(step), stream.capture(step)]
+    runtime.mark("step some way")
+    captured[0].launch()
+    stream.synchronize()
+    runtime.mark("stepped")
+    runtime.mark("step another way")
+    step()
+    stream.synchronize()
+    cuda.free(cuda.allocate(4))
+    run("program/accept.m1.onnx", 1)
+    runtime.mark("stepped")
+    report = said()
+    once = {"draft": 3, "target": 2, "accept": 4, "commit": 1, "copies": 1}
+    first, second = report.steps
+    assert (first.way, first.graphs, dict(first.launches), first.waits, first.memory) == ("some way", 1, once, [], [])
+    assert (second.graphs, dict(second.launches)) == (0, once | {"accept": 5})
+    assert [call.call for call in second.waits] == ["cudaStreamSynchronize"]
+    assert [call.call for call in second.memory] == ["cudaMalloc", "cudaFree"]
+    assert len(report.captured_twice) == 1 and "target/step.slots.onnx" in report.captured_twice[0]
+    assert not report.illegal and len(report.threads) == 1
+
+
+def test_nodes_that_work_on_more_than_shapes_are_told_apart() -> None:
+    graph = onnx.parser.parse_graph("""
+        g (float[N, 4] x, int64[N] rows) => (float[N, 4] y, int64[1] last)
+        <int64[1] one = {1}>
+        {
+            [of_x] sizes = Shape (x)
+            [first] n = Slice (sizes, one, one)
+            [more] wanted = Add (n, one)
+            [grown] y = Expand (x, wanted)
+            [found] last = Gather (rows, one)
+        }
+    """)
+    assert shape_arithmetic(graph) == {"of_x", "first", "more"}
+
+
+@pytest.mark.parametrize(
+    ("way", "missed"),
+    [("Transpose (w)", ["product"]), ("Identity (w)", ["product"]), ("Relu (w)", [])],
+)
+def test_multiplications_that_dequantize_in_every_run_are_found(way: str, missed: list[str]) -> None:
+    graph = onnx.parser.parse_graph(f"""
+        g (float[1, 4] x, int64[1] row) => (float[1, 4] y, float[1, 4] looked_up)
+        <int8[4, 4] q = {{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}}, float scale = {{1.0}}>
+        {{
+            [weight] w = DequantizeLinear (q, scale)
+            [turned] v = {way}
+            [product] y = MatMul (x, v)
+            [row_of] looked_up = Gather (w, row)
+        }}
+    """)
+    assert not_fused(graph) == missed
+
+
+def test_what_is_over_budget_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_gpu_dry_run, "BUDGET", tmp_path / "budget.json")
+    within = {"medusa greedy": [3, 90, 50, 10, 5, 1, 0]}
+    (problem,) = test_gpu_dry_run.over_budget("some x1", within)
+    assert "no budget is recorded" in problem
+    test_gpu_dry_run.record("some x1", within)
+    test_gpu_dry_run.record("other x4", {"plain sampled": [0] * 7})
+    assert test_gpu_dry_run.over_budget("some x1", within) == []
+    assert test_gpu_dry_run.over_budget("some x1", {"medusa greedy": [2, 91, 61, 10, 5, 1, 1]}) == [
+        "medusa greedy: acceptance is 61 launches; expected at most 60",
+        "medusa greedy: 91 target (budget 90), 61 accept (budget 50), 1 waits (budget 0)",
+    ]
