@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # The tests of the loop: proposing from text, trees, acceptance, the step, the scheduler.
 QUICK := $(patsubst %,tests/test_%.py,tree sampling text engine batch budget scheduler losslessness lookup lookahead hypothesis)
 
-.PHONY: demo test quick lint types package unit gpu-dry-run fuzz compat bench losslessness clean
+.PHONY: demo test quick lint types package unit gpu-dry-run fuzz compat aarch64 bench losslessness clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -63,6 +63,10 @@ compat: $(VENV)/.dev
 	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.10/bin/python -m pytest -m "not exporter" -k portable \
 	  tests/test_losslessness.py tests/test_commit.py
 	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.12/bin/python -m pytest -m "not exporter"
+
+# The runtime's tests and greedy texts on emulated 64-bit ARM; on Debian, a quarter of an hour.
+aarch64: package
+	PYTHONPATH=. $(BIN)/python scripts/aarch64.py
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks decode

@@ -1,0 +1,244 @@
+"""Runs the lean runtime on emulated 64-bit ARM processors, and compares what it says there with what it says on x86.
+
+    make aarch64
+
+Runs on Debian 12, x86-64, as any user, and installs nothing on the machine. Into ``build/aarch64`` go, once: qemu's
+user-mode emulator and Debian's Python for arm64 by apt, the registry's aarch64 wheels by pip, and bundles, which are
+built here. Then it compares greedy texts of every bundle, token for token, and runs some of the tests that need no
+exporter. Where a text differs it prints how far, in nats, the chosen token was above the next one on either side.
+
+Exits with 1 where a test fails, or where a text differs at a token that was no near tie, unless weights are multiplied
+as integers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+import onnxruntime
+
+ROOT = Path(__file__).resolve().parents[1]
+HOME = ROOT / "build" / "aarch64"
+SYSTEM, SITE, BUNDLES, HOST = HOME / "root", HOME / "site", HOME / "bundles", HOME / "host"
+PACKAGES = ("onnxruntime", "numpy", "msgspec", "tokenizers", "filelock", "jinja2", "rich", "pytest", "hypothesis")
+PROCESSORS = {"cortex-a76": "as Jetson Orin's: dot products of int8, fp16", "max": "all that qemu emulates"}
+FEATURES = (
+    {1: "asimd", 8: "atomics", 10: "asimdhp", 20: "asimddp", 22: "sve"},
+    {1: "sve2", 13: "i8mm", 14: "bf16", 23: "sme"},
+)
+"""Linux' names for the bits of AT_HWCAP and AT_HWCAP2 that kernels are chosen by."""
+TESTS = (
+    "tests/test_tree.py",
+    "tests/test_commit.py",
+    "tests/test_exactness.py::test_texts_are_plain_decodings_bit_for_bit[gpt2-tree]",
+    "tests/test_exactness.py::test_texts_are_plain_decodings_bit_for_bit[qwen3-medusa]",
+    "tests/test_engine.py::test_a_seed_makes_the_text_reproducible",
+    "tests/test_engine.py::test_a_prompt_may_be_text_or_its_tokens",
+    "tests/test_engine.py::test_prompts_of_every_length_at_the_borders_of_prefill_chunks[llama-near-65]",
+    "tests/test_engine.py::test_a_text_ends_with_the_context[True-llama-near]",
+    "tests/test_engine.py::test_the_caches_grow_without_changing_the_text[llama-near]",
+    "tests/test_engine.py::test_typical_acceptance_accepts_more_and_greedy_stays_exact",
+    "tests/test_engine.py::test_threads_get_what_they_would_get_alone",
+    "tests/test_engine.py::test_a_stream_closed_by_another_thread_ends_and_frees_the_engine",
+)
+READY = (
+    "llama-near",
+    "llama-near-portable",
+    "gpt2-tree",
+    "qwen3-medusa",
+    "llama-near-batch",
+    "llama-near-batch-portable",
+)
+PRECISIONS: tuple[Literal["int8", "int4"], ...] = ("int8", "int4")
+ROUNDING = 1e-3
+"""Tokens whose log-probabilities are nearer may change places: kernels of two processors sum in another order."""
+IN_FLOATS = " in floats"
+"""Behind the name of a bundle whose quantized weights are multiplied in floating point, not as integers as they are by
+default, for which kernels round activations to 8 bits: those of two processors in another way."""
+
+
+class Said(NamedTuple):
+    """One greedy text: its tokens, their log-probabilities, and how far each is above the next most probable one's."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    gaps: list[float]
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", choices=PROCESSORS, action="append", help="of these alone; default both")
+    parser.add_argument("--texts", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # what both machines run
+    args = parser.parse_args()
+    if args.texts:
+        said = {name: say(BUNDLES / name) for name in (*READY, *PRECISIONS)}
+        with mock.patch.object(onnxruntime, "SessionOptions", floating_options()):
+            said |= {name + IN_FLOATS: say(BUNDLES / name) for name in PRECISIONS}
+        args.texts.write_text(json.dumps(said))
+        return 0
+    install()
+    build()
+    here = HOME / "x86-64.json"
+    subprocess.run([sys.executable, __file__, "--texts", str(here)], check=True)
+    failed = False
+    for processor in args.cpu or PROCESSORS:
+        describe(processor)
+        there = HOME / f"{processor}.json"
+        emulate(processor, __file__, "--texts", str(there), check=True)
+        failed |= differ(*(json.loads(path.read_text()) for path in (here, there)))
+    # With the cpuinfo of the last.
+    done = emulate(processor, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", "-rs", *TESTS)
+    print(f"tests on {processor}: {'passed' if done.returncode == 0 else 'failed'}")
+    return int(failed or done.returncode != 0)
+
+
+def install() -> None:
+    """Debian's arm64 Python and the emulator, unpacked; the wheels."""
+    done = HOME / "installed"
+    if done.exists():
+        return
+    for folder in (SYSTEM, SITE, HOST):
+        shutil.rmtree(folder, ignore_errors=True)
+    state = HOME / "apt"
+    for name in ("lists/partial", "archives/partial"):
+        (state / name).mkdir(parents=True, exist_ok=True)
+    (state / "status").touch()  # nothing is installed there, so that all dependencies are fetched
+    ours = subprocess.run(["dpkg", "--print-architecture"], check=True, capture_output=True, text=True).stdout.strip()
+    options = {
+        "APT::Architecture": "arm64",
+        "APT::Architectures": f"arm64,{ours}",
+        "Dir::State": state,
+        "Dir::State::status": state / "status",
+        "Dir::Cache": state,
+        "APT::Sandbox::User": "root",
+    }
+    apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
+    subprocess.run([*apt, "update"], check=True)
+    wanted = ["python3", "libstdc++6", f"qemu-user-static:{ours}"]
+    subprocess.run([*apt, "install", "--yes", "--download-only", "--no-install-recommends", *wanted], check=True)
+    for package in (state / "archives").glob("*.deb"):
+        folder = HOST if package.stem.endswith(f"_{ours}") else SYSTEM
+        subprocess.run(["dpkg-deb", "--extract", package, folder], check=True)
+    shutil.rmtree(state)
+    version = python().name.removeprefix("python")
+    platforms = (f"--platform=manylinux_2_{minor}_aarch64" for minor in (17, 24, 26, 27, 28, 31, 34))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(SITE)]
+    pip += ["--only-binary=:all:", "--implementation=cp", f"--python-version={version}", *platforms]
+    subprocess.run([*pip, *PACKAGES], check=True)
+    done.touch()
+
+
+def python() -> Path:
+    """Debian's Python."""
+    return (SYSTEM / "usr/bin/python3").resolve()
+
+
+def build() -> None:
+    """The bundles, on x86."""
+    from specexport.exporter.build import build as build_bundle
+    from specexport.exporter.options import BuildOptions
+    from tests.checkpoints import make_checkpoint
+    from tests.make_bundles import make
+    from tests.ways import ways
+
+    for name in READY:
+        make(name, BUNDLES)
+    for precision in PRECISIONS:
+        if not (BUNDLES / precision).exists():
+            model = BUNDLES / "checkpoints" / "wide"
+            if not model.exists():
+                make_checkpoint(model, "llama", hidden_size=256, intermediate_size=512)
+            methods: Any = ways(draft=model, sizes=(4,))
+            build_bundle(BuildOptions(str(model), BUNDLES / precision, methods, precision=precision))
+
+
+def floating_options() -> Any:
+    """``onnxruntime.SessionOptions`` whose products are computed in floating point."""
+
+    class Options(onnxruntime.SessionOptions):  # type: ignore[misc]
+        def add_session_config_entry(self, name: str, value: str) -> None:
+            super().add_session_config_entry(name, "1" if name.endswith("accuracy_level") else value)
+
+    return Options
+
+
+def say(bundle: Path) -> list[Said]:
+    """What a bundle says greedily, with every method and without one."""
+    from specexport.runtime import Engine, SamplingParams
+    from specexport.runtime.speculative import PLAIN, Speculative
+
+    greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=2)
+    draw, said = random.Random(0), []
+    with Engine.load(bundle, threads=1) as engine:
+        vocabulary = engine.manifest.target.vocab_size
+        prompts = [[draw.randrange(3, vocabulary) for _ in range(length)] for length in (1, 7, 30, 130)]
+        methods = (name for name, method in engine.methods.items() if not method.takes_hypothesis)
+        for way in (PLAIN, *(Speculative(method=name) for name in methods)):
+            for prompt in prompts:
+                done = engine.generate(prompt, greedy, way)
+                gaps = [entry.top[0][1] - entry.top[1][1] for entry in done.logprobs]
+                said.append(Said(list(done.token_ids), [entry.logprob for entry in done.logprobs], gaps))
+    return said
+
+
+def emulate(processor: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs Debian's Python on a processor; options are those of ``subprocess.run``."""
+    (qemu,) = (path for path in (HOST / "usr/bin").glob("qemu-aarch64*") if "_be" not in path.name)
+    paths = os.pathsep.join(map(str, (ROOT / "build/types", SITE, ROOT)))
+    environment = {**os.environ, "PYTHONPATH": paths, "SPECEXPORT_CACHE": str(HOME / "cache" / processor)}
+    environment["SPECEXPORT_TEST_BUNDLES"] = str(BUNDLES)
+    command = [str(qemu), "-cpu", processor, "-L", str(SYSTEM), str(python()), "-P", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, text=True, **options)
+
+
+def describe(processor: str) -> None:
+    """Prints what a processor can do, and writes what Linux would say of it where onnxruntime, which does not run on
+    an arm64 Linux whose ``/proc/cpuinfo`` is an x86 one's, looks for it.
+    """
+    asked = "import ctypes; ask = ctypes.CDLL(None).getauxval; ask.restype = ctypes.c_ulong; print(ask(16), ask(26))"
+    words = map(int, emulate(processor, "-c", asked, check=True, capture_output=True).stdout.split())
+    names = [name for word, bits in zip(words, FEATURES, strict=True) for bit, name in bits.items() if word >> bit & 1]
+    fields = {"Features": " ".join(["fp", *names]), "CPU implementer": "0x41", "CPU architecture": 8}
+    fields |= {"CPU variant": "0x1", "CPU part": "0xd0b", "CPU revision": 1}
+    entries = ({"processor": core} | fields for core in range(os.cpu_count() or 1))
+    (SYSTEM / "proc").mkdir(exist_ok=True)
+    (SYSTEM / "proc/cpuinfo").write_text(
+        "\n".join("".join(f"{name}\t: {value}\n" for name, value in entry.items()) for entry in entries)
+    )
+    print(f"{processor} ({PROCESSORS[processor]}): {' '.join(names)}", flush=True)
+
+
+def differ(here: dict[str, Any], there: dict[str, Any]) -> bool:
+    """Prints how texts compare; whether one differs where no rounding explains it."""
+    wrong = False
+    for name, texts in here.items():
+        equal, largest, first = 0, 0.0, ""
+        for ours, theirs in zip((Said(*one) for one in texts), (Said(*one) for one in there[name]), strict=True):
+            pairs = list(zip(ours.tokens, theirs.tokens, strict=True))
+            same = next((at for at, (one, other) in enumerate(pairs) if one != other), len(pairs))
+            largest = max(
+                largest, 0.0, *(abs(a - b) for a, b in zip(ours.logprobs[:same], theirs.logprobs, strict=False))
+            )
+            equal += same == len(pairs)
+            if same < len(pairs):
+                gaps = ours.gaps[same], theirs.gaps[same]
+                wrong |= name not in PRECISIONS and max(gaps) > ROUNDING
+                first = first or f"; the first token that differs was {gaps[0]:.1e} and {gaps[1]:.1e} above the next"
+        print(
+            f"  {name}: {equal} of {len(texts)} texts equal; log-probabilities within {largest:.1e}{first}", flush=True
+        )
+    return wrong
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
