@@ -202,7 +202,7 @@ def _guidellm_benchmark(url: str, model: str, tokenizer: str) -> None:
         program = str(Path(sys.executable).with_name("guidellm"))
         flags = ["--profile", "synchronous", "--max-requests", "3", "--data", "prompt_tokens=16,output_tokens=8"]
         where = ["--target", url.removesuffix("/v1"), "--model", model, "--processor", tokenizer]
-        command = [program, "benchmark", "run", *where, *flags, "--output-path", f"{place}/report.json"]
+        command = [program, "run", *where, *flags, "--output-path", f"{place}/report.json"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
         report = json.loads(Path(place, "report.json").read_text())
@@ -259,7 +259,8 @@ def run(bundle: Path, record: Path | None, only: list[str]) -> int:
     python = place / "bin" / "python"
     if not python.exists():
         venv.create(place, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES.values()], check=True)
+        # litellm asks for mcp as soon as there are tools, and does not install it.
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES.values(), "mcp"], check=True)
     recorders: list[Recorder] = []
 
     def around(app: Any) -> Recorder:
@@ -281,10 +282,8 @@ def run(bundle: Path, record: Path | None, only: list[str]) -> int:
                     done = subprocess.run([python, __file__, *arguments], capture_output=True, text=True, check=False)
                     failed += done.returncode != 0
                     said = done.stdout.splitlines()[-1] if done.returncode == 0 else "?"
-                    print(
-                        f"| {PACKAGES[client].partition('[')[0]} | {said} | {does} | {'fails' if said == '?' else 'works'} |",
-                        flush=True,
-                    )
+                    name, works = PACKAGES[client].partition("[")[0], "fails" if done.returncode else "works"
+                    print(f"| {name} | {said} | {does} | {works} |", flush=True)
                     if done.returncode:
                         print(done.stderr[-3000:], file=sys.stderr)
                     bodies, recorders[0].bodies = recorders[0].bodies, []
