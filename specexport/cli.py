@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from specexport import __version__
-from specexport.commands import bench, build, compile, inspect, plan, run, serve, suggest, train, tune, verify
+from specexport.commands import bench, build, compile, draw, inspect, plan, run, serve, suggest, train, tune, verify
 from specexport.contract.errors import SpecExportError
 from specexport.contract.folders import described
 
-_COMMANDS = (build, compile, run, serve, inspect, verify, bench, suggest, plan, train, tune)
+_COMMANDS = (build, compile, run, serve, inspect, draw, verify, bench, suggest, plan, train, tune)
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

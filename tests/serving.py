@@ -23,12 +23,12 @@ TEMPLATE = (
     "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 HERMES = (
-    "{% if tools %}calls in <tool_call>\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
+    "{% if tools %}calls in <tool_call>\n{% for t in tools %}{{ t.function.name }}\n{% endfor %}{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
     "<tool_call>\n{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n</tool_call>"
     "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""A template that knows tools as Hermes' and Qwen's do."""
+"""A template that knows tools as Hermes' and Qwen's do, but names them alone, as the context is short."""
 NAME = "tiny"
 DEADLINE = 120.0
 

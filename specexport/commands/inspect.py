@@ -50,14 +50,22 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _draw(arguments: argparse.Namespace) -> int:
-    """Draws the tree of a bundle, of a file or of a preset."""
-    if arguments.bundle.is_dir():
-        tree = _bundled_tree(read_manifest(arguments.bundle), arguments.method)
-    elif arguments.method is not None:
+def tree_of(source: Path, method: str | None) -> TokenTree:
+    """The tree of a bundle's method (None for its first), of a file or of a preset.
+
+    Raises:
+        RequestError: a method is named that the bundle has not, or beside what is no bundle.
+        SpecExportError: there is no tree.
+    """
+    if source.is_dir():
+        return _bundled_tree(read_manifest(source), method)
+    if method is not None:
         raise RequestError("--method was given with a tree of its own; it chooses one of a bundle's methods")
-    else:
-        tree = TokenTree.load(arguments.bundle)
+    return TokenTree.load(source)
+
+
+def _draw(arguments: argparse.Namespace) -> int:
+    tree = tree_of(arguments.bundle, arguments.method)
     console = Console()
     console.print(terminal_tree(tree))
     console.print(f"{len(tree)} nodes with the root, depth {tree.depth}, {len(tree.leaf_paths)} paths")

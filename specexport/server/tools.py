@@ -31,6 +31,11 @@ HERMES = CallFormat("arguments", "<tool_call>\n", "\n</tool_call>")
 LLAMA = CallFormat("parameters")
 _PLAIN = CallFormat("arguments")
 """For models that know no tools; an answer can be bound to it all the same."""
+_OBJECT = {
+    "type": "object",
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+}
+"""Arguments as models are trained to write them, if a tool's parameters do not say otherwise."""
 _HEAD = re.compile(r'\{"name": "([^"]*)", "(?:arguments|parameters)": ')
 
 
@@ -64,7 +69,7 @@ class Calling:
         begin, end = self.format.begin, self.format.end
         more = f"({quoted(chr(10) + begin)} call {quoted(end)})*" if begin and self.parallel else ""
         bodies = [
-            f"{quoted(self._head(tool.name))} %json {json.dumps({'type': 'object'} | tool.parameters)} " + quoted("}")
+            f"{quoted(self._head(tool.name))} %json {json.dumps(_OBJECT | tool.parameters)} " + quoted("}")
             for tool in self.tools
         ]
         if self.forced:
@@ -151,10 +156,11 @@ class CallReader:
             self._reading = self._head
             said = self._take(at)
             self._take(len(self._begin))
-            return "" if self.calls else said  # between calls there is a line's end
+            return "" if self.calls else said
         self._may_call = self._may_call and bool(self._begin)
         held = 0 if last else next((n for n in range(len(mark), 0, -1) if self._text.endswith(mark[:n])), 0)
-        return self._take(len(self._text) - held * self._may_call)
+        said = self._take(len(self._text) - held * self._may_call)
+        return "" if self.calls else said  # between calls there is a line's end
 
     def _head(self, last: bool) -> AssistantCall | None:
         if (found := _HEAD.match(self._text)) is None:

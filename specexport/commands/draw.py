@@ -1,0 +1,61 @@
+"""Draw a token tree as SVG."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from specexport.commands.inspect import tree_of
+from specexport.contract.tree import TokenTree
+
+_STEP, _ROW, _RADIUS = 72, 30, 12
+"""Pixels between depths, between leaves, and of a node."""
+_STYLE = """
+svg { color-scheme: light dark; --line: #8a8f98; --text: #1f2328; --node: #ffffff; --first: #cfe3ff; }
+@media (prefers-color-scheme: dark) { svg { --line: #768390; --text: #e6edf3; --node: #22272e; --first: #1f4a7d; } }
+path { fill: none; stroke: var(--line); stroke-width: 1.5 }
+circle { fill: var(--node); stroke: var(--line); stroke-width: 1.5 }
+circle.first { fill: var(--first) }
+text { fill: var(--text); font: 11px sans-serif; text-anchor: middle; dominant-baseline: central }
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of ``specexport draw``."""
+    parser.add_argument("tree", type=Path, metavar="BUNDLE_OR_TREE", help="a bundle, a tree's JSON file or a preset")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="SVG", help="the picture to write")
+    parser.add_argument("--method", metavar="NAME", help="whose tree (default: the bundle's first)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs ``specexport draw``."""
+    tree = tree_of(arguments.tree, arguments.method)
+    arguments.output.write_text(svg(tree), encoding="utf-8")
+    print(f"{arguments.output}: {len(tree)} nodes with the root, depth {tree.depth}")
+    return 0
+
+
+def svg(tree: TokenTree) -> str:
+    """A tree from left to right: every node with its number in the step's order, first continuations coloured."""
+    rows = dict(zip((path[-1] for path in sorted(tree.leaf_paths)), range(len(tree)), strict=False))
+    y = {leaf: (row + 0.5) * _ROW for leaf, row in rows.items()}
+    for node in reversed(range(len(tree))):  # a parent stands in the middle of its children
+        if below := tree.children[node]:
+            y[node] = (y[below[0]] + y[below[-1]]) / 2
+    x = [_STEP // 2 + _STEP * int(depth) for depth in tree.depths]
+    width, height = max(x) + _STEP // 2, len(rows) * _ROW
+    half = _STEP // 2
+    lines = [
+        f'<path d="M{x[up]} {y[up]:g}c{half} 0 {half} {y[node] - y[up]:g} {_STEP} {y[node] - y[up]:g}"/>'
+        for node, up in enumerate(tree.parents)
+        if node
+    ]
+    classes = ("other", "first")
+    nodes = [
+        f'<g><title>node {node}, rank {rank}</title><circle cx="{x[node]}" cy="{y[node]:g}" r="{_RADIUS}" '
+        f'class="{classes[rank == 0]}"/><text x="{x[node]}" y="{y[node]:g}">{node}</text></g>'
+        for node, rank in enumerate(tree.ranks)
+    ]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" width="{width}" role="img">'
+    said = f"<title>A token tree of {len(tree)} nodes, depth {tree.depth}</title><style>{_STYLE}</style>"
+    return "\n".join([head, said, *lines, *nodes, "</svg>", ""])

@@ -1,0 +1,270 @@
+"""What OpenAI's clients of today send: bodies that were recorded, tools, responses, request ids, other origins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from specexport.runtime.chat import ChatTemplate
+from specexport.server.schema import AssistantCall, ChatRequest, Function
+from specexport.server.tools import HERMES, LLAMA, Calling, CallReader, call_format, calling, whole_calls
+from tests import serving
+from tests.serving import NAME, Served, served, with_chat_template
+
+RECORDED = json.loads(Path(__file__).with_name("client_requests.json").read_text())
+CHAT: Any = [{"role": "user", "content": "one two"}]
+PET = {
+    "type": "object",
+    "properties": {"kind": {"$ref": "#/$defs/kind"}, "words": {"enum": ['a "b" }', "\\{"]}},
+    "required": ["kind", "words"],
+    "additionalProperties": False,
+    "$defs": {"kind": {"enum": ["cat", "dog"]}},
+    "x-guidance": {"whitespace_flexible": False},
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "keep", "parameters": PET}},
+    {"type": "function", "function": {"name": "lose", "parameters": PET}},
+]
+FUNCTIONS = [Function.model_validate(tool["function"]) for tool in TOOLS]
+ARGUMENTS = ('{"kind":"cat","words":"a \\"b\\" }"}', '{"kind":"dog","words":"\\\\{"}')
+
+
+@pytest.fixture(scope="module")
+def running(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("clients") / "bundle", serving.HERMES)
+    with served(folder, origins=["https://page.example"]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(running: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="EMPTY", max_retries=0)
+
+
+@pytest.mark.parametrize("sent", RECORDED, ids=lambda sent: sent["client"])
+def test_what_clients_send_is_answered(running: Served, sent: dict[str, Any]) -> None:
+    answer = httpx.post(f"{running.url}{sent['path']}", json=sent["body"], timeout=120)
+    assert answer.status_code == 200, answer.text
+    assert "error" not in answer.text or '"error":null' in answer.text.replace(" ", "")
+
+
+def test_what_asks_for_nothing_changes_nothing(running: Served) -> None:
+    nothing: dict[str, Any] = {
+        "best_of": 1,
+        "suffix": "",
+        "seed": -1,
+        "repetition_penalty": 1.0,
+        "length_penalty": 1,
+        "service_tier": "auto",
+        "metadata": {"a": "b"},
+        "modalities": ["text"],
+        "store": False,
+        "tool_choice": "none",
+        **dict.fromkeys(
+            ("n", "stop", "logprobs", "stream", "stream_options", "temperature", "nobody_knows_this"), None
+        ),
+    }
+    given = {"temperature": 0, "max_tokens": 6}
+    texts = []
+    for more in ({}, nothing | given):
+        asked = {"messages": CHAT, **given, **more}
+        answer = httpx.post(f"{running.url}/v1/chat/completions", json=asked, timeout=120)
+        assert answer.status_code == 200, answer.text
+        texts.append(answer.json()["choices"][0]["message"])
+    assert texts[0] == texts[1]
+
+
+def test_usage_may_come_with_every_chunk(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    parts = list(client.completions.create(model=NAME, prompt="a", stream=True, stream_options=options, temperature=0))
+    counts = [part.usage.completion_tokens for part in parts if part.usage is not None]
+    assert len(counts) == len(parts)
+    assert counts == sorted(counts)
+    assert counts[-1] <= 16
+
+
+@pytest.mark.parametrize(
+    ("way", "texts"),
+    [
+        ({"choice": ["cat", "do/g"]}, {"cat", "do/g"}),
+        ({"regex": r"a/(b|c)\/"}, {"a/b/", "a/c/"}),
+        ({"grammar": 'start: "x" | "y"'}, {"x", "y"}),
+        ({"json": {"const": 7}}, {"7"}),
+    ],
+)
+def test_outputs_are_structured_as_vllm_has_it(client: openai.OpenAI, way: dict[str, Any], texts: set[str]) -> None:
+    made = client.completions.create(model=NAME, prompt="a", n=3, extra_body={"structured_outputs": way})
+    assert {choice.text for choice in made.choices} <= texts
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "lose"}}])
+def test_a_call_that_is_asked_for_is_made(client: openai.OpenAI, choice: Any) -> None:
+    asked: Any = {"model": NAME, "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "seed": 3, "max_tokens": 200}
+    asked["parallel_tool_calls"] = False
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content is None
+    assert whole.message.tool_calls is not None
+    function: Any = whole.message.tool_calls[0].function  # type: ignore[union-attr]
+    assert function.name in (("keep", "lose") if choice == "required" else ("lose",))
+    assert set(json.loads(function.arguments)) == {"kind", "words"}
+    parts = [part.choices[0] for part in client.chat.completions.create(**asked, stream=True)]
+    pieces = [piece for part in parts for piece in part.delta.tool_calls or []]
+    assert [piece.function.name for piece in pieces if piece.id] == [function.name]  # type: ignore[union-attr]
+    assert "".join(piece.function.arguments or "" for piece in pieces if piece.function) == function.arguments
+    assert parts[-1].finish_reason == "tool_calls"
+    assert parts[0].delta.role == "assistant"
+
+
+def test_a_model_that_may_call_may_say_something_else(client: openai.OpenAI) -> None:
+    for seed in range(3):
+        made = client.chat.completions.create(model=NAME, messages=CHAT, tools=TOOLS, max_tokens=12, seed=seed)
+        assert made.choices[0].message.content
+        assert made.choices[0].message.tool_calls is None
+
+
+def written(form: Any, calls: list[tuple[str, str]]) -> str:
+    marks = [
+        f'{form.begin}{{"name": "{name}", "{form.arguments}": {arguments}}}{form.end}' for name, arguments in calls
+    ]
+    return "\n".join(marks)
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA])
+@pytest.mark.parametrize("seed", range(5))
+def test_calls_are_read_however_their_text_is_cut(form: Any, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    calls = list(zip(("keep", "lose"), ARGUMENTS, strict=True))[: 2 if form.begin else 1]
+    before = "well <tool_" if form.begin else ""
+    text = before + written(form, calls)
+    reader = CallReader(Calling(form, FUNCTIONS, forced=False, parallel=True))
+    said, pieces, at = "", list[AssistantCall](), 0
+    while at < len(text):
+        end = min(len(text), at + int(random.integers(1, 9)))
+        more, new = reader.push(text[at:end], end == len(text))
+        said, at = said + more, end
+        pieces += new
+    assert said == before
+    assert [(call.function.name, call.function.arguments) for call in whole_calls(pieces)] == calls
+
+
+def test_a_text_that_is_no_call_is_said_whole() -> None:
+    for form, text in ((HERMES, "a <tool_cal"), (LLAMA, "so {")):
+        reader = CallReader(Calling(form, FUNCTIONS, forced=False, parallel=True))
+        assert "".join(reader.push(letter, False)[0] for letter in text) + reader.push("", True)[0] == text
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA])
+@pytest.mark.parametrize("forced", [False, True])
+def test_grammars_take_what_models_write_and_nothing_else(running: Served, form: Any, forced: bool) -> None:
+    engine = running.service.engine.frontend.engine
+    grammar = Calling(form, FUNCTIONS, forced, parallel=True).grammar()
+    one = written(form, [("keep", ARGUMENTS[0])])
+    two = written(form, [("keep", ARGUMENTS[0]), ("lose", ARGUMENTS[1])])
+
+    def taken(text: str) -> bool:
+        matcher = engine._grammars.lark(grammar)._matcher
+        tokens = engine.tokenizer.encode(text, add_special_tokens=False).ids
+        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+    assert taken(one)
+    assert taken(two) == bool(form.begin)
+    assert not taken(one.replace("keep", "kick"))
+    assert not taken(one.replace("cat", "cow"))
+    assert taken("some text") == (not forced)
+    if form.begin:
+        assert taken("some text " + one) == (not forced)
+
+
+def test_templates_name_their_way_of_calling() -> None:
+    assert call_format(serving.HERMES) == HERMES
+    assert call_format(serving.TEMPLATE) is None
+    llama = """{{ 'Respond as {"name": function name, "parameters": dictionary of its arguments}' }}{{ tools }}"""
+    assert call_format(llama) == LLAMA
+    assert call_format("{{ tools }} <tool_call><function=") is None
+
+
+def test_an_earlier_call_reaches_the_template(running: Served) -> None:
+    made: Any = {"id": "x", "type": "function", "function": {"name": "keep", "arguments": '{"a": 1}'}}
+    sent = {"messages": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [made]}], "max_tokens": 1}
+    template = running.service.engine.frontend.engine.chat_template
+    assert isinstance(template, ChatTemplate)
+    text = template.render(
+        [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}]
+    )
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>' in text
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=sent, timeout=120)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "no such tool"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "the same name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "of an object"),
+    ],
+)
+def test_tools_that_cannot_be_called_are_refused(more: Any, words: str) -> None:
+    with pytest.raises(Exception, match=words):
+        calling(ChatRequest.model_validate({"messages": CHAT, **more}), serving.HERMES)
+
+
+# --- responses, request ids, other origins ----------------------------------------------------------------------------
+
+
+def test_a_response_is_what_a_chat_says(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "system", "content": "be brief"}, *CHAT]
+    chat = client.chat.completions.create(model=NAME, messages=messages, temperature=0, max_tokens=12)
+    asked: Any = {"model": NAME, "instructions": "be brief", "temperature": 0, "max_output_tokens": 12}
+    for given in ("one two", CHAT, [{"role": "user", "content": [{"type": "input_text", "text": "one two"}]}]):
+        made = client.responses.create(input=given, **asked)
+        assert made.output_text == chat.choices[0].message.content
+    assert made.status == ("incomplete" if chat.choices[0].finish_reason == "length" else "completed")
+    assert made.usage is not None
+    assert chat.usage is not None
+    assert (made.usage.input_tokens, made.usage.output_tokens) == (
+        chat.usage.prompt_tokens,
+        chat.usage.completion_tokens,
+    )
+    events = list(client.responses.create(input="one two", stream=True, **asked))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == made.output_text
+    assert events[0].type == "response.created"
+    assert events[-1].type == f"response.{made.status}"
+    assert events[-1].response.output_text == made.output_text  # type: ignore[union-attr]
+
+
+def test_a_response_that_fails_says_so(client: openai.OpenAI) -> None:
+    extra = {"ignore_eos": True, "timeout": 0.05}
+    events = list(client.responses.create(model=NAME, input="a", stream=True, extra_body=extra))
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error is not None
+    assert "not done after" in events[-1].response.error.message
+
+
+def test_requests_have_ids(running: Served) -> None:
+    for path, given in (("/health", "mine-1"), ("/v1/nothing", "mine-2"), ("/health", None), ("/health", "two words")):
+        headers = {} if given is None else {"X-Request-Id": given}
+        found = httpx.get(running.url + path, headers=headers).headers["x-request-id"]
+        assert (found == given) == (given in ("mine-1", "mine-2"))
+        assert found.isprintable()
+
+
+def test_pages_of_other_origins_are_let_in_by_name(running: Served) -> None:
+    for origin, allowed in (("https://page.example", "https://page.example"), ("https://other.example", None)):
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        asked = httpx.options(f"{running.url}/v1/completions", headers=headers)
+        assert asked.headers.get("access-control-allow-origin") == allowed
+        answer = httpx.get(f"{running.url}/health", headers={"Origin": origin})
+        assert answer.headers.get("access-control-allow-origin") == allowed
