@@ -1,13 +1,18 @@
-"""Checks and measures bundles on a machine with a GPU: ``python -m benchmarks.gpu``, from any folder."""
+"""Checks and measures on a machine with a GPU: ``python -m benchmarks.gpu``, from any folder, installed or not."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu.__main__ import main
+import specexport  # noqa: E402
+
+specexport.__path__.append(str(ROOT))  # where specexport.runtime and its like lie, where nothing was installed
+
+from benchmarks.gpu.__main__ import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

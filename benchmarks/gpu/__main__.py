@@ -1,217 +1,211 @@
-"""Checks and measures everything that needs a GPU, on a machine that has one.
+"""Checks and measures onnxruntime-cuda on a machine with a GPU, in two steps.
 
-    python -m benchmarks.gpu [--params 1e9] [--quick]
+    python scripts/gpu_acceptance.py --prepare DIR      where torch is: builds and packs what the checks need
+    python scripts/gpu_acceptance.py --bundles DIR      where the GPU is: nothing is built, and no torch is needed
 
-Finds what can run here (ONNX Runtime's CUDA provider, TensorRT, TensorRT-RTX), builds bundles of the demo models and
-of a benchmark-size pair (the demo pair, enlarged without changing what it says), and compiles engines of them for this
-GPU. For each library it compares with the CPU, compares speculative with plain decoding, checks that tree paths are
-committed, and measures the gaps between launches, a step against what the memory's bandwidth allows, and speculation
-against plain decoding and against transformers on the same GPU. Writes ``benchmarks/results/<gpu>-<date>.json`` and
-prints a table.
+Results are written after every check, and a run with the same ``--json`` goes on with what is missing. A check that
+a killed run was in counts as failed; ``--only`` does it again. Where CUDA is null (``Null GPU``) everything runs, and
+what needs numbers is not measured.
 
-Exits with 0 if every check passed, with 1 if one failed, and with 2 where there is no GPU: then nothing was checked.
+Exits with 0 if nothing failed, with 1 if a check failed, and with 2 where there is no GPU: then nothing was checked.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import functools
+import importlib.util
 import json
-import re
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
-from benchmarks.gpu.checks import Check, launches, lossless, parity, together, tree_commit
-from benchmarks.gpu.machine import Folder, Found, compiled, find
-from benchmarks.gpu.timing import copy_bandwidth
-from specexport.contract.engines import ComputedIn
+from benchmarks.gpu import checks
+from benchmarks.gpu.checks import Finding
+from benchmarks.gpu.prepared import KINDS, PAIRS, prepare, unpacked
 from specexport.contract.errors import SpecExportError
-from specexport.runtime.cuda.api import Cuda, CudaDevice
+from specexport.runtime.cuda import ort
+from specexport.runtime.cuda.api import Cuda
+from specexport.runtime.machine import cpu_name
 
 ROOT = Path(__file__).resolve().parents[2]
-K = 4
-SLOTS = 4
-SAMPLES, QUICK_SAMPLES = 3000, 400
+NULL = "Null GPU"
+PASS, FAIL, NOT_MEASURED = "pass", "fail", "not measured"
 
 
 @dataclass(frozen=True)
-class Work:
-    """One thing to do: what it is called, and what does it."""
+class Check:
+    """One check.
 
-    title: str
-    run: Callable[[], list[Check]]
+    Attributes:
+        name: for ``--only``, as ``kind:bundle``.
+        seconds: what it takes at most, as far as can be said without having run it.
+        run: does it.
+        numbers: whether it says anything where kernels compute nothing.
+        module: that it needs beside the runtime; empty for none.
+    """
+
+    name: str
+    seconds: float
+    run: Callable[[], list[Finding]]
+    numbers: bool = True
+    module: str = ""
+
+    @property
+    def bundle(self) -> str:
+        """The bundle that it needs."""
+        return self.name.partition(":")[2]
+
+
+def plan(bundles: Path, texts: list[str], models: Path) -> list[Check]:
+    """All checks in their order: what is worth most comes first."""
+
+    def each(
+        kind: Callable[..., list[Finding]], names: Sequence[str], seconds: float, *more: Any, **options: Any
+    ) -> Iterator[Check]:
+        for name in names:
+            yield Check(f"{kind.__name__}:{name}", seconds, functools.partial(kind, bundles / name, *more), **options)
+
+    drafted = ("draft", "target", "accept")
+    return [
+        *each(checks.loads, [*KINDS, *PAIRS], 40, numbers=False),
+        *each(checks.parity, KINDS, 40, texts),
+        *each(checks.tree_commit, ["medusa-fp16", "portable-fp16"], 20, texts),
+        *each(checks.together, ["batch-fp32"], 40, texts),
+        *each(checks.capture, ["draft-fp16", "draft-int4", "medusa-fp16", "portable-fp16"], 60, texts),
+        *each(checks.events, ["draft-fp16", "draft-int8", "draft-int4", "v150k-fp16"], 40, texts, drafted),
+        *each(checks.events, ["medusa-fp16"], 40, texts, ("target", "accept", "commit")),
+        *each(checks.pair, ["1b-fp16", "1b-int4"], 120, texts),
+        *each(checks.sampled, ["draft-fp32", "medusa-fp16"], 60, texts),
+        *each(checks.oracle, ["draft-fp32"], 60, texts, models, module="transformers"),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs everything; see the module."""
+    """Prepares or checks; see the module."""
     args = _parser().parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    if args.prepare is not None:
+        prepare(args.prepare, args.models, args.pack.split(","))
+        return 0
     try:
         cuda = Cuda.load()
+        machine = _machine(cuda)
     except SpecExportError as error:
-        console.print(f"no GPU can be used here, so nothing was checked: {error}", soft_wrap=True)
+        print(f"no GPU can be used here, so nothing was checked: {error}")
         return 2
-    console.print(f"[bold]{cuda.device}[/bold], {cuda.device.total / 2**30:.1f} GiB")
-    libraries, missing = find(cuda)
-    for name, why in missing.items():
-        console.print(f"{name}: not here ({why})", soft_wrap=True)
-    if not libraries:
-        console.print("no library here can run a bundle on this GPU, so nothing was checked")
-        return 2
-    bandwidth = copy_bandwidth(cuda)
-    console.print(f"copies on the device move {bandwidth / 1e9:.0f} GB/s, read and written")
-    texts = [json.loads(line)["text"] for line in args.prompts.read_text(encoding="utf-8").splitlines()]
-    texts = texts[: 3 if args.quick else 12]
-    checks: list[Check] = []
-    for found in libraries:
-        for work in plan(args, found, cuda.device, texts, bandwidth):
-            console.print(f"{found.backend}: {work.title}")
-            checks += attempt(found.backend, work)
-    report = {
-        "device": asdict(cuda.device),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "backends": {found.backend: found.version for found in libraries},
-        "missing": missing,
-        "copy_bandwidth_gb_s": bandwidth / 1e9,
-        "options": {name: str(value) for name, value in vars(args).items()},
-        "checks": [asdict(check) for check in checks],
-    }
-    console.print(table(checks))
-    where = args.out / f"{_slug(cuda.device.name)}-{datetime.date.today().isoformat()}.json"
-    where.parent.mkdir(parents=True, exist_ok=True)
-    where.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    failed = [check for check in checks if check.passed is False]
-    console.print(f"{where}: {len(checks)} results, {len(failed)} failed")
-    return 1 if failed else 0
+    print(*(f"{name}: {value}" for name, value in machine.items()), sep="\n", flush=True)
+    texts = [json.loads(line)["text"] for line in args.prompts.read_text(encoding="utf-8").splitlines()][: args.texts]
+    results: dict[str, dict[str, Any]] = json.loads(args.json.read_text()) if args.json.exists() else {}
+    _run(args, plan(unpacked(args.bundles), texts, args.models), machine, results)
+    print(table(results))
+    return 1 if any(result["status"] == FAIL for result in results.values()) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=float, default=1e9, help="of the enlarged target (default: 1e9)")
-    parser.add_argument("--draft-params", type=float, default=60e6, help="of the enlarged draft (default: 60e6)")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prepare", type=Path, metavar="DIR", help="build and pack the bundles into this folder")
+    what.add_argument("--bundles", type=Path, metavar="DIR", help="check with what was prepared there")
+    parser.add_argument("--pack", default=",".join([*KINDS, *PAIRS]), help="bundles to prepare (default: all)")
+    parser.add_argument("--only", default="", help="names, or the kinds before their colons, with commas between")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; begins nothing that would not fit")
     parser.add_argument(
-        "--precision",
-        default="fp16",
-        choices=("fp32", "fp16", "bf16", "int8", "int4", "fp8"),
-        help="of the enlarged pair's weights (default: fp16, which ONNX Runtime computes in fp32)",
+        "--json", type=Path, default=Path("gpu-acceptance.json"), help="results, written and gone on with"
     )
-    parser.add_argument("--lowerings", default="native,portable", help="which graphs to check (default: %(default)s)")
     parser.add_argument("--models", type=Path, default=ROOT / "examples" / "models")
     parser.add_argument("--prompts", type=Path, default=ROOT / "examples" / "prompts" / "held_out.jsonl")
-    parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "gpu", help="keeps models and bundles")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--quick", action="store_true", help="the demo models only, and fewer samples")
+    parser.add_argument("--texts", type=int, default=8, help="of the prompts (default: 8)")
     return parser
 
 
-def attempt(backend: str, work: Work) -> list[Check]:
-    """Does one thing; what goes wrong in it is its result, and hides nothing of what the others say."""
-    try:
-        return [dataclasses.replace(check, name=f"{work.title.split(',')[0]}: {check.name}") for check in work.run()]
-    except Exception as error:
-        return [Check(backend, work.title, False, f"{type(error).__name__}: {error}", "no error")]
+def _run(args: argparse.Namespace, all_checks: list[Check], machine: dict[str, str], results: dict[str, Any]) -> None:
+    """Runs what was asked for and is not there yet, and writes each result as it is found.
 
-
-def plan(args: argparse.Namespace, found: Found, device: CudaDevice, texts: list[str], bandwidth: float) -> list[Work]:
-    """What is done with a library, in order."""
-    made: list[Work] = []
-    for lowering in args.lowerings.split(","):
-        for compute in found.computes:
-            made += _on_demo_models(args, found, device, texts, lowering, compute)
-        if not args.quick:
-            run = functools.partial(_benchmark, args, found, device, texts, bandwidth, lowering)
-            made.append(Work(f"{lowering}, benchmark-size pair", run))
-    return made
-
-
-def _on_demo_models(
-    args: argparse.Namespace, found: Found, device: CudaDevice, texts: list[str], lowering: str, compute: ComputedIn
-) -> list[Work]:
-    samples = QUICK_SAMPLES if args.quick else SAMPLES
-
-    def demo(name: str, slots: int = 1, **speculation: Any) -> Folder:
-        def make() -> Path:
-            from benchmarks.pair import built  # torch and transformers come with it
-
-            return built(
-                args.work / f"demo-{name}-{lowering}-{compute}",
-                args.models / "demo-target",
-                **speculation,
-                precision=compute,
-                draft_precision=compute,
-                max_seq_len=512,
-                max_batch_size=slots,
-                lowering=lowering,
-                backend="onnxruntime-cuda",  # with the step program's graphs; engines of those are compiled too
-            )
-
-        return lambda: compiled(make, found, device, compute, slots)
-
-    pair = demo("draft", draft=str(args.models / "demo-draft"), num_speculative_tokens=K)
-    batch = demo("draft-batch", SLOTS, draft=str(args.models / "demo-draft"), num_speculative_tokens=K)
-    heads = demo("medusa", medusa=str(args.models / "demo-medusa"))
-    backend, name = found.backend, f"{lowering} {compute}"
-    return [
-        Work(f"{name}, demo pair: logits", lambda: parity(pair(), backend, compute, texts)),
-        Work(f"{name}, demo pair: texts", lambda: lossless(pair(), backend, texts, samples)),
-        Work(f"{name}, demo target with heads: texts", lambda: lossless(heads(), backend, texts, samples)),
-        Work(f"{name}, demo target with heads: commits", lambda: tree_commit(heads(), backend, compute, texts[0])),
-        Work(f"{name}, demo pair: requests", lambda: together(batch(), backend, SLOTS, compute, texts)),
-        Work(f"{name}, demo pair: launches", lambda: launches(pair(), backend, texts)),
-    ]
-
-
-def _benchmark(
-    args: argparse.Namespace, found: Found, device: CudaDevice, texts: list[str], bandwidth: float, lowering: str
-) -> list[Check]:
-    from benchmarks.gpu.decoding import Pair, benchmark
-    from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, WIDTH_PER_LAYER
-    from benchmarks.pair import built, inflated_pair
-    from specexport.exporter.engines.bundle import default_compute
-
-    sizes = {"demo-target": (args.params, WIDTH_PER_LAYER), "demo-draft": (args.draft_params, DRAFT_WIDTH_PER_LAYER)}
-    target, draft = inflated_pair(args.models, args.work, sizes=sizes)
-
-    def make() -> Path:
-        return built(
-            args.work / f"bench.{target.name}.{args.precision}.{lowering}",
-            target,
-            draft=str(draft),
-            num_speculative_tokens=K,
-            precision=args.precision,
-            draft_precision=args.precision,
-            max_seq_len=512,
-            max_batch_size=1,
-            lowering=lowering,
-            backend="onnxruntime-cuda",
+    Raises:
+        SystemExit: ``--only`` names no check.
+    """
+    began, wanted = time.monotonic(), [name for name in args.only.split(",") if name]
+    known = {name for check in all_checks for name in (check.name, check.name.partition(":")[0])}
+    if unknown := sorted(set(wanted) - known):
+        raise SystemExit(
+            f"--only names {unknown[0]!r}; expected some of {', '.join(check.name for check in all_checks)}"
         )
+    for check in all_checks:
+        if wanted and not {check.name, check.name.partition(":")[0]} & set(wanted):
+            continue
+        before = results.get(check.name, {}).get("status")
+        if before in (PASS, FAIL) and not wanted:
+            continue
+        left = args.budget - (time.monotonic() - began)
+        result: dict[str, Any] = {"date": _now(), **machine, "findings": []}
+        # Until it ends: a process that is killed in it leaves this behind.
+        results[check.name] = {**result, "status": FAIL, "reason": "the run ended in this check"}
+        if check.seconds > left:
+            result |= {"status": NOT_MEASURED, "reason": f"{left:.0f} s are left and it may take {check.seconds:.0f}"}
+        else:
+            _write(args.json, results)
+            result |= _result(check, args.bundles, machine["gpu"])
+        results[check.name] = result
+        _write(args.json, results)
+        print(f"{check.name}: {result['status']} {result['reason']}".rstrip(), flush=True)
 
-    compute: ComputedIn = "fp32" if found.engines is None else default_compute(args.precision)
-    folder = compiled(make, found, device, compute)
-    return benchmark(Pair(target, draft, folder, K, compute), found.backend, texts, bandwidth)
+
+def _result(check: Check, bundles: Path, gpu: str) -> dict[str, Any]:
+    """What a check said; what goes wrong in it is its result, and hides nothing of what the others say."""
+    if not (bundles / "bundles" / check.bundle).exists():
+        return {"status": NOT_MEASURED, "reason": f"bundle {check.bundle} was not prepared"}
+    if check.module and importlib.util.find_spec(check.module) is None:
+        return {"status": NOT_MEASURED, "reason": f"{check.module} is not installed"}
+    start = time.monotonic()
+    try:
+        found = check.run()
+    except Exception as error:
+        return {"status": FAIL, "reason": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - start}
+    said = {"findings": [asdict(one) for one in found], "seconds": round(time.monotonic() - start, 1)}
+    if gpu.startswith(NULL) and check.numbers:
+        return {**said, "status": NOT_MEASURED, "reason": "ran, but kernels compute nothing here", "findings": []}
+    return {**said, "status": FAIL if any(one.passed is False for one in found) else PASS, "reason": ""}
 
 
-def table(checks: list[Check]) -> Table:
-    """The results, one a row."""
-    shown = Table(title="GPU acceptance", title_justify="left")
-    for name in ("backend", "what", "found", "expected", ""):
-        shown.add_column(name)
-    words = {True: "[green]passed[/green]", False: "[red]FAILED[/red]", None: ""}
-    for check in checks:
-        shown.add_row(check.backend, check.name, check.found, check.expected, words[check.passed])
-    return shown
+def _machine(cuda: Cuda) -> dict[str, str]:
+    onnxruntime = ort.import_onnxruntime()
+    driver, runtime = (cuda.call(f"cuda{name}GetVersion") for name in ("Driver", "Runtime"))
+    return {
+        "gpu": f"{cuda.device}, {cuda.device.total / 2**30:.1f} GiB",
+        "cuda": f"driver for {driver // 1000}.{driver % 1000 // 10}, runtime {runtime // 1000}.{runtime % 1000 // 10}",
+        "libraries": f"onnxruntime {onnxruntime.__version__}, numpy {np.__version__}, Python {sys.version.split()[0]}",
+        "cpu": cpu_name(),
+    }
 
 
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+def _write(path: Path, results: dict[str, Any]) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The results: a line a check, and one a finding."""
+    marks = {True: PASS, False: FAIL, None: ""}
+    lines = []
+    for name, result in results.items():
+        lines.append(f"{name:<28} {result['status']:<13} {result['reason']}".rstrip())
+        for one in result["findings"]:
+            bar = f" ({one['expected']})" if one["expected"] else ""
+            lines.append(f"    {one['name']:<54} {one['found']}{bar} {marks[one['passed']]}".rstrip())
+    said = [result["status"] for result in results.values()]
+    lines.append(", ".join(f"{said.count(status)} {status}" for status in (PASS, FAIL, NOT_MEASURED)))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

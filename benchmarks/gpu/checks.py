@@ -1,43 +1,54 @@
-"""Whether a GPU computes what the CPU does, and decodes with speculation what it decodes without."""
+"""Whether a GPU computes what the CPU does, decodes with speculation what it decodes without, and how fast."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
+import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.timing import Watch, on_device
+from benchmarks.gpu.prepared import WEIGHTS, filled
+from benchmarks.gpu.timing import Watch, copy_bandwidth, graph_per_engine, on_device, uncaptured
 from specexport.contract import tensors
 from specexport.contract.engines import ComputedIn
+from specexport.contract.model import Model
 from specexport.contract.tree import TokenTree
-from specexport.runtime import Engine, SamplingParams
+from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.graph import Graph
 from specexport.runtime.opening import open_graph
+from specexport.runtime.sampling import target_distribution
 from specexport.runtime.speculative import PLAIN
 
+BACKEND = "onnxruntime-cuda"
+FLOOR = 0.7
+"""Least share of the memory's bandwidth that a plain step of a large model uses."""
+LEAKED = 4 << 20
 GAP_US = 50.0
 LEAST_P = 1e-4
 
 
 @dataclass(frozen=True)
-class Check:
-    """One thing that was looked at.
+class Finding:
+    """One thing that a check looked at.
 
     Attributes:
-        backend: that ran it.
         name: what was looked at.
         passed: None where it is a measurement without a bar.
         found: what came out.
         expected: the bar.
     """
 
-    backend: str
     name: str
     passed: bool | None
     found: str
@@ -65,15 +76,44 @@ TOLERANCES: dict[ComputedIn, Tolerance] = {
     "fp16": Tolerance(2e-2, 0.98, False),
     "bf16": Tolerance(1e-1, 0.9, False),
 }
+QUANTIZED = Tolerance(5e-2, 0.95, False)
 
 
-def parity(folder: Path, backend: str, compute: ComputedIn, texts: Sequence[str]) -> list[Check]:
-    """Logits of one text on the GPU and on the CPU, at every width, and greedy texts."""
-    allowed = TOLERANCES[compute]
-    with Engine.load(folder, backend="onnxruntime") as cpu, Engine.load(folder, backend=backend) as gpu:
-        reference = open_graph(
-            Bundle.open(folder), cpu.manifest.target, 1, buffers(cpu.manifest.target_signature), None
-        )
+def open_gpu(folder: Path, **options: Any) -> Engine:
+    """An engine on the GPU. Weights that were left out of a bundle are filled in first, and not hashed."""
+    filled(folder)
+    return Engine.load(folder, backend=BACKEND, check_hashes=not (folder / WEIGHTS).exists(), **options)
+
+
+def loads(folder: Path) -> list[Finding]:
+    """A bundle is opened, and steps from this thread and from another say the same."""
+    start = time.perf_counter()
+    with open_gpu(folder) as engine:
+        seconds = time.perf_counter() - start
+        backend, prompt = on_device(engine), engine.encode("def add(first, second):")[:16]
+        said: list[list[tuple[int, ...]]] = []
+
+        def go() -> None:
+            said.append([engine.generate(prompt, greedy(24), way).token_ids for way in (None, PLAIN)])
+
+        go()
+        other = threading.Thread(target=go)
+        other.start()
+        other.join()
+        execution, fallback = backend.execution, backend.fallback
+    return [
+        Finding("opened", None, f"{seconds:.1f} s"),
+        Finding("capture", execution == "graph per step", f"{execution} {fallback}".rstrip(), "graph per step"),
+        Finding("same text from a second thread", len(said) == 2 and said[0] == said[1],
+                "same" if said[0] == said[-1] else "others", "same"),
+    ]  # fmt: skip
+
+
+def parity(folder: Path, texts: Sequence[str]) -> list[Finding]:
+    """Logits of one text on the GPU and on the CPU, at every width; greedy texts, and those of plain decoding."""
+    with Engine.load(folder, backend="onnxruntime") as cpu, open_gpu(folder) as gpu:
+        allowed = tolerance(cpu.manifest.target)
+        reference = cpu_target(cpu, folder)
         tokens = cpu.encode(texts[0])[:100]
         largest, scale, same, rows = 0.0, 1.0, 0, 0
         for width in widths(cpu):
@@ -82,18 +122,39 @@ def parity(folder: Path, backend: str, compute: ComputedIn, texts: Sequence[str]
             scale = max(scale, float(np.abs(theirs).max()))
             same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
             rows += len(ours)
-        equal = sum(
-            gpu.generate(text, greedy(48)).token_ids == cpu.generate(text, greedy(48)).token_ids for text in texts
+        here, there, plain = (
+            [engine.generate(text, greedy(48), way).token_ids for text in texts]
+            for engine, way in ((gpu, None), (cpu, None), (gpu, PLAIN))
         )
     found = largest / scale
     return [
-        Check(backend, "largest difference of logits", found <= allowed.logits, f"{found:.1e}",
-              f"<= {allowed.logits:g} of the largest"),
-        Check(backend, "same most probable token", same >= allowed.tokens * rows, f"{same} of {rows}",
-              f">= {allowed.tokens:.0%}"),
-        Check(backend, "same greedy text as on the CPU", equal == len(texts) if allowed.texts else None,
-              f"{equal} of {len(texts)}", "all" if allowed.texts else ""),
+        Finding("largest difference of logits", found <= allowed.logits, f"{found:.1e}",
+                f"<= {allowed.logits:g} of the largest"),
+        Finding("same most probable token", same >= allowed.tokens * rows, f"{same} of {rows}",
+                f">= {allowed.tokens:.0%}"),
+        _all_equal("same greedy text as on the CPU", here, there, allowed),
+        _all_equal("same greedy text as plain", here, plain, allowed),
     ]  # fmt: skip
+
+
+def _all_equal(name: str, ours: Sequence[object], theirs: Sequence[object], allowed: Tolerance) -> Finding:
+    """Other widths round differently: in half precision a tie may turn, and is counted only."""
+    equal = sum(a == b for a, b in zip(ours, theirs, strict=True))
+    passed = equal == len(ours) if allowed.texts else None
+    return Finding(name, passed, f"{equal} of {len(ours)}", "all" if allowed.texts else "")
+
+
+def tolerance(target: Model) -> Tolerance:
+    """How far the GPU may be off with a target: by its type, and by what the CPU rounds where weights are integers."""
+    (engine,) = (engine for engine in target.engines if engine.runtime == BACKEND)
+    return QUANTIZED if target.precision.weights in ("int8", "int4") else TOLERANCES[engine.compute]
+
+
+def cpu_target(cpu: Engine, folder: Path) -> Graph:
+    """The target's graph on the CPU."""
+    return open_graph(
+        Bundle.open(folder, check_hashes=False), cpu.manifest.target, 1, buffers(cpu.manifest.target_signature), None
+    )
 
 
 def widths(engine: Engine) -> list[int]:
@@ -127,12 +188,12 @@ def step(graph: Graph, tokens: Sequence[int], past: int, tree: TokenTree) -> np.
     return logits
 
 
-def tree_commit(folder: Path, backend: str, compute: ComputedIn, text: str) -> list[Check]:
+def tree_commit(folder: Path, texts: Sequence[str]) -> list[Finding]:
     """A step over a branching tree whose last path is kept, against the same tokens read one after another."""
-    with Engine.load(folder, backend=backend) as gpu:
+    with open_gpu(folder) as gpu:
         graph, width = on_device(gpu).graphs[0], widths(gpu)[-1]
         tree = TokenTree(tuple((node - 1) // 2 if node else -1 for node in range(width)))
-        tokens = gpu.encode(text)
+        tokens = [*gpu.encode(" ".join(texts))[: 6 * width]]
         past = min(len(tokens) // (3 * width), 4) * width
         nodes, after = tokens[past : past + width], tokens[past + width : past + 2 * width]
         path = tree.leaf_paths[-1]
@@ -146,81 +207,182 @@ def tree_commit(folder: Path, backend: str, compute: ComputedIn, text: str) -> l
         step(graph, [*chain, *after[: width - len(chain)]], past, TokenTree.chain(width))
         graph.commit(0, past, range(len(chain)))
         expected = step(graph, after, past + len(chain), TokenTree.chain(width))
+        allowed = tolerance(gpu.manifest.target).logits
     found = float(np.abs(kept - expected).max() / max(1.0, np.abs(expected).max()))
-    allowed = TOLERANCES[compute].logits
-    return [Check(backend, "logits behind a committed tree path", found <= allowed, f"{found:.1e}", f"<= {allowed:g}")]
+    return [Finding("logits behind a committed tree path", found <= allowed, f"{found:.1e}", f"<= {allowed:g}")]
 
 
-def lossless(folder: Path, backend: str, texts: Sequence[str], samples: int) -> list[Check]:
-    """Speculative against plain decoding on the GPU: greedily token for token, sampled by a test on two samples."""
-    with Engine.load(folder, backend=backend) as engine:
-        name = next(iter(engine.speculations))
-        equal = sum(
-            engine.generate(text, greedy(64)).token_ids == engine.generate(text, greedy(64), PLAIN).token_ids
-            for text in texts
-        )
-        prompt = engine.encode(texts[0])[:40]
-        counts = [
-            Counter(
-                engine.generate(prompt, _sampled(seed + 10**6 * speculation), None if speculation else PLAIN).token_ids
-                for seed in range(samples)
-            )
-            for speculation in (True, False)
-        ]
-    p = same_distribution(*counts)
-    return [
-        Check(backend, f"{name}: greedy text equal to plain", equal == len(texts), f"{equal} of {len(texts)}", "all"),
-        Check(backend, f"{name}: sampled like plain", p >= LEAST_P, f"p = {p:.3f}, {samples} each",
-              f"p >= {LEAST_P:g}"),
-    ]  # fmt: skip
-
-
-def together(folder: Path, backend: str, slots: int, compute: ComputedIn, texts: Sequence[str]) -> list[Check]:
-    """Several requests at once against each alone, by the same engine: greedy, two of three with speculation."""
-    with Engine.load(folder, backend=backend, max_batch_size=slots) as engine:
-        asks = [(text, greedy(24 + 8 * at), at % 3 != 2) for at, text in enumerate([*texts, *texts][: 2 * slots])]
-        alone = [
-            engine.generate(text, params, None if speculation else PLAIN).token_ids
-            for text, params, speculation in asks
-        ]
-        streams = [engine.stream(text, params, None if speculation else PLAIN) for text, params, speculation in asks]
+def together(folder: Path, texts: Sequence[str]) -> list[Finding]:
+    """Four requests at once against each alone, by the same engine: greedy, two of three with speculation."""
+    with open_gpu(folder, max_batch_size=4) as engine:
+        asks = [(text, greedy(24 + 8 * at), at % 3 != 2) for at, text in enumerate([*texts, *texts][:8])]
+        alone = [engine.generate(text, params, None if spec else PLAIN).token_ids for text, params, spec in asks]
+        streams = [engine.stream(text, params, None if spec else PLAIN) for text, params, spec in asks]
         for stream in streams:
             stream.start()
         said = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
-        execution = streams[0].stats.execution
-    equal = sum(ours == theirs for ours, theirs in zip(said, alone, strict=True))
-    # Alone they verify wider trees, which round differently: in half precision a tie may turn.
-    passed = equal == len(asks) if TOLERANCES[compute].texts else None
-    what = f"{slots} at once, the same texts as alone, {execution}"
-    return [Check(backend, what, passed, f"{equal} of {len(asks)}", "all" if TOLERANCES[compute].texts else "")]
+        return [_all_equal("four at once, the same texts as alone", said, alone, tolerance(engine.manifest.target))]
 
 
-def same_distribution(a: Counter[tuple[int, ...]], b: Counter[tuple[int, ...]]) -> float:
-    """The p-value of a chi-square test that two samples of texts come from one distribution; rare texts are one."""
-    from scipy.stats import chi2_contingency
-
-    common = [text for text in a | b if a[text] + b[text] >= 20]
-    rows = np.array([[counts[text] for text in common] for counts in (a, b)])
-    rest = np.array([[sum(counts.values())] for counts in (a, b)]) - rows.sum(1, keepdims=True)
-    rows = np.concatenate([rows, rest], 1)
-    rows = rows[:, rows.sum(0) > 0]
-    return float(chi2_contingency(rows)[1]) if rows.shape[1] > 1 else 1.0
-
-
-def launches(folder: Path, backend: str, texts: Sequence[str]) -> list[Check]:
-    """Whether steps are captured, and how long the GPU stands still a step, between its graphs and between steps."""
-    with Engine.load(folder, backend=backend) as engine:
-        there = on_device(engine)
-        watch = Watch(there)
-        done = engine.generate(texts[0], greedy(128))
-        gaps = watch.gaps()
-    per_step = gaps.per_step(max(1, done.stats.steps))
-    found = f"{per_step:.0f} us" + (f", {statistics.median(gaps.queued):.0f} us between graphs" if gaps.queued else "")
-    captured = done.stats.execution != "plain"
+def capture(folder: Path, texts: Sequence[str], steps: int = 1000) -> list[Finding]:
+    """What was captured says bit for bit what the library's own runs say, and takes no memory step by step."""
+    logits, said = [], []
+    for captured in (False, True):
+        with contextlib.ExitStack() as stack:
+            if not captured:
+                stack.enter_context(uncaptured())
+            engine = stack.enter_context(open_gpu(folder))
+            graph = on_device(engine).graphs[0]
+            tokens = engine.encode(" ".join(texts))[:200]
+            logits.append([read(graph, tokens, width) for width in widths(engine)])
+            graph.shrink_cache(1)
+            asked = [
+                (text, params) for text in texts[:3] for params in (greedy(64), _sampled(1).replace(max_tokens=64))
+            ]
+            said.append([engine.generate(text, params).token_ids for text, params in asked])
+            execution = on_device(engine).execution
+            if captured:
+                before, done = _memory(on_device(engine).cuda), 0
+                while done < steps:
+                    done += engine.generate(texts[0], greedy(128)).stats.steps
+                grown = [now - then for now, then in zip(_memory(on_device(engine).cuda), before, strict=True)]
+    same = sum(np.array_equal(a, b, equal_nan=True) for a, b in zip(*logits, strict=True))
+    equal = sum(a == b for a, b in zip(*said, strict=True))
     return [
-        Check(backend, "capture active", captured, done.stats.execution, "captured" + f" {there.fallback}".rstrip()),
-        Check(backend, "host gaps a step", per_step <= GAP_US, found, f"<= {GAP_US:g} us"),
+        Finding("capture", execution == "graph per step", execution, "graph per step"),
+        Finding("same logits as uncaptured, bit for bit", same == len(logits[0]),
+                f"at {same} of {len(logits[0])} widths", "all"),
+        Finding("same texts as uncaptured, greedy and sampled", equal == len(said[0]), f"{equal} of {len(said[0])}",
+                "all"),
+        Finding(f"memory taken in {done} steps", max(grown) <= LEAKED,
+                f"{grown[0] / 2**20:.1f} MiB of the device, {grown[1] / 2**20:.1f} MiB of the host",
+                f"<= {LEAKED >> 20} MiB"),
+    ]  # fmt: skip
+
+
+def _memory(cuda: Cuda) -> tuple[int, int]:
+    """Bytes in use on the device and by this process."""
+    free, total = cuda.memory()
+    return total - free, int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def events(folder: Path, texts: Sequence[str], parts: Sequence[str]) -> list[Finding]:
+    """What each graph of a step takes by the device's own clock, and the whole step as one graph.
+
+    ``parts`` are the names of the graphs in their order.
+    """
+    with graph_per_engine(), open_gpu(folder) as engine:
+        taken, _ = _timed(engine, texts, 128)
+    if len(taken) != len(parts):
+        return [Finding("graphs a step", False, str(len(taken)), f"{len(parts)}: {', '.join(parts)}")]
+    with open_gpu(folder) as engine:
+        whole, _ = _timed(engine, texts, 128)
+        watch = Watch(on_device(engine))
+        done = engine.generate(engine.encode(texts[0])[:64], greedy(128))
+        gap = watch.gaps().per_step(max(1, done.stats.steps))
+    return [
+        *(_time(name, times) for name, times in zip(parts, taken, strict=True)),
+        _time("step, one graph", whole[0]),
+        Finding("gaps between launches a step", gap <= GAP_US, f"{gap:.0f} us", f"<= {GAP_US:g} us"),
     ]
+
+
+def _time(name: str, milliseconds: Sequence[float]) -> Finding:
+    return Finding(name, None, f"{1e3 * statistics.median(milliseconds):.0f} us")
+
+
+def _timed(engine: Engine, texts: Sequence[str], tokens: int, way: Any = None) -> tuple[list[list[float]], Completion]:
+    """What the launches of the steps of one greedy text took in milliseconds, and the text."""
+    watch = Watch(on_device(engine))
+    done = engine.generate(engine.encode(texts[0])[:64], greedy(tokens), way)
+    return watch.milliseconds(), done
+
+
+def pair(folder: Path, texts: Sequence[str]) -> list[Finding]:
+    """A large pair's plain and speculative steps against what the memory's bandwidth allows.
+
+    The weights are random, so the draft is seldom right; what speculation gains is worked out from the times of steps
+    for shares of draft tokens accepted as trained pairs have them.
+    """
+    with open_gpu(folder) as engine:
+        bandwidth = copy_bandwidth(on_device(engine).cuda)
+        manifest = engine.manifest
+        (plain, *_), alone = _timed(engine, texts, 96, PLAIN)
+        (ours, *_), done = _timed(engine, texts, 96)
+        models = [model for model in manifest.models.values() if model.weights]
+        read_target, *others = ((folder / model.weights).stat().st_size for model in models)
+    K = done.stats.drafted // max(1, done.stats.steps)
+    floor = 1e3 * read_target / bandwidth
+    slow, fast = statistics.median(plain), statistics.median(ours)
+    together = 1e3 * (read_target + K * sum(others)) / bandwidth
+    rates = [run.stats.output_tokens / run.stats.decode_seconds for run in (alone, done)]
+    gains = {share: (1 - share ** (K + 1)) / (1 - share) * slow / fast for share in (0.6, 0.75, 0.9)}
+    return [
+        Finding("memory bandwidth of copies", None, f"{bandwidth / 1e9:.0f} GB/s"),
+        Finding("plain step against the floor", floor / slow >= FLOOR,
+                f"{floor / slow:.0%}: {slow:.2f} ms, {read_target / 1e9:.2f} GB", f">= {FLOOR:.0%}"),
+        Finding(f"speculative step, K = {K}, against the floor", None, f"{together / fast:.0%}: {fast:.2f} ms"),
+        Finding("tokens a second, plain and speculative (random weights)", None,
+                f"{rates[0]:.1f} and {rates[1]:.1f}, {done.stats.accepted} of {done.stats.drafted} accepted"),
+        Finding("speculative over plain, from the steps' times", None,
+                ", ".join(f"{gain:.2f}x where {share:.0%} are accepted" for share, gain in gains.items())),
+    ]  # fmt: skip
+
+
+def sampled(folder: Path, texts: Sequence[str], samples: int = 3000) -> list[Finding]:
+    """Two tokens of many seeded requests against their exact distribution, which the CPU's logits say; chi-square."""
+    with Engine.load(folder, backend="onnxruntime") as cpu:
+        reference, prompt, params = cpu_target(cpu, folder), list(cpu.encode(texts[0])[:24]), _sampled(0)
+
+        def p(behind: Sequence[int]) -> dict[int, float]:
+            reference.shrink_cache(1)
+            kept = target_distribution(read(reference, [*prompt, *behind], 1)[-1], params)
+            ids = range(len(kept.probs)) if kept.ids is None else kept.ids.tolist()
+            return {token: share for token, share in zip(ids, kept.probs.tolist(), strict=True) if share}
+
+        exact = {(a, b): share * then for a, share in p([]).items() for b, then in p([a]).items()}
+    with open_gpu(folder) as engine:
+        runs = [engine.generate(prompt, _sampled(seed)) for seed in range(samples)]
+    rate = sum(run.stats.accepted for run in runs) / max(1, sum(run.stats.drafted for run in runs))
+    value = chi_square_p(Counter(run.token_ids for run in runs), exact)
+    return [
+        Finding("texts from their exact distribution", value >= LEAST_P, f"p = {value:.4f}, {samples} texts, "
+                f"{rate:.0%} of draft tokens accepted", f"p >= {LEAST_P:g}"),
+    ]  # fmt: skip
+
+
+def chi_square_p(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
+    """How probable counts as far off are (Wilson and Hilferty's approximation); 0 where a text cannot be."""
+    total = sum(counts.values())
+    if any(text not in exact for text in counts):
+        return 0.0
+    pairs = [(counts[text], total * share) for text, share in exact.items()]
+    rare = [pair for pair in pairs if pair[1] < 5]
+    cells = [pair for pair in pairs if pair[1] >= 5]
+    if rare:
+        cells.append((sum(found for found, _ in rare), sum(expected for _, expected in rare)))
+    free = len(cells) - 1
+    if free < 1:
+        return 1.0
+    square = sum((found - expected) ** 2 / expected for found, expected in cells)
+    z = ((square / free) ** (1 / 3) - (1 - 2 / (9 * free))) / math.sqrt(2 / (9 * free))
+    return math.erfc(z / math.sqrt(2)) / 2
+
+
+def oracle(folder: Path, texts: Sequence[str], models: Path) -> list[Finding]:
+    """Greedy texts against those of transformers' own generate, in fp32 on the CPU."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(models / "demo-target", dtype=torch.float32).eval()
+    equal = 0
+    with open_gpu(folder) as engine:
+        for text in texts:
+            ids = torch.tensor([engine.encode(text)])
+            theirs = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=None,
+                                    pad_token_id=0, min_new_tokens=48, max_new_tokens=48)  # fmt: skip
+            equal += engine.generate(text, greedy(48)).token_ids == tuple(theirs[0, ids.shape[1] :].tolist())
+    return [Finding("same greedy text as transformers", equal == len(texts), f"{equal} of {len(texts)}", "all")]
 
 
 def greedy(tokens: int) -> SamplingParams:
@@ -229,5 +391,5 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 def _sampled(seed: int) -> SamplingParams:
-    # Few texts are common enough to count: three tokens of the three most probable.
-    return SamplingParams(max_tokens=3, temperature=1.0, top_k=3, seed=seed, ignore_eos=True)
+    # Few texts are common enough to count: two tokens of the three most probable.
+    return SamplingParams(max_tokens=2, temperature=1.0, top_k=3, seed=seed, ignore_eos=True)

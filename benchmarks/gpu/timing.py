@@ -1,24 +1,21 @@
-"""How long things take on a GPU: copies, steps, the gaps between launches, and what transformers takes."""
+"""How long things take on a GPU: copies, launches and the gaps between them."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
-import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from specexport.contract import tensors
-from specexport.contract.engines import ComputedIn
+from specexport.contract.errors import BackendError
 from specexport.runtime import Engine
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.backend import CudaBackend
-from specexport.runtime.cuda.executor import Enqueue
+from specexport.runtime.cuda.executor import Enqueue, Execution
 from specexport.runtime.cuda.memory import Device, MemoryBudget, MemoryPlan
-from specexport.runtime.graph import Graph
+from specexport.runtime.cuda.steps import Steps
+from specexport.runtime.cuda.stream import CudaStream
 
 COPIED = 1 << 30
 
@@ -85,11 +82,13 @@ class Watch:
         self._cuda, self._stream = backend.cuda, backend.stream
         self._events = [(create_event(self._cuda), create_event(self._cuda)) for _ in range(most)]
         self._waits: list[int] = []
+        self._launched: list[Enqueue] = []
         backend.watch(self._around)
 
     def _around(self, launch: Enqueue) -> None:
         start, end = self._events[len(self._waits) % len(self._events)]
         self._waits.append(self._stream.waits)
+        self._launched.append(launch)
         self._cuda.call("cudaEventRecord", start, self._stream.handle)
         launch()
         self._cuda.call("cudaEventRecord", end, self._stream.handle)
@@ -103,67 +102,52 @@ class Watch:
         ):
             kind = gaps.queued if before == after else gaps.after_wait
             kind.append(1e3 * float(self._cuda.call("cudaEventElapsedTime", end, start)))
+        self._destroy()
+        return gaps
+
+    def milliseconds(self) -> list[list[float]]:
+        """What each launch took, in the order of their first times, for those launched most often; forgets them.
+
+        A step that is several launches launches all of them equally often, and prompts and warming up do so less.
+        """
+        self._stream.synchronize()
+        taken: dict[Enqueue, list[float]] = {}
+        for launch, (start, end) in zip(self._launched, self._events, strict=False):
+            taken.setdefault(launch, []).append(float(self._cuda.call("cudaEventElapsedTime", start, end)))
+        self._destroy()
+        most = max(map(len, taken.values()))
+        return [times for times in taken.values() if len(times) == most]
+
+    def _destroy(self) -> None:
         for pair in self._events:
             for event in pair:
                 self._cuda.call("cudaEventDestroy", event)
-        return gaps
 
 
-def step_milliseconds(graph: Graph, past: int, rounds: int = 50) -> float:
-    """The median time of a plain step, padded where there is no narrower one, its inputs' and results' way included."""
-    width = graph.widths(1)[0]
-    graph.reserve(past + width)
-    given = graph.inputs(width, width)
-    given[tensors.TREE_MASK][0] = np.tri(width, dtype=np.bool_)
-    given[tensors.INPUT_IDS][:] = 50
-    given[tensors.POSITION_IDS][:] = past
-    given[tensors.PAST_LENGTH][:] = past
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        graph.run(width, width)
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
+@contextlib.contextmanager
+def graph_per_engine() -> Iterator[None]:
+    """Engines opened in here capture the parts of a step one by one, so that each can be timed."""
+    capture = Steps._capture
+
+    def parts(self: Steps, execution: Execution, divided: Callable[[list[Enqueue]], list[Enqueue]]) -> bool:
+        return execution != "graph per step" and capture(self, execution, divided)
+
+    with _replaced(Steps, "_capture", parts):
+        yield
 
 
-def transformers_speed(
-    target: Path, draft: Path, prompts: list[list[int]], compute: ComputedIn, drafts: int
-) -> float | None:
-    """Tokens a second of ``generate(assistant_model=...)`` on the same GPU after a first text; None if torch sees none.
+@contextlib.contextmanager
+def uncaptured() -> Iterator[None]:
+    """Engines opened in here capture nothing: the library runs every graph again."""
+    with _replaced(CudaStream, "capture_all", lambda *_: BackendError("not captured, for comparison")):
+        yield
 
-    Args:
-        target: the checkpoint.
-        draft: the assistant's.
-        prompts: to go on with, 96 tokens each.
-        compute: what both compute in.
-        drafts: K.
-    """
-    import torch
 
-    if not torch.cuda.is_available():
-        return None
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[compute]
-    models: list[Any] = []
-    for folder in (target, draft):
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
-        model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-        models.append(model)
-    models[1].generation_config.num_assistant_tokens = drafts
-    models[1].generation_config.num_assistant_tokens_schedule = "constant"
-    models[1].generation_config.assistant_confidence_threshold = 0.0
-    tokens, seconds = 0, 0.0
-    with torch.inference_mode():
-        for index, prompt in enumerate([prompts[0], *prompts]):
-            ids = torch.tensor([prompt], device="cuda")
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            made = models[0].generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=96, assistant_model=models[1]
-            )
-            torch.cuda.synchronize()
-            if index:
-                seconds += time.perf_counter() - start
-                tokens += made.shape[1] - len(prompt)
-    return tokens / seconds
+@contextlib.contextmanager
+def _replaced(owner: type, name: str, by: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, by)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
