@@ -96,6 +96,18 @@ def test_eagle3_drafts_in_a_call_for_each_token(
 
 
 @traces
+def test_eagle3_drafts_for_several_at_once(load: Callable[..., Engine], engine: Callable[[str], Engine]) -> None:
+    name, prompts = "dice-eagle3-batch", [[7, 9, 11], [5] * 20, [7, 9], [3, 4, 5, 6, 7], [8], [7, 9, 11, 5]]
+    with load(name, max_batch_size=4, cost_curve=False) as there:
+        streams = [there.stream(prompt, GREEDY, "eagle3") for prompt in prompts]
+        for stream in streams:
+            stream.start()
+        said = [completed(stream) for stream in streams]
+    assert [one.token_ids for one in said] == [engine(name).generate(one, GREEDY, PLAIN).token_ids for one in prompts]
+    assert sum(one.stats.accepted for one in said) > 0
+
+
+@traces
 @pytest.mark.parametrize("name", ["llama-near", "llama-near-portable", "gpt2-tree", "gpt2-tree-portable"])
 def test_reads_prompts_in_chunks_and_lets_texts_grow(
     name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]

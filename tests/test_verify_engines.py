@@ -195,6 +195,18 @@ def test_every_engine_is_compared_and_a_wrong_one_is_found(
             assert f"{row} before" in compare([first], spoiled(row, touch)).wrong[0]
 
 
+def test_a_draft_over_the_target_s_states_is_compared(
+    compiled: Bundles, gpu: Callable[[tuple[int, int]], None]
+) -> None:
+    folder = compiled("dice-eagle3")
+    gpu((8, 9))
+    subjects = runnable(read_manifest(folder))[1]
+    run = lambda engine: SourceRunner(folder, engine, _right)  # noqa: E731
+    found = compare_engines(Bundle.open(folder), subjects, run, lambda *_: None)
+    assert (found.wrong, found.engines) == ([], len(subjects))
+    assert any(subject.master.startswith("eagle3/") for subject in subjects)
+
+
 def _session(path: Path) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(str(path))
 

@@ -93,13 +93,16 @@ def _model(call: Call) -> _Values:
         tensors.UNIFORM: 0.0,
         **_SAMPLING,
     }
+    for value in call.graph.input:
+        if value.name in (tensors.HIDDEN_STATE, tensors.LAYER_STATES, tensors.OWN_STATE):
+            rows = (tokens,) if value.name == tensors.LAYER_STATES else ()
+            width = value.type.tensor_type.shape.dim[-1].dim_value
+            known[value.name] = call.random.standard_normal((*rows, width))
     if not call.of.cache:  # it goes on from hidden states; the levels of its tree are full
         levels = (call.point.drafts, tokens)
         parents = call.random.integers(0, tokens, levels)
         parents[:2] = 0  # the root is alone
-        hidden = next(value for value in call.graph.input if value.name == tensors.HIDDEN_STATE)
         return known | {
-            tensors.HIDDEN_STATE: call.random.standard_normal(hidden.type.tensor_type.shape.dim[-1].dim_value),
             tensors.INPUT_IDS: call.random.integers(0, call.of.vocab_size),
             tensors.LEVEL_PARENTS: parents,
             tensors.LEVEL_RANKS: call.random.integers(0, FIRST_CHOICES, levels),
@@ -111,6 +114,7 @@ def _model(call: Call) -> _Values:
         tensors.PAST_LENGTH: call.past,
         tensors.LOGITS_ROWS: np.arange(tokens)[tokens - call.point.rows :],
         tensors.LAST_ROW: tokens - 1,
+        tensors.READS_OWN: False,
         tensors.NUM_DRAFT_TOKENS: call.point.drafts,
     }
 
