@@ -86,6 +86,9 @@ class Watch:
         backend.watch(self._around)
 
     def _around(self, launch: Enqueue) -> None:
+        if not self._events:  # watched to the end
+            launch()
+            return
         start, end = self._events[len(self._waits) % len(self._events)]
         self._waits.append(self._stream.waits)
         self._launched.append(launch)
@@ -122,6 +125,7 @@ class Watch:
         for pair in self._events:
             for event in pair:
                 self._cuda.call("cudaEventDestroy", event)
+        self._events = []
 
 
 @contextlib.contextmanager
