@@ -311,7 +311,7 @@ def pair(folder: Path, texts: Sequence[str]) -> list[Finding]:
         (ours, *_), done = _timed(engine, texts, 96)
         models = [model for model in manifest.models.values() if model.weights]
         read_target, *others = ((folder / model.weights).stat().st_size for model in models)
-    K = done.stats.drafted // max(1, done.stats.steps)
+    K = round(done.stats.drafted / max(1, done.stats.steps))  # the last step may draft fewer
     floor = 1e3 * read_target / bandwidth
     slow, fast = statistics.median(plain), statistics.median(ours)
     together = 1e3 * (read_target + K * sum(others)) / bandwidth
