@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # The tests of the loop: proposing from text, trees, acceptance, the step, the scheduler.
 QUICK := $(patsubst %,tests/test_%.py,tree sampling text engine batch budget scheduler losslessness lookup lookahead hypothesis)
 
-.PHONY: demo test quick lint types package unit gpu-dry-run fuzz compat aarch64 bench losslessness clean
+.PHONY: demo test quick lint types package unit gpu-dry-run fuzz clients compat aarch64 bench losslessness clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -45,6 +45,11 @@ gpu-dry-run: $(VENV)/.dev
 MINUTES ?= 60
 fuzz: $(VENV)/.dev
 	SPECEXPORT_FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest -n 0 tests/fuzz
+
+# OpenAI's clients of today against a server: prints the table of docs/serving.md.
+clients: $(VENV)/.dev
+	$(BIN)/python -m tests.make_bundles build/test-bundles
+	$(BIN)/python scripts/clients.py build/test-bundles/llama-near --record tests/client_requests.json
 
 # Whether the runtime's dependencies have wheels for aarch64, and its tests on other Pythons, without torch, over bundles made
 # here. The newest onnxruntime for Python 3.10 runs portable bundles only, so there their tests are run, and those that need
