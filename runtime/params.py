@@ -13,7 +13,6 @@ from specexport.contract.errors import RequestError
 
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask the log-probabilities of, a token."""
-_MOST_REPETITION = 100.0
 _GREEDY_BELOW = 1e-5
 """Temperatures this low would overflow what they divide."""
 
@@ -135,7 +134,7 @@ class SamplingParams:
             value = getattr(self, name)
             _require(name, value, _finite(value) and -2 <= value <= 2, "a number in [-2, 2]")
         often = self.repetition_penalty
-        _require("repetition_penalty", often, _finite(often) and 0 < often <= _MOST_REPETITION, "a number in (0, 100]")
+        _require("repetition_penalty", often, _finite(often) and 0.01 <= often <= 100, "a number in [0.01, 100]")
         biases = all(
             _whole(token) and token >= 0 and _finite(bias) and -100 <= bias <= 100
             for token, bias in self.logit_bias.items()

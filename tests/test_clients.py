@@ -19,6 +19,21 @@ from tests import serving
 from tests.serving import NAME, Served, served, with_chat_template
 
 RECORDED = json.loads(Path(__file__).with_name("client_requests.json").read_text())
+VLLM_BENCH: Any = {
+    "client": "vllm bench serve, by its source",
+    "path": "/v1/completions",
+    "body": {
+        "model": NAME,
+        "prompt": "one two",
+        "repetition_penalty": 1.0,
+        "temperature": 0.0,
+        "max_tokens": 8,
+        "logprobs": None,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    },
+}
 CHAT: Any = [{"role": "user", "content": "one two"}]
 PET = {
     "type": "object",
@@ -48,7 +63,7 @@ def client(running: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{running.url}/v1", api_key="EMPTY", max_retries=0)
 
 
-@pytest.mark.parametrize("sent", RECORDED, ids=lambda sent: sent["client"])
+@pytest.mark.parametrize("sent", [*RECORDED, VLLM_BENCH], ids=lambda sent: sent["client"])
 def test_what_clients_send_is_answered(running: Served, sent: dict[str, Any]) -> None:
     answer = httpx.post(f"{running.url}{sent['path']}", json=sent["body"], timeout=120)
     assert answer.status_code == 200, answer.text

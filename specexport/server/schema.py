@@ -197,7 +197,7 @@ class Generation(Accepted):
     min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens less probable than this share of the best.")
     stop_token_ids: Annotated[list[Count], Field(max_length=64)] = Field([], description="Tokens that end the output.")
     ignore_eos: bool = Field(False, description="Go on past the end of text.")
-    repetition_penalty: float = Field(1, gt=0, le=100, description="Of what the prompt and the output have; 1 is none.")
+    repetition_penalty: float = Field(1, ge=0.01, le=100, description="Of what was read or said; 1 is none.")
     min_tokens: Count = Field(0, description="Tokens before any that ends the output.")
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
     structured_outputs: StructuredOutputs | None = Field(None, description="Constrains the output.")
