@@ -289,6 +289,22 @@ def test_a_run_that_fails_is_an_error_of_ours(load: Callable[[str], Engine], gpu
         load("llama-near")
 
 
+@traces
+def test_nonsense_from_the_device_is_an_error(load: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    with load("dice-near") as there:
+        backend: Any = there.backend
+        synchronize = backend.stream.synchronize
+
+        def spoilt() -> None:
+            synchronize()
+            for step in backend._steps._steps.values():
+                step.outputs.host[tensors.NUM_ACCEPTED][:] = -1
+
+        monkeypatch.setattr(backend.stream, "synchronize", spoilt)
+        with pytest.raises(BackendError, match=r"accepted -1 of \d draft tokens"):
+            there.generate([5, 6, 7, 8], GREEDY)
+
+
 def test_bundles_without_engines_for_it_say_what_to_do(bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu) -> None:
     with pytest.raises(BackendError, match="no engines for onnxruntime-cuda; compile it with: specexport compile"):
         Engine.load(bundle("dice-near"), backend="onnxruntime-cuda", check_hashes=False)

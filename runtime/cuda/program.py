@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport.contract import tensors
+from specexport.contract.errors import BackendError
 from specexport.contract.shapes import CATCH_UP_TOKENS
 from specexport.contract.tree import TokenTree
 from specexport.runtime.buffers import write_sampling
@@ -145,6 +146,11 @@ class DeviceProgram:
         """Reads what a step accepted of a slot, and tells those who go on from it."""
         view, tree, step = part.view, part.tree, self._steps[variant]
         accepted = int(step.outputs.host[tensors.NUM_ACCEPTED][view.slot])
+        if not 0 <= accepted <= tree.depth:  # believed, the loop would go on for ever
+            raise BackendError(
+                f"the device says that it accepted {accepted} of {tree.depth} draft tokens; its results cannot be "
+                "trusted. Try another driver or library, or run the bundle with --backend onnxruntime"
+            )
         path = step.outputs.host[tensors.PATH][view.slot, 1 : accepted + 1].tolist()
         new = step.outputs.host[tensors.TOKENS][view.slot, : accepted + 1].tolist()
         past = len(view.tokens) - 1

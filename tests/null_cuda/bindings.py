@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 from cuda.bindings import runtime as real
 
+from specexport.contract import tensors
 from specexport.runtime.cuda.api import Cuda
+from specexport.runtime.cuda.program import DeviceProgram
 from specexport.runtime.policy import SpeculationPolicy
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
@@ -168,8 +170,18 @@ Runtime = TypeVar("Runtime", bound=NullRuntime)
 
 
 def install(runtime: Runtime) -> Runtime:
-    """Lets the backend's :meth:`Cuda.load` open the null device, in this process from here on."""
+    """Lets the backend's :meth:`Cuda.load` open the null device, in this process from here on.
+
+    What null kernels leave where the number of accepted tokens belongs is any number: it is read as none.
+    """
     Cuda.load = classmethod(lambda cls, index=0: cls(runtime, index))  # type: ignore[method-assign, assignment]
+    read = DeviceProgram._read
+
+    def nothing_accepted(self: Any, variant: Any, part: Any) -> Any:
+        self._steps[variant].outputs.host[tensors.NUM_ACCEPTED][:] = 0
+        return read(self, variant, part)
+
+    DeviceProgram._read = nothing_accepted  # type: ignore[method-assign]
     return runtime
 
 
