@@ -300,8 +300,8 @@ def test_nonsense_from_the_device_is_an_error(load: Callable[[str], Engine], mon
             for step in backend._steps._steps.values():
                 step.outputs.host[tensors.NUM_ACCEPTED][:] = -1
 
-        monkeypatch.setattr(backend.stream, "synchronize", spoilt)
-        with pytest.raises(BackendError, match=r"accepted -1 of \d draft tokens"):
+        with monkeypatch.context() as patch, pytest.raises(BackendError, match=r"accepted -1 of \d draft tokens"):
+            patch.setattr(backend.stream, "synchronize", spoilt)
             there.generate([5, 6, 7, 8], GREEDY)
 
 
