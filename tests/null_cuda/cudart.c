@@ -5,7 +5,9 @@
    were recorded in it. What a capture would refuse is refused, with the runtime's own status, and ends the capture.
 
    Environment: NULL_CUDA_LOG, a file that lines are appended to (no log without it); NULL_CUDA_SM, the compute
-   capability, 90 unless told; NULL_CUDA_GIB, the memory, 16 unless told.
+   capability, 90 unless told; NULL_CUDA_GIB, the memory, 16 unless told; NULL_CUDA_ZEROS=1 lets all that is copied from
+   the device into pinned memory arrive as zeros: what lies where no kernel wrote may be anything, and a program that
+   acts on it would do what it never does on a device.
 
    A line of the log is, between tabs: thread, the capture that the call is part of or made in (0 for none), stream,
    status, why it is illegal (empty where it is not), call, bytes, name. */
@@ -271,10 +273,14 @@ static void do_work(struct work *work) {
     illegal = wrong(work->from, from);
     if (!*illegal && overlaps(work)) illegal = "copies between rows that overlap";
   }
+  static long zeros = -1;
+  if (zeros < 0) zeros = setting("NULL_CUDA_ZEROS", 0);
+  int results = zeros && work->kind == COPY && type_of(work->to) == cudaMemoryTypeHost &&
+                type_of(work->from) == cudaMemoryTypeDevice;
   if (*illegal) answer(0, "doing a copy", work->width * work->rows, "", cudaErrorIllegalAddress, illegal);
   for (size_t row = 0; row < work->rows && !*illegal; row++) {
     char *at = work->to + row * work->to_pitch;
-    if (work->kind == FILL) memset(at, work->value, work->width);
+    if (work->kind == FILL || results) memset(at, work->value, work->width);
     else memmove(at, (work->staged ? work->staged : work->from) + row * work->from_pitch, work->width);
   }
   free(work->staged);
