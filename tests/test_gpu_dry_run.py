@@ -31,7 +31,7 @@ ACCEPT_LAUNCHES = {"greedy": 60, "sampled": 200}
 """Most launches of a step's acceptance, whatever is recorded."""
 COUNTED = (*log.ROLES, "graphs", "waits")
 _SHOWN = 3
-_SECONDS = 600
+_SECONDS = 240
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.options import LOWERINGS, BuildOptions
-from tests.checkpoints import VOCAB, make_checkpoint, make_heads, make_speculator
+from tests.checkpoints import VOCAB, make_checkpoint, make_eagle3, make_heads, make_speculator
 from tests.make_bundles import reversed_tokenizer
 from tests.ways import ways
 
@@ -24,19 +24,30 @@ SLOTS = (1, 4)
 _TREE = TokenTree.from_choices([[0], [1], [0, 0]])
 _STAGES = 2
 # Heads as wide as fused attention knows; two layers, of which one can draft.
-_CONFIG: dict[str, Any] = {"head_dim": 64, "max_position_embeddings": 256}
+_CONFIG: dict[str, Any] = {"head_dim": 64, "intermediate_size": 128, "max_position_embeddings": 256}
 
 _PRECISIONS = ("fp32", "fp16", "int8", "int4")
 _MIXED = [pair for pair in itertools.product(_PRECISIONS, LOWERINGS) if pair != ("int4", "portable")]
 """Every precision with every lowering, but for what cannot be stored."""
 _ALTERNATING = (("fp32", "portable"), ("fp16", "native"), ("int8", "portable"), ("int4", "native"))
 
-KINDS = ("hybrid", "medusa_draft", "universal_draft", "draft_model", "medusa", "mlp_speculator", "self_draft", "plain")
+KINDS = (
+    "hybrid",
+    "medusa_draft",
+    "universal_draft",
+    "draft_model",
+    "eagle3",
+    "medusa",
+    "mlp_speculator",
+    "self_draft",
+    "plain",
+)
 CHOSEN = (
     *(f"hybrid-{precision}-{lowering}" for precision, lowering in _MIXED),
     *(f"{kind}-{p}-{lowering}" for kind in ("medusa_draft", "universal_draft") for p, lowering in _ALTERNATING),
     "draft_model-fp32-native",
     "draft_model-int8-native",
+    "eagle3-int8-native",
     "medusa-fp16-portable",
     "mlp_speculator-int4-native",
     "self_draft-int8-portable",
@@ -83,10 +94,11 @@ def make(name: str, root: Path) -> Path:
 
 def methods(kind: str, checkpoints: Path) -> tuple[Method, ...]:
     """What a kind of bundle was built with; ways to look text up are in every bundle."""
-    draft, heads, stages = checkpoints / "draft", checkpoints / "heads", checkpoints / "speculator"
+    draft, heads, stages, eagle3 = (checkpoints / name for name in ("draft", "heads", "speculator", "eagle3"))
     return {
         "hybrid": (
             *ways(draft=draft, trees=(_TREE,)),
+            *ways(eagle3=eagle3, trees=(_TREE,)),
             *ways(medusa=heads, trees=(_TREE,)),
             *ways(mlp_speculator=stages, sizes=(_STAGES,)),
             *ways(self_draft=1, sizes=(2,)),
@@ -96,6 +108,7 @@ def methods(kind: str, checkpoints: Path) -> tuple[Method, ...]:
         "medusa_draft": ways(draft=draft, draft_medusa=checkpoints / "draft-heads", sizes=(3,)),
         "universal_draft": ways(universal_draft=checkpoints / "other", sizes=(2,)),
         "draft_model": ways(draft=draft, sizes=(4, 2)),
+        "eagle3": ways(eagle3=eagle3, sizes=(3,)),
         "medusa": ways(medusa=heads, sizes=(_STAGES,)),
         "mlp_speculator": ways(mlp_speculator=stages, trees=(_TREE,)),
         "self_draft": ways(self_draft=1, trees=(_TREE,)),
@@ -108,6 +121,7 @@ def _checkpoints(root: Path) -> None:
     target = make_checkpoint(part / "target", "qwen3", **_CONFIG)
     make_heads(part / "heads", target, _STAGES, tied=True)
     make_speculator(part / "speculator", target, _STAGES)
+    make_eagle3(part / "eagle3", target, states=(0, 1), size=_CONFIG["head_dim"])
     draft = make_checkpoint(part / "draft", "qwen3", seed=1, num_hidden_layers=1, **_CONFIG)
     make_heads(part / "draft-heads", draft, _STAGES, tied=True)
     other = make_checkpoint(part / "other", "qwen3", seed=2, num_hidden_layers=1, **_CONFIG)

@@ -39,7 +39,7 @@ class UnavailableError(Exception):
 
 
 def environment() -> dict[str, str]:
-    """The variables of a process in which ``onnxruntime`` is the GPU's and CUDA is null, beside this one's own.
+    """The variables of a process in which ``onnxruntime`` is the GPU's, and CUDA is null and says zeros.
 
     Raises:
         UnavailableError: there is no gcc, or a package cannot be installed.
@@ -52,7 +52,8 @@ def environment() -> dict[str, str]:
         headers = _installed(root / "-".join(HEADERS).replace("==", "-"), *HEADERS)
         libraries = _compiled(root, next(headers.rglob("cuda_runtime_api.h")).parent)
     paths = [str(packages), str(SOURCES.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": os.pathsep.join(paths)}
+    ours = {"LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": os.pathsep.join(paths), "NULL_CUDA_ZEROS": "1"}
+    return os.environ | ours
 
 
 def _installed(folder: Path, *requirements: str) -> Path:
@@ -113,4 +114,4 @@ def _run(command: list[str], problem: str) -> None:
 
 if __name__ == "__main__":
     made = environment()
-    print(*(f"{name}={made[name]}" for name in ("LD_LIBRARY_PATH", "PYTHONPATH")))
+    print(*(f"{name}={made[name]}" for name in ("LD_LIBRARY_PATH", "PYTHONPATH", "NULL_CUDA_ZEROS")))
