@@ -43,8 +43,6 @@ _OF_SHAPES = frozenset(
 )
 """What works out sizes on the CPU, from other sizes. Where it worked on anything else, what is on the device would be
 copied to the host and waited for, and no run could be captured."""
-_WITHOUT_SUCH_KERNELS = ["MatMulAddFusion", "MatMulNBitsFusion"]
-"""Fusions of a bias into a product, which those kernels for integers cannot add."""
 _SHOWN = 5
 _BFLOAT16 = 16
 """ONNX's number for the type, of which NumPy has none."""
@@ -124,8 +122,6 @@ class OnnxRuntimeLibrary(Library):
             options.add_free_dimension_override_by_name(name, size)
         options.log_severity_level = 3
         options.add_session_config_entry(_RECORD_ASSIGNMENT, "1")
-        # Kernels that read integers at any number of rows; without them a tree of 6 nodes undoes int8 in every step.
-        options.add_session_config_entry("ep.cuda.fpa_intb_gemm", "1")
         provider = {
             "device_id": str(self._device.cuda.device.index),
             "user_compute_stream": str(self._device.stream.handle),
@@ -136,9 +132,7 @@ class OnnxRuntimeLibrary(Library):
             "use_tf32": "0",  # fp32 is to mean fp32: what is accepted is compared with the CPU token by token
         }
         try:
-            session = self._ort.InferenceSession(
-                str(path), options, providers=[(PROVIDER, provider)], disabled_optimizers=_WITHOUT_SUCH_KERNELS
-            )
+            session = self._ort.InferenceSession(str(path), options, providers=[(PROVIDER, provider)])
         except Exception as error:  # onnxruntime's exceptions share no public base
             raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
         on_device(path, session)
