@@ -57,7 +57,6 @@ class OnnxRuntimeGpu:
         path: str,
         options: Any,
         providers: Sequence[tuple[str, dict[str, str]]],
-        disabled_optimizers: Sequence[str],
     ) -> Any:
         (name, given), *others = providers
         assert name == CUDA and not others and Path(path).is_file()
