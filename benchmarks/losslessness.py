@@ -85,6 +85,8 @@ WAYS = {
     "medusa_draft, tree": Way("medusa-draft-tree", "medusa_draft", 10),
     "universal_draft, chain": Way("universal", "universal_draft", 3),
     "hypothesis, chain": Way("texts", "hypothesis", 3, (5, 8, 5)),
+    "eagle3, chain": Way("eagle3", "eagle3", 3),
+    "eagle3, tree": Way("eagle3-tree", "eagle3", 8),
 }
 SAMPLING = {
     "T 0.7": SamplingParams(temperature=0.7),
@@ -189,7 +191,7 @@ def _next(waiting: Iterator[Cell], minutes: float | None, began: float) -> Cell 
 
 
 def cells() -> list[Cell]:
-    """All cells, those done first spread out: the first 15 have every way once, the next 15 with the other load, and so
+    """All cells, those done first spread out: the first 17 have every way once, the next 17 with the other load, and so
     on with other sampling parameters; biased ones come early.
     """
     loads, sampling = ("alone", "batch"), tuple(SAMPLING)

@@ -184,6 +184,8 @@ LOSSLESSNESS = {
     "medusa-draft-tree": Recipe("llama", "near", config=DICE, heads="draft", trees=_ANY),
     "mlp": Recipe("llama", None, config=DICE, trees=_HEAD_CHAINS, speculator=True),
     "mlp-tree": Recipe("llama", None, config=DICE, trees=_ANY, speculator=True),
+    "eagle3": Recipe("llama", None, config=DICE, trees=_HEAD_CHAINS, eagle3=True),
+    "eagle3-tree": Recipe("llama", None, config=DICE, trees=_SPINES, eagle3=True),
     "texts": Recipe("llama", None, _CHAINS[1:], _CHAINS[0], DICE, lookups=("ngram", "suffix", "hypothesis")),
     "lookahead": Recipe("llama", None, config=DICE, lookahead=(3, 3, 3)),
 }

@@ -334,7 +334,7 @@ def test_missing_libraries_are_no_silent_detour(load: Callable[[str], Engine], g
 
 @traces
 def test_too_small_a_part_of_the_memory(load: Callable[..., Engine], gpu: OnnxRuntimeGpu) -> None:
-    with pytest.raises(BackendError, match=r"target's cache and buffers needs .* --gpu-memory-utilization"):
+    with pytest.raises(BackendError, match=r"loading target/weights.bin needs .* --gpu-memory-utilization"):
         load("llama-near", gpu_memory_utilization=1e-4)
     for wrong in (0.0, 1.5):
         with pytest.raises(RequestError, match=f"gpu_memory_utilization is {wrong}"):

@@ -144,7 +144,7 @@ def test_large_bodies_are_in_hand_up_to_a_bound(folder: Path) -> None:
 
 
 def test_unknown_endpoints_are_answered_with_those_there_are(running: Served) -> None:
-    known = "POST /v1/completions, POST /v1/chat/completions, POST /tokenize, GET /health"
+    known = "POST /v1/completions, POST /v1/chat/completions, POST /v1/responses, POST /tokenize, GET /health"
     for method, path, status in (
         ("GET", "/v1/nothing", 404),
         ("POST", "/", 404),
