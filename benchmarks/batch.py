@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import add_common_arguments, machine, new_table, read_texts, write_report
-from benchmarks.pair import bundle, inflated_pair, with_curve
+from benchmarks.pair import bundle, inflated_pair
 from specexport.runtime import Engine, SamplingParams, Stream
 from specexport.runtime.speculative import PLAIN
 
@@ -30,9 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, num_prompts=16, prompt_tokens=64, new_tokens=64)
     parser.add_argument("--precisions", default="fp32,int8")
     parser.add_argument("--concurrency", default="1,2,4,8,16")
-    parser.add_argument("--k", type=int, default=4, help="draft tokens a request alone speculates")
+    parser.add_argument("--k", type=int, default=4, help="draft tokens a request speculates at most")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--measure", action="store_true", help="measure the cost curve anew")
 
 
 @dataclass
@@ -65,7 +64,6 @@ def main(args: argparse.Namespace) -> int:
     measured: list[Point] = []
     for precision in args.precisions.split(","):
         folder = bundle(target, draft, args.work, precision, (args.k,), MAX_SEQ_LEN, 32)
-        with_curve(folder, args.threads, anew=args.measure)
         # Every prompt is read each time: what a prefix cache saves is not what is asked here.
         with Engine.load(folder, threads=args.threads, check_hashes=False, prefix_cache=False) as engine:
             prompts = [engine.encode(text)[: args.prompt_tokens] for text in texts]

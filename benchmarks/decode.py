@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
     over_bare: dict[str, float] = {}
     for precision in args.precisions.split(","):
         folder = bundle(target, draft, args.work, precision, CHOICES, args.max_seq_len, args.block_size)
-        with Engine.load(folder, threads=args.threads, check_hashes=False) as engine:
+        with Engine.load(folder, threads=args.threads, check_hashes=False, calibrate=False) as engine:
             prompts = [engine.encode(text)[: args.prompt_tokens] for text in texts]
             points = _decode(engine, precision, prompts, ks, args)
             over_bare[precision] = _plain_over_bare(engine, prompts)
@@ -211,6 +211,7 @@ def _long_context(target: Path, draft: Path, texts: list[str], args: argparse.Na
             bundle(target, draft, args.work, "int8", CHOICES, length, args.block_size),
             threads=args.threads,
             check_hashes=False,
+            calibrate=False,
         )
         for length in (512, args.long_context)
     }

@@ -20,10 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import msgspec
-
 from benchmarks.common import machine, new_table, open_console, read_texts, write_report
-from specexport.contract.reading import exchange_manifest, read_manifest
+from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Completion, Engine, SamplingParams, Stream
 from specexport.runtime.speculative import PLAIN, Speculative
@@ -160,7 +158,10 @@ def cells(folder: Path, precision: str) -> list[Cell]:
 
 
 def _open(folder: Path, args: argparse.Namespace) -> Engine:
-    return Engine.load(folder, threads=args.threads, check_hashes=False, exactness=args.exactness)
+    from tests.manifests import curve
+
+    costs = curve(read_manifest(folder), lambda *_: 1.0)
+    return Engine.load(folder, threads=args.threads, check_hashes=False, costs=costs, exactness=args.exactness)
 
 
 def _bundle(args: argparse.Namespace, precision: str) -> Path:
@@ -196,13 +197,6 @@ def _bundle(args: argparse.Namespace, precision: str) -> Path:
         max_seq_len=MAX_SEQ_LEN,
         max_batch_size=BATCH,
     )
-    manifest = read_manifest(folder)
-    if not manifest.costs:
-        from tests.manifests import curve
-
-        with _open(folder, args) as engine:
-            costs = msgspec.structs.replace(curve(manifest, lambda *_: 1.0), device=engine.backend.device)
-        exchange_manifest(folder, msgspec.structs.replace(manifest, costs=(costs,)))
     return folder
 
 

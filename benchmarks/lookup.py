@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
     ways = [("plain", 0), *((method, int(k)) for method in METHODS for k in args.k.split(","))]
     rows: list[Row] = []
     branching: dict[str, float] = {}
-    with Engine.load(folder, threads=args.threads, check_hashes=False) as engine:
+    with Engine.load(folder, threads=args.threads, check_hashes=False, calibrate=False) as engine:
         for workload in _workloads(engine, args):
             runs: list[list[Completion]] = [[] for _ in ways]
             for warm in (True, False):

@@ -29,14 +29,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from benchmarks.common import machine, new_table, open_console, write_report
-from specexport.contract.reading import exchange_manifest, read_manifest
+from specexport.contract.manifest import Manifest
+from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams, Stream
 from specexport.runtime import step as step_module
+from specexport.runtime.costs import CostCurve
 from specexport.runtime.sampling import Distributions, accept_sampled
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.stats import Stats
@@ -204,29 +205,40 @@ def cells() -> list[Cell]:
 
 
 def _bundle(work: Path, name: str) -> Path:
-    """A bundle with a cost curve by which the number of draft tokens depends on the batch; made if it is not there."""
+    """A bundle; made if it is not there."""
     folder = work / name
     if not folder.exists():
         from tests.make_bundles import LOSSLESSNESS, make  # needs torch, which the rest does not
 
         make(name, work, LOSSLESSNESS[name])
-    manifest = read_manifest(folder)
-    if not manifest.costs:
-        from tests.manifests import curve
-
-        # A step costs nothing more up to some tokens in all: alone the largest trees pay, in a full batch the smallest.
-        free = 4 * max(method.width(tree) for method in manifest.methods for tree in method.token_trees())
-        made = curve(manifest, lambda slots, tokens: float(max(free, slots * tokens)))
-        exchange_manifest(folder, msgspec.structs.replace(manifest, costs=(made,)))
     return folder
+
+
+def _costs(manifest: Manifest) -> CostCurve:
+    """Costs by which the number of draft tokens depends on the batch.
+
+    A step costs nothing more up to some tokens in all: alone the largest trees pay, in a full batch the smallest.
+    """
+    from tests.manifests import curve
+
+    free = 4 * max(method.width(tree) for method in manifest.methods for tree in method.token_trees())
+    return curve(manifest, lambda slots, tokens: float(max(free, slots * tokens)))
 
 
 @lru_cache(maxsize=2)
 def _engine(folder: Path, load: str) -> Engine:
     batch = load == "batch"
     # What observes the target proposes in the first step only if the prompt was read, so alone it is.
-    observes = any(method.target_outputs for method in read_manifest(folder).methods)
-    engine = Engine.load(folder, threads=1, check_hashes=False, cost_curve=batch, prefix_cache=batch or not observes)
+    manifest = read_manifest(folder)
+    observes = any(method.target_outputs for method in manifest.methods)
+    engine = Engine.load(
+        folder,
+        threads=1,
+        check_hashes=False,
+        calibrate=False,
+        costs=_costs(manifest) if batch else None,
+        prefix_cache=batch or not observes,
+    )
     gc.freeze()
     return engine
 

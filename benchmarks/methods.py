@@ -111,7 +111,10 @@ def main(args: argparse.Namespace) -> int:
     }
     ways = list(_ways(folders, tuned, greedy, sampled))
     runs: list[list[Completion]] = [[] for _ in ways]
-    engines = {name: Engine.load(folder, threads=args.threads, check_hashes=False) for name, folder in folders.items()}
+    engines = {
+        name: Engine.load(folder, threads=args.threads, check_hashes=False, calibrate=False)
+        for name, folder in folders.items()
+    }
     prompts = [engines["draft"].encode(text)[: args.prompt_tokens] for text in texts[: args.num_prompts]]
     for warm in (True, False):
         for prompt in track(prompts[:1] if warm else prompts, "warming up" if warm else "decoding"):
@@ -169,7 +172,7 @@ def _bundles(args: argparse.Namespace) -> dict[str, Path]:
 def _tune(folder: Path, costs: list[float], params: SamplingParams, texts: list[str], args: Any) -> TokenTree:
     """The tree that suits this machine best, put into the bundle."""
     (method,) = read_manifest(folder).methods
-    with Engine.load(folder, threads=args.threads, check_hashes=False) as engine:
+    with Engine.load(folder, threads=args.threads, check_hashes=False, calibrate=False) as engine:
         prompts = [engine.encode(text)[: args.prompt_tokens] for text in texts]
         observed = observe(engine, method.name, prompts, params, lambda *_: None)
     best = candidates(method, observed, costs)[0].tree

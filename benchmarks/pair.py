@@ -16,7 +16,6 @@ from specexport.contract.errors import BundleError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.tuning.batch import is_measured, measure_into
 
 TARGET_PARAMETERS, DRAFT_PARAMETERS = 290e6, 25e6
 MAX_POSITIONS = 8192
@@ -119,14 +118,6 @@ def bundle(
         max_seq_len=max_seq_len,
         block_size=block_size,
     )
-
-
-def with_curve(folder: Path, threads: int, anew: bool = False) -> Path:
-    """A bundle after its steps were timed on this machine (``tune batch``); once, unless anew."""
-    if anew or not is_measured(folder, threads):
-        with progress_bars() as progress:
-            measure_into(folder, threads=threads, progress=progress)
-    return folder
 
 
 def built(out: Path, target: Path, **options: Any) -> Path:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.common import add_common_arguments, machine, read_texts, write_report
 from benchmarks.pair import bundle as pair_bundle
-from benchmarks.pair import inflated_pair, with_curve
+from benchmarks.pair import inflated_pair
 from benchmarks.serving import Process, quantile, server
 
 
@@ -66,7 +66,6 @@ def main(arguments: argparse.Namespace) -> int:
     if served is None:
         target, draft = inflated_pair(arguments.models, arguments.work)
         served = pair_bundle(target, draft, arguments.work, arguments.precision, (4,), 1024)
-        with_curve(served, arguments.threads)
     texts = [text[: arguments.prompt_chars] for text in read_texts(arguments.prompts)]
     prompts = [texts[index % len(texts)] for index in range(arguments.requests)]
     rows = []

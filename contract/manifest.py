@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from specexport.contract.costs import CostCurve
 from specexport.contract.engines import BackendName, CompiledEngine, ProgramGraph
 from specexport.contract.methods.base import Method
 from specexport.contract.model import Count, LoweredAs, Model, Probability, Size, Strict
 from specexport.contract.signature import GraphSignature, Signature, target_signature
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 MANIFEST_NAME = "specexport.json"
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
@@ -98,7 +97,6 @@ class Manifest(Strict, frozen=True):
         generation: sampling defaults.
         files: every file but this one.
         program: the step program's own graphs, for backends that keep a step on the device.
-        costs: what steps cost on the devices where that was measured; one a device.
     """
 
     format_version: int
@@ -116,7 +114,6 @@ class Manifest(Strict, frozen=True):
     generation: GenerationDefaults
     files: tuple[FileEntry, ...]
     program: tuple[ProgramGraph, ...] = ()
-    costs: tuple[CostCurve, ...] = ()
 
     @property
     def models(self) -> dict[str, Model]:
@@ -140,7 +137,3 @@ class Manifest(Strict, frozen=True):
     def method(self, name: str) -> Method | None:
         """The method of a name, if the bundle has it."""
         return next((method for method in self.methods if method.name == name), None)
-
-    def curve(self, device: str) -> CostCurve | None:
-        """What was measured on a device, if it was."""
-        return next((curve for curve in self.costs if curve.device == device), None)

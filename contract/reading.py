@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
@@ -13,7 +12,6 @@ import msgspec
 from msgspec import Meta
 
 from specexport.contract import tensors
-from specexport.contract.costs import Cost, CostCurve
 from specexport.contract.errors import UNREADABLE, BundleError, SpecExportError
 from specexport.contract.folders import claimed, writing
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
@@ -109,8 +107,6 @@ def _read(path: Path) -> Manifest:
         raise BundleError(f"{path}: not a valid manifest: {error}; build the bundle again") from error
     _check_references(path, manifest)
     _check_shapes(path, manifest)
-    for curve in manifest.costs:
-        _check_costs(path, manifest, curve)
     return manifest
 
 
@@ -241,29 +237,6 @@ def _check_batches(path: Path, role: str, points: Sequence[ShapePoint], manifest
         if absent:
             wanted = ShapePoint(min(absent)[0], tokens, min(absent)[1], rows, drafts)
             raise BundleError(f"{path}: the {role} has no shape point {wanted}; build the bundle again")
-
-
-def _check_costs(path: Path, manifest: Manifest, curve: CostCurve) -> None:
-    """A curve says what steps and every method cost, at every batch size from 1 to its largest."""
-    where = f"{path}: costs of {curve.device!r}"
-    batches = sorted({cost.batch for cost in curve.steps})
-    if tuple(batches) != manifest.batch_sizes[: len(batches)]:
-        raise BundleError(f"{where}: measured for batches of {batches}; expected {list(manifest.batch_sizes)}")
-    methods = sorted(one.method for one in curve.methods)
-    if methods != sorted(method.name for method in manifest.methods):
-        raise BundleError(f"{where}: measured with the methods {methods}, which are not the bundle's; measure again")
-    if not any(cost.tokens == 1 for cost in curve.steps) or not all(cost.seconds for cost in curve.steps):
-        raise BundleError(f"{where}: no plain step was measured, or one that took no time; measure again")
-    caches = {cost.cache for cost in curve.steps}
-    for what, costs in (("steps", curve.steps), *((one.method, one.propose) for one in curve.methods)):
-        widths = {cost.tokens for cost in costs}
-        _require_grid(f"{where}: {what}", costs, itertools.product(batches, widths, caches))
-
-
-def _require_grid(where: str, costs: Sequence[Cost], expected: Iterable[tuple[int, int, int]]) -> None:
-    found = [(cost.batch, cost.tokens, cost.cache) for cost in costs]
-    if sorted(found) != sorted(expected):
-        raise BundleError(f"{where}: expected each batch size once at every width and cache size; measure again")
 
 
 def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:

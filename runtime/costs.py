@@ -1,59 +1,110 @@
-"""What a step is going to take: a measured curve, and what lies between its points."""
+"""What a step is going to take on this machine: what was measured, and what lies between."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Annotated
 
-from specexport.contract.costs import Cost, CostCurve
+from msgspec import Meta
+
+from specexport.contract.model import Size, Strict
+
+Seconds = Annotated[float, Meta(gt=0.0, le=1e6)]
+
+
+class Cost(Strict, frozen=True):
+    """The time of one call, the least of several: whatever else a machine does only adds to it.
+
+    Attributes:
+        batch: slots that took part, B.
+        tokens: of a step, T a slot; of proposing, the nodes of the tree proposed for each slot.
+        seconds: of wall clock.
+    """
+
+    batch: Size
+    tokens: Size
+    seconds: Seconds
+
+
+class MethodCosts(Strict, frozen=True):
+    """What a way to propose costs beside the step that verifies.
+
+    Attributes:
+        method: its name.
+        propose: d(B, K): proposing the trees that it may be asked to fill.
+        read: seconds of a chunk of text that a draft is behind in; 0 where nothing is read.
+    """
+
+    method: str
+    propose: Annotated[tuple[Cost, ...], Meta(min_length=1)]
+    read: Annotated[float, Meta(ge=0.0, le=1e6)]
+
+
+class CostCurve(Strict, frozen=True):
+    """What was measured of a bundle on a machine.
+
+    Attributes:
+        rows: of the cache that ``steps`` were measured with.
+        steps: c(B, T): whole steps but for proposing, for every batch size up to the largest that was measured.
+        more_rows: of the larger cache of ``longer``.
+        longer: c(1, T) with the larger cache; none if there was no room for one.
+        methods: of every method that was measured.
+    """
+
+    rows: Size
+    steps: Annotated[tuple[Cost, ...], Meta(min_length=1)]
+    more_rows: Size
+    longer: tuple[Cost, ...]
+    methods: tuple[MethodCosts, ...]
 
 
 class Costs:
-    """c(B, T) and d(B, K) of a curve, at any number of cache rows. Widths and rows that were not measured are
-    interpolated linearly, and extrapolated beyond the last: attention costs for every row of the cache.
+    """c(B, T) and d(B, K) of a curve, at any number of cache rows. Widths that were not measured are interpolated
+    linearly, and extrapolated beyond the last. Attention costs the same for each further row of each slot's cache.
+
+    Attributes:
+        largest: the largest batch size that was measured.
     """
 
     def __init__(self, curve: CostCurve) -> None:
-        self._steps = _Grid(curve.steps)
-        self._propose = {one.method: _Grid(one.propose) for one in curve.methods}
+        self._curve = curve
+        self._steps, self._longer = _Line(curve.steps), _Line(curve.longer)
+        self._propose = {one.method: _Line(one.propose) for one in curve.methods}
         self._read = {one.method: one.read for one in curve.methods}
+        self.largest = max(cost.batch for cost in curve.steps)
+        self.step = lru_cache(maxsize=4096)(self._step)
 
-    def step(self, batch: int, tokens: int, rows: int) -> float:
+    def _step(self, batch: int, tokens: int, rows: int) -> float:
         """Seconds of a step that verifies so many tokens a slot, without proposing."""
-        return self._steps.at(batch, tokens, rows)
+        more = self._curve.more_rows - self._curve.rows
+        row = max(0.0, self._longer.at(1, tokens) - self._steps.at(1, tokens)) / more if self._curve.longer else 0.0
+        return self._steps.at(batch, tokens) + row * batch * max(0, rows - self._curve.rows)
 
-    def propose(self, method: str, batch: int, nodes: int, rows: int) -> float:
+    def propose(self, method: str, batch: int, nodes: int) -> float:
         """Seconds of proposing a tree of so many nodes for each slot."""
         known = self._propose.get(method)  # methods that need no graph cost next to nothing and may be unmeasured
-        return known.at(batch, nodes, rows) if known is not None else 0.0
+        return known.at(batch, nodes) if known is not None else 0.0
 
     def read(self, method: str) -> float:
         """Seconds of a chunk that a method's draft is behind in; 0 where nothing is read."""
         return self._read.get(method, 0.0)
 
 
-class _Grid:
-    """Seconds by batch, tokens and cache rows."""
+class _Line:
+    """Seconds by batch and tokens."""
 
     def __init__(self, costs: Sequence[Cost]) -> None:
-        self._tokens = sorted({cost.tokens for cost in costs})
-        self._caches = sorted({cost.cache for cost in costs})
-        self._seconds = {(cost.batch, cost.tokens, cost.cache): cost.seconds for cost in costs}
-        self.at = lru_cache(maxsize=None)(self._at)
+        self._known: dict[int, list[tuple[int, float]]] = {}
+        for cost in sorted(costs, key=lambda one: one.tokens):
+            self._known.setdefault(cost.batch, []).append((cost.tokens, cost.seconds))
 
-    def _at(self, batch: int, tokens: int, rows: int) -> float:
-        by_cache = [
-            _on_line(tokens, self._tokens, [self._seconds[batch, width, cache] for width in self._tokens])
-            for cache in self._caches
-        ]
-        return _on_line(rows, self._caches, by_cache)
-
-
-def _on_line(at: int, places: Sequence[int], values: Sequence[float]) -> float:
-    """The value at a place between or beyond ascending places; more of anything never costs less."""
-    if at <= places[0] or len(places) == 1:
-        return values[0]
-    right = min(max(bisect_left(places, at), 1), len(places) - 1)
-    slope = max(0.0, (values[right] - values[right - 1]) / (places[right] - places[right - 1]))
-    return values[right - 1] + slope * (at - places[right - 1])
+    def at(self, batch: int, tokens: int) -> float:
+        """The value at a place between or beyond those of a batch size; more of anything never costs less."""
+        known = self._known[batch if batch in self._known else max(self._known)]
+        if tokens <= known[0][0] or len(known) == 1:
+            return known[0][1]
+        right = min(max(bisect_left(known, (tokens, 0.0)), 1), len(known) - 1)
+        (before, low), (after, high) = known[right - 1], known[right]
+        return low + max(0.0, (high - low) / (after - before)) * (tokens - before)

@@ -24,14 +24,16 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Backend
 from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.calibration import SECONDS, Progress, measure, remembered
 from specexport.runtime.constraint import Grammars
+from specexport.runtime.costs import CostCurve, Costs
 from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt, encoded
 from specexport.runtime.graph import Graph
 from specexport.runtime.hypothesis import BypassRunner, continuation, taken_as_it_is
 from specexport.runtime.logits import LogitsProcessor, Penalties
 from specexport.runtime.opening import DEFAULT_UTILIZATION, open_backend
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.policy import SpeculationPolicy, open_policy
+from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.program import PLAIN_TREE, Speculation
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.opening import Opening, open_proposer
@@ -64,6 +66,7 @@ class Engine:
             default first, then those that need no graph of their own.
         slots: requests that run at once.
         widths: how wide its steps are, and whether they are exact.
+        costs: what steps cost on this machine; None where each request speculates as its method does by default.
     """
 
     def __init__(
@@ -73,7 +76,8 @@ class Engine:
         target: Graph,
         speculations: Mapping[str, Speculation],
         prefix_cache: bool = True,
-        cost_curve: bool = True,
+        calibrate: bool = True,
+        costs: CostCurve | None = None,
         exactness: Exactness | None = None,
     ) -> None:
         self.manifest: Manifest = bundle.manifest
@@ -90,9 +94,14 @@ class Engine:
         self.widths = backend.widths(target, exactness)
         program = backend.program(target, self.speculations, self.widths)
         self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.speculations), Reuse.NOTHING))
-        budget = open_policy(self.manifest, self.speculations, backend.device if cost_curve else None, target.sizes)
+        if costs is None and calibrate and self._built:
+            costs = self._calibrated()
+        self.costs = None if costs is None else Costs(costs)
+        policy = SpeculationPolicy(self.manifest, self.speculations)
+        if self.costs is not None:
+            policy = MeasuredPolicy(self.manifest, self.speculations, self.costs, target.sizes)
         texts = Reuse.TEXTS if self.widths.chunks else Reuse.PROMPTS
-        self._scheduler = Scheduler(program, budget, texts if prefix_cache else Reuse.NOTHING)
+        self._scheduler = Scheduler(program, policy, texts if prefix_cache else Reuse.NOTHING)
         self._closed = False
 
     @classmethod
@@ -105,7 +114,8 @@ class Engine:
         methods: Mapping[str, Any] | Method | str | Sequence[Mapping[str, Any] | Method | str] = (),
         max_batch_size: int | None = None,
         prefix_cache: bool = True,
-        cost_curve: bool = True,
+        calibrate: bool = True,
+        costs: CostCurve | None = None,
         exactness: Exactness | None = None,
         backend: str | None = None,
         gpu_memory_utilization: float = DEFAULT_UTILIZATION,
@@ -122,9 +132,11 @@ class Engine:
             max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest, on a GPU
                 for its smallest. Engines run those they were compiled for (``compile --engine-batch-sizes``).
             prefix_cache: a prompt that begins like a text the cache still holds is read from where they part.
-            cost_curve: choose how much each step speculates by what steps cost on this device, if the bundle knows it
-                (``specexport tune batch``). A request's ``num_speculative_tokens`` is then the most it gets; otherwise,
-                alone, it is what it gets.
+            calibrate: choose how much each step speculates by what steps cost on this machine. That takes a few seconds
+                when a bundle is first opened there, and is remembered in the cache folder. On a GPU nothing is measured
+                unasked (``specexport tune batch`` does it). Without it a request alone speculates as its method does by
+                default.
+            costs: what steps cost, in the place of what is measured here.
             exactness: ``exact``, the default on a CPU, makes greedy text that of plain decoding bit for bit, whatever
                 the method, the tree and what runs beside it; ``fast``, all there is on a GPU, takes the narrowest
                 steps, so that texts may part where two tokens are about equally likely.
@@ -154,7 +166,7 @@ class Engine:
             target = running.open(manifest.target, slots, buffers(manifest.target_signature))
             opening = Opening(opened, running, slots)
             speculations = {method.name: Speculation(method, open_proposer(method, opening)) for method in available}
-            return cls(opened, running, target, speculations, prefix_cache, cost_curve, exactness)
+            return cls(opened, running, target, speculations, prefix_cache, calibrate, costs, exactness)
         except BaseException:
             running.close()
             raise
@@ -290,12 +302,14 @@ class Engine:
             posterior_alpha=own.posterior_alpha if params.posterior_alpha is None else params.posterior_alpha,
         )
         asked = Speculative.of(speculative)
-        chosen, tree = choose(asked, self.methods, self._built, params, embedded)
-        if asked.hypothesis is None:
-            return Stream(self._scheduler, self._request(read, params, chosen, tree, options=asked.options))
-        before = prompt if isinstance(prompt, str) else ""
-        request = self._request(read, params, chosen, tree, continuation(self, before, asked.hypothesis), asked.options)
-        bypass = taken_as_it_is(params, asked.hypothesis_entropy)
+        free = self.costs is not None
+        chosen, tree = choose(asked, self.methods, self._built, params, embedded, free)
+        expected: Sequence[int] = ()
+        if asked.hypothesis is not None:
+            expected = continuation(self, prompt if isinstance(prompt, str) else "", asked.hypothesis)
+        request = self._request(read, params, chosen, tree, expected, asked.options)
+        request.fixed = asked.num_speculative_tokens is not None
+        bypass = asked.hypothesis is not None and taken_as_it_is(params, asked.hypothesis_entropy)
         return Stream(BypassRunner() if bypass else self._scheduler, request)
 
     def _request(
@@ -336,6 +350,25 @@ class Engine:
     ) -> Completion:
         """Runs a request to its end; see :meth:`stream`."""
         return completed(self.stream(prompt, params, speculative))
+
+    def calibrate(self, seconds: float = SECONDS, progress: Progress | None = None) -> CostCurve:
+        """Measures what steps cost on this machine and remembers it, for engines that are opened after this.
+
+        Nothing else may use the engine meanwhile.
+
+        Args:
+            seconds: about how long it may take.
+            progress: is told what is done.
+        """
+        built = {name: self.speculations[name] for name in self._built if self.methods[name].needs_graph}
+        found = measure(self.manifest, self._target, built, self.widths, seconds, progress)
+        remembered(self.manifest, self.backend, self.slots, self.widths).save(found)
+        return found
+
+    def _calibrated(self) -> CostCurve | None:
+        """What is remembered of this machine, or measured now."""
+        known = remembered(self.manifest, self.backend, self.slots, self.widths).load()
+        return self.calibrate() if known is None and self.backend.execution == "host" else known
 
     def _warm_up(self, scheduler: Scheduler) -> None:
         """Runs a plain step and one of each method, so that the first request does not pay for buffers and pages."""

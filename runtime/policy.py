@@ -50,11 +50,12 @@ class SpeculationPolicy:
 
 
 class MeasuredPolicy(SpeculationPolicy):
-    """Chooses the trees that are expected to commit most tokens a second on this device.
+    """Chooses the trees that are expected to commit most tokens a second on this machine.
 
-    What is expected to be accepted comes from the request's own steps so far, and what a step costs from the bundle's
-    curve; no clock is read, so a request alone runs the same way every time. All slots of a step pay for the widest
-    tree among them, and those of one method for its largest: see :func:`best`.
+    What is expected to be accepted comes from the request's own steps so far, and what a step costs from what was
+    measured; no clock is read, so a request alone runs the same way every time. All slots of a step pay for the widest
+    tree among them, and those of one method for its largest: see :func:`best`. A request alone that named its number of
+    draft tokens gets it, and batches larger than any that was measured follow the rule.
 
     Where a method is left out, its requests save up ``PROBE_SHARE`` of the time, with a draft ``READ_SHARE`` too, and
     spend it on trying its smallest tree. What is accepted pays back, so that a try that succeeds is followed by
@@ -65,21 +66,25 @@ class MeasuredPolicy(SpeculationPolicy):
         self, manifest: Manifest, speculations: Mapping[str, Speculation], costs: Costs, sizes: Sequence[int]
     ) -> None:
         super().__init__(manifest, speculations)
+        self._speculations = speculations
         self._costs = costs
         self._sizes = sizes
         self._chunk = manifest.prefill_chunk
         points = manifest.target.graph.points
         self._caches = sorted({point.cache for point in points})
         self._widths = sorted({point.tokens for point in points if point.rows == point.tokens})
-        self._fits = {
-            name: [Fit(tree, one.method.width(tree)) for tree in self._smaller[name]]
-            for name, one in speculations.items()
-        }
+        self._fits = {name: [self._fit(name, tree) for tree in self._smaller[name]] for name in speculations}
         self._chosen: dict[Request, Fit] = {}
         self._idle: list[_Idle] = []
 
     def assign(self, requests: Sequence[Request]) -> None:
         self._chosen, self._idle = {}, []
+        if self._batch(requests) > self._costs.largest or (len(requests) == 1 and requests[0].fixed):
+            super().assign(requests)
+            for request in requests:
+                if request.view.method is not None and len(request.view.tree) > 1:
+                    self._chosen[request] = self._fit(request.view.method, request.view.tree)
+            return
         groups: dict[str, list[Request]] = {}
         for request in requests:
             # The last token of an output needs no draft.
@@ -92,26 +97,27 @@ class MeasuredPolicy(SpeculationPolicy):
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
 
     def _choose(self, groups: Mapping[str, list[Request]], requests: Sequence[Request]) -> None:
+        # As many as the cache will have.
         rows = _at_least(self._caches, max(len(request.view.tokens) for request in requests))
         batch = self._batch(requests)
 
         def verify(width: int) -> float:
             return self._costs.step(batch, _at_least(self._widths, width), rows)
 
-        options = [self._options(name, members, rows) for name, members in groups.items()]
+        options = [self._options(name, members) for name, members in groups.items()]
         picks = best(options, len(requests), verify)
         width = max((pick.width for pick in picks if pick is not None), default=1)
         for (name, members), pick in zip(groups.items(), picks, strict=True):
             if pick is not None:
                 self._chosen |= pick.fits
             else:
-                self._idle.append(self._idling(name, members, width, rows, len(requests), verify))
+                self._idle.append(self._idling(name, members, width, len(requests), verify))
         tried = next((idle for idle in self._idle if idle.affordable), None)
         if tried is not None:
             tried.trying = True
             self._chosen |= tried.fits
 
-    def _options(self, name: str, members: Sequence[Request], rows: int) -> list[Option]:
+    def _options(self, name: str, members: Sequence[Request]) -> list[Option]:
         """What a method may do in a step: one option for each limit on the width of its trees."""
         gains = {request: [(_gain(request, fit), fit) for fit in self._within(name, request)] for request in members}
         found = []
@@ -124,11 +130,11 @@ class MeasuredPolicy(SpeculationPolicy):
             }
             fits = {request: fit for request, (_, fit) in most.items()}
             gain = sum(gain for gain, _ in most.values())
-            found.append(Option(width, gain, self._propose(name, fits, rows), fits))
+            found.append(Option(width, gain, self._propose(name, fits), fits))
         return found
 
     def _idling(
-        self, name: str, members: list[Request], width: int, rows: int, running: int, verify: Callable[[int], float]
+        self, name: str, members: list[Request], width: int, running: int, verify: Callable[[int], float]
     ) -> _Idle:
         """What it takes to try a method that was left out of a step of some width."""
         read = self._costs.read(name)
@@ -137,7 +143,7 @@ class MeasuredPolicy(SpeculationPolicy):
         fits = {request: self._within(name, request)[-1] for request in trying}
         chunks = math.ceil(trying[0].history.unread / self._chunk)
         wider = max(width, *(fit.width for fit in fits.values()))
-        cost = verify(wider) - verify(width) + self._propose(name, fits, rows) + read * chunks
+        cost = verify(wider) - verify(width) + self._propose(name, fits) + read * chunks
         share = PROBE_SHARE + (READ_SHARE if read else 0.0)
         return _Idle(members, fits, cost, read, verify(1) / running, share * verify(width) / running)
 
@@ -148,8 +154,11 @@ class MeasuredPolicy(SpeculationPolicy):
     def _batch(self, requests: Collection[Request]) -> int:
         return len(window([request.view.slot for request in requests], self._sizes))
 
-    def _propose(self, name: str, fits: Mapping[Request, Fit], rows: int) -> float:
-        return self._costs.propose(name, self._batch(fits), max(len(fit.tree) for fit in fits.values()), rows)
+    def _propose(self, name: str, fits: Mapping[Request, Fit]) -> float:
+        return self._costs.propose(name, self._batch(fits), max(len(fit.tree) for fit in fits.values()))
+
+    def _fit(self, name: str, tree: TokenTree) -> Fit:
+        return Fit(tree, self._speculations[name].method.width(tree))
 
     def learn(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
         made = dict(zip(requests, outcomes, strict=True))
@@ -164,19 +173,6 @@ class MeasuredPolicy(SpeculationPolicy):
                 history.unread = max(0, history.unread - self._chunk) + len(outcome.tokens)
         for idle in self._idle:
             idle.settle(made)
-
-
-def open_policy(
-    manifest: Manifest, speculations: Mapping[str, Speculation], device: str | None, sizes: Sequence[int]
-) -> SpeculationPolicy:
-    """The policy of an engine of these batch sizes: by the curve of its device, or by the rule where there is none.
-
-    ``device`` is what the engine runs on, as backends name it; None for the rule in any case.
-    """
-    curve = manifest.curve(device) if device is not None else None
-    if curve is None or max(cost.batch for cost in curve.steps) < sizes[-1]:
-        return SpeculationPolicy(manifest, speculations)
-    return MeasuredPolicy(manifest, speculations, Costs(curve), sizes)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class Request:
     Attributes:
         view: what a step program sees of it: its prompt, to which the output is added, and the tree of the next step.
         tree: the tree it asks to be verified; a step may verify a smaller one.
+        fixed: whether it named its number of draft tokens.
         stats: its counters.
         history: what speculating brought it so far.
         room: tokens it may still generate.
@@ -56,6 +57,7 @@ class Request:
     def __init__(self, view: SlotView, text: TextStream, room: int, ends: Sequence[int]) -> None:
         self.view = view
         self.tree = view.tree
+        self.fixed = False
         self.stats = Stats(prompt_tokens=view.prompt)
         self.history = History(unread=view.prompt)
         self.room = room

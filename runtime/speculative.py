@@ -87,9 +87,17 @@ def _options(name: object, keys: Mapping[str, Any]) -> Method:
 
 
 def choose(
-    asked: Speculative, methods: Mapping[str, Method], asked_for: Sequence[str], params: SamplingParams, embedded: bool
+    asked: Speculative,
+    methods: Mapping[str, Method],
+    asked_for: Sequence[str],
+    params: SamplingParams,
+    embedded: bool,
+    free: bool,
 ) -> tuple[str | None, TokenTree]:
     """The method and tree of a request; none where it decodes plainly, or nothing suits it.
+
+    ``free`` is whether steps may verify less than that as they see fit: then it is the method's largest tree where
+    nobody asked for another.
 
     Raises:
         RequestError: the method or the tree is not there, the method's model cannot read embeddings, or a hypothesis
@@ -125,7 +133,7 @@ def choose(
         )
     trees = methods[name].token_trees()
     if asked.num_speculative_tokens is None:
-        return name, trees[0]
+        return name, max(trees, key=len) if free else trees[0]
     tree = next((tree for tree in trees if len(tree) == asked.num_speculative_tokens + 1), None)
     if tree is None:
         built = ", ".join(map(str, sorted(len(tree) - 1 for tree in trees)))

@@ -82,7 +82,7 @@ def cached_bundle(
 
 
 def its_turn(bundle: Path) -> AbstractContextManager[None]:
-    """Held by the one process that builds or measures a bundle of the cache, while the others wait."""
+    """Held by the one process that builds a bundle of the cache, while the others wait."""
     return locked(bundle.parent / f".{bundle.name}.turn")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, overload
@@ -12,7 +11,7 @@ from typing import Any, cast, overload
 import msgspec
 import numpy as np
 
-from specexport.cache import cached_bundle, its_turn
+from specexport.cache import cached_bundle
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, ContextLengthError, RequestError
 from specexport.contract.manifest import MANIFEST_NAME
@@ -65,7 +64,7 @@ class Frontend:
         gpu_memory_utilization: float | None = None,
         backend: str | None = None,
         threads: int | None = None,
-        measure: bool | None = None,
+        calibrate: bool = True,
         exactness: Exactness | None = None,
         check_hashes: bool = True,
         **build: Any,
@@ -96,13 +95,12 @@ class Frontend:
             methods = read_methods(speculative_config) if speculative_config is not None else ()
             folder = _built(str(model), methods, max_model_len, backend, check_hashes, build)
             check_hashes = False  # the cache did, or was not to
-        if measure or (measure is None and model is not None and speculative_config is not None):
-            _measure(folder, threads, backend, shared=model is not None)
         engine = Engine.load(
             folder,
             threads=threads,
             check_hashes=check_hashes,
             methods=loaded,
+            calibrate=calibrate,
             exactness=exactness,
             backend=backend,
             gpu_memory_utilization=gpu_memory_utilization or DEFAULT_UTILIZATION,
@@ -290,17 +288,3 @@ def _engines(backend: str | None) -> Any:
     from specexport.exporter.engines.options import EngineOptions
 
     return EngineOptions(runtime=cast(Any, backend))
-
-
-def _measure(folder: Path, threads: int | None, backend: str | None, *, shared: bool) -> None:
-    """Measures a bundle on this device, if nobody has; of the processes that share a cache one does."""
-    from specexport.tuning.batch import is_measured, measure_into
-
-    if is_measured(folder, threads, backend):
-        return
-    from specexport.building import progress_bars
-
-    with its_turn(folder) if shared else nullcontext():
-        if not is_measured(folder, threads, backend):
-            with progress_bars() as progress:
-                measure_into(folder, threads=threads, backend=backend, progress=progress)

@@ -49,9 +49,8 @@ class LLM:
         gpu_memory_utilization: share of a GPU's memory that may be taken, in (0, 1]. Bundles for the CPU take none.
         backend: what runs it, one of ``contract.engines.BACKENDS``; None for what the bundle was built for.
         threads: CPU threads; None for every core.
-        measure: time steps and proposals on this device if the bundle does not know them yet, a minute at most as a
-            rule, so that batches speculate as much as pays (``specexport tune batch``). None does it for models that
-            speculate, in the cache, and leaves bundles as they are.
+        calibrate: choose how much each step speculates by what steps cost on this machine, which is measured when a
+            bundle is first opened there; see :meth:`Engine.load <specexport.runtime.engine.Engine.load>`.
         exactness: ``exact`` or ``fast``; see :meth:`Engine.load <specexport.runtime.engine.Engine.load>`.
         check_hashes: compare a bundle's files with its manifest.
         build: with a model, further options of the build: ``precision``, ``draft_precision``, ``lowering``, ...
@@ -74,7 +73,7 @@ class LLM:
         gpu_memory_utilization: float | None = None,
         backend: str | None = None,
         threads: int | None = None,
-        measure: bool | None = None,
+        calibrate: bool = True,
         exactness: Exactness | None = None,
         check_hashes: bool = True,
         **build: Any,
@@ -89,7 +88,7 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             backend=backend,
             threads=threads,
-            measure=measure,
+            calibrate=calibrate,
             exactness=exactness,
             check_hashes=check_hashes,
             **build,

@@ -8,17 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specexport.contract.costs import Cost, CostCurve, MethodCosts
 from specexport.contract.manifest import MANIFEST_NAME, Manifest
 from specexport.contract.methods import method_name
 from specexport.contract.tree import TokenTree
-from specexport.runtime.machine import cpu_name
+from specexport.runtime.costs import Cost, CostCurve, MethodCosts
 
 Document = dict[str, Any]
 Price = Callable[[int, int], float]
 """Seconds by slots and tokens."""
-
-DEVICE = f"onnxruntime, {cpu_name()}, 1 thread"
 
 
 def rewritten(folder: Path, change: Callable[[Document], object]) -> None:
@@ -38,11 +35,10 @@ def curve(manifest: Manifest, step: Price, propose: Price = lambda *_: 0.0, read
     """A made-up curve for a bundle."""
     points = manifest.target.graph.points
     widths = sorted({point.tokens for point in points if point.rows == point.tokens})
-    cache = min(point.cache for point in points)
 
     def costs(price: Price, tokens: Sequence[int]) -> tuple[Cost, ...]:
         return tuple(
-            Cost(batch=batch, tokens=count, cache=cache, seconds=price(batch, count))
+            Cost(batch=batch, tokens=count, seconds=price(batch, count) or 1e-9)
             for batch, count in itertools.product(manifest.batch_sizes, tokens)
         )
 
@@ -50,4 +46,4 @@ def curve(manifest: Manifest, step: Price, propose: Price = lambda *_: 0.0, read
         MethodCosts(method=name, propose=costs(propose, [len(tree) for tree in trees_of(manifest, name)]), read=read)
         for name in map(method_name, manifest.methods)
     ]
-    return CostCurve(device=DEVICE, versions={}, steps=costs(step, widths), methods=tuple(methods))
+    return CostCurve(rows=1, steps=costs(step, widths), more_rows=1, longer=(), methods=tuple(methods))

@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from shutil import copytree
 from typing import Any, cast
 
 import msgspec
@@ -16,14 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport.cli import main
-from specexport.contract.costs import Cost, CostCurve
-from specexport.contract.errors import BundleError
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import method_name
-from specexport.contract.reading import check_files, exchange_manifest, read_manifest
+from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
-from specexport.runtime.costs import Costs
+from specexport.runtime.costs import Cost, CostCurve, Costs
 from specexport.runtime.policy import (
     MARGIN,
     PROBE_SHARE,
@@ -38,7 +35,7 @@ from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.text import TextStream
-from tests.manifests import DEVICE, curve, trees_of
+from tests.manifests import curve, trees_of
 from tests.reference import chi_square_p, exact_texts
 
 Bundles = Callable[[str], Path]
@@ -233,82 +230,112 @@ def test_trying_again_costs_a_hundredth_and_finds_what_changed(manifest: Manifes
 
 
 def test_what_was_not_measured_lies_between(manifest: Manifest) -> None:
-    steps = tuple(
-        Cost(batch=1, tokens=tokens, cache=cache, seconds=float(tokens) + cache / 256)
-        for tokens, cache in itertools.product((1, 2, 8), (256, 512))
+    steps, longer = (
+        tuple(
+            Cost(batch=batch, tokens=tokens, seconds=float(tokens) + cache / 256)
+            for batch, tokens in itertools.product(batches, (1, 2, 8))
+        )
+        for cache, batches in ((256, (1, 4)), (512, (1,)))
     )
-    costs = Costs(CostCurve(device=DEVICE, versions={}, steps=steps, methods=()))
+    costs = Costs(CostCurve(rows=256, steps=steps, more_rows=512, longer=longer, methods=()))
     assert costs.step(1, 2, 256) == 3.0
     assert costs.step(1, 5, 256) == 6.0
     assert costs.step(1, 5, 384) == pytest.approx(6.5)
     assert costs.step(1, 5, 1024) == pytest.approx(9.0)
+    assert costs.step(4, 5, 1024) == pytest.approx(18.0)
     assert costs.step(1, 14, 256) == pytest.approx(15.0)
 
 
 @pytest.fixture
-def copy(bundle: Bundles, tmp_path: Path) -> Path:
-    return copytree(bundle("dice-near-batch"), tmp_path / "bundle")
+def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder; gives where curves are kept in it."""
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path))
+    return tmp_path / "costs"
 
 
-def test_tuning_keeps_the_curve_in_the_bundle(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = read_manifest(copy)
-    words = ["tune", "batch", str(copy), "--threads", "1", "--seconds", "0.1"]
-    assert main([*words, "--dry-run"]) == 0
-    assert "draft_model: ms to propose" in capsys.readouterr().out
-    assert read_manifest(copy) == before
-    for _ in range(2):
-        assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.partition("}\n{")[0] + "}")
-    after = read_manifest(copy)
-    (kept,) = after.costs
-    assert kept.device == found["device"] == DEVICE
-    assert {cost.batch for cost in kept.steps} == set(SIZES)
-    points = after.target.graph.points
-    assert {cost.tokens for cost in kept.steps} == {point.tokens for point in points if point.rows == point.tokens}
-    (method,) = kept.methods
-    assert method.read > 0
-    assert msgspec.structs.replace(after, costs=()) == before
-    check_files(copy, after, hashes=True)
-    assert main([*words[:3], "--threads", "2", "--seconds", "0.1"]) == 0
-    assert len(read_manifest(copy).costs) == 2
-    with Engine.load(copy, threads=1) as measured, Engine.load(copy, threads=1, cost_curve=False) as ruled:
-        assert isinstance(measured._scheduler._policy, MeasuredPolicy)
+def test_a_bundle_is_measured_once_on_a_machine(bundle: Bundles, remembered: Path) -> None:
+    folder, prompt = bundle("dice-near-batch"), [5, 6, 7] * 8
+    with Engine.load(folder, threads=1) as ruled:
+        assert ruled.costs is None
         assert type(ruled._scheduler._policy) is SpeculationPolicy
+        plain = ruled.generate(prompt, GREEDY, PLAIN)
+    assert not remembered.exists()
+    with Engine.load(folder, threads=1, calibrate=True) as first:
+        assert isinstance(first._scheduler._policy, MeasuredPolicy)
+        assert first.generate(prompt, GREEDY).token_ids == plain.token_ids
+        # What was measured left nothing behind.
+        assert first.generate(prompt, GREEDY, PLAIN).token_ids == plain.token_ids
+    (file,) = remembered.iterdir()
+    curve = msgspec.json.decode(file.read_bytes(), type=CostCurve)
+    assert {cost.batch for cost in curve.steps} == set(SIZES)
+    assert {cost.tokens for cost in curve.steps} >= {1, 2, 3, 6, 9}
+    (method,) = curve.methods
+    assert method.read > 0
+    before = file.read_bytes()
+    with Engine.load(folder, threads=1, calibrate=True) as second:
+        assert second.costs is not None
+        assert [second.costs.step(*at, 1) for at in ((1, 1), (8, 9))] == [
+            next(one.seconds for one in curve.steps if (one.batch, one.tokens) == at) for at in ((1, 1), (8, 9))
+        ]
+    assert file.read_bytes() == before
+    with Engine.load(folder, threads=2, calibrate=True):  # another number of threads is another machine
+        assert len(list(remembered.iterdir())) == 2
+    file.write_bytes(before[:-9])
+    with Engine.load(folder, threads=1, calibrate=True):
+        assert msgspec.json.decode(file.read_bytes(), type=CostCurve) != curve
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda one: {"steps": one.steps[:-1]}, "expected each batch size once at every width"),
-        (lambda one: {"steps": (*one.steps, one.steps[0])}, "expected each batch size once at every width"),
-        (lambda one: {"steps": tuple(cost for cost in one.steps if cost.tokens > 1)}, "no plain step was measured"),
-        (lambda one: {"steps": tuple(cost for cost in one.steps if cost.batch > 1)}, "measured for batches of"),
-        (lambda one: {"methods": ()}, "which are not the bundle's"),
-    ],
-)
-def test_a_curve_with_holes_is_refused(copy: Path, change: Callable[[CostCurve], Any], reason: str) -> None:
-    manifest = read_manifest(copy)
-    whole = curve(manifest, lambda *_: 1.0)
-    broken = msgspec.structs.replace(manifest, costs=(msgspec.structs.replace(whole, **change(whole)),))
-    with pytest.raises(BundleError, match=reason):
-        exchange_manifest(copy, broken)
-    assert read_manifest(copy) == manifest
+def test_slow_steps_leave_larger_batches_to_the_rule(bundle: Bundles, remembered: Path) -> None:
+    with Engine.load(bundle("llama-near-batch"), threads=1) as engine:
+        curve = engine.calibrate(seconds=1e-9)
+    assert {cost.batch for cost in curve.steps} == {1}
+    with Engine.load(bundle("llama-near-batch"), threads=1, costs=curve) as engine:
+        prompt, params = [9, 8, 7, 6] * 4, GREEDY.replace(max_tokens=24)
+        plain = engine.generate(prompt, params, PLAIN)
+        streams = [engine.stream(prompt, params) for _ in range(4)]
+        for stream in streams:
+            stream.start()
+        for stream in streams:
+            assert tuple(token for chunk in stream for token in chunk.token_ids) == plain.token_ids
+            assert stream.stats.drafted > 0
+
+
+def test_tune_batch_measures_anew(bundle: Bundles, remembered: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tune", "batch", str(bundle("dice-near-batch")), "--threads", "1", "--seconds", "1"]
+    assert main(words) == 0
+    assert "draft_model: ms to propose" in capsys.readouterr().out
+    (file,) = remembered.iterdir()
+    before = file.read_bytes()
+    assert main([*words, "--json"]) == 0
+    assert file.read_bytes() != before
+    assert {cost["batch"] for cost in json.loads(capsys.readouterr().out)["steps"]} == set(SIZES)
+
+
+def test_steps_draft_as_many_tokens_as_pay(bundle: Bundles, tmp_path: Path) -> None:
+    """Without a word: the most where tokens are free, none where each costs a step; a number that is named stays."""
+    folder, params = bundle("llama-near"), GREEDY.replace(max_tokens=60)
+    manifest = read_manifest(folder)
+    most = max(len(tree) for tree in trees_of(manifest, "draft_model")) - 1
+    for price, expected in ((lambda *_: 1.0, most), (lambda _, tokens: float(tokens), 0)):
+        with Engine.load(folder, threads=1, costs=curve(manifest, price)) as engine:
+            done = engine.generate([9, 8, 7, 6] * 4, params)
+            assert max(done.stats.steps_by_draft, key=done.stats.steps_by_draft.__getitem__) == expected
+            named = engine.generate([9, 8, 7, 6] * 4, params, {"num_speculative_tokens": 2})
+            assert set(named.stats.steps_by_draft) <= {0, 2}  # the last token needs no draft
+            assert named.stats.steps_by_draft[2] > 5
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def measured(bundle: Bundles, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+def measured(bundle: Bundles) -> Iterator[Callable[..., Engine]]:
     """Loads a bundle with a made-up curve."""
     loaded: list[Engine] = []
 
     def load(name: str, *prices: Any) -> Engine:
-        folder = tmp_path / f"{name}-{len(loaded)}"
-        copytree(bundle(name), folder)
-        manifest = read_manifest(folder)
-        exchange_manifest(folder, msgspec.structs.replace(manifest, costs=(curve(manifest, *prices),)))
-        loaded.append(Engine.load(folder, threads=1, check_hashes=False))
+        folder = bundle(name)
+        loaded.append(Engine.load(folder, threads=1, check_hashes=False, costs=curve(read_manifest(folder), *prices)))
         return loaded[-1]
 
     yield load

@@ -121,7 +121,7 @@ def test_a_tree_counts_by_what_its_file_holds_not_by_its_name(model: Path, monke
     def bundle(tree: object) -> Path:
         config = {"method": "medusa", "model": str(model), "trees": tree}
         with pytest.raises(InterruptedError):
-            LLM(str(model), speculative_config=config, measure=False)
+            LLM(str(model), speculative_config=config, calibrate=False)
         return opened[-1]
 
     first.write_text("[[0], [1]]")
@@ -285,13 +285,12 @@ def test_llm_builds_speculates_and_finds_it_again(
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     texts = []
     for _ in range(2):
-        with LLM(str(target), speculative_config=config, max_model_len=48, threads=1, measure=False) as llm:
+        with LLM(str(target), speculative_config=config, max_model_len=48, threads=1, calibrate=False) as llm:
             (output,) = llm.generate([5, 6, 5, 6, 5], params, use_tqdm=False)
             assert output.outputs[0].metrics.drafted > 0
             texts.append(output.outputs[0].token_ids)
     with LLM(str(target), speculative_config=config, max_model_len=48, threads=1) as measured:
-        (curve,) = measured._frontend.engine.manifest.costs
-        assert curve.device.endswith("1 thread")
+        assert measured._frontend.engine.costs is not None
         texts.append(measured.generate([5, 6, 5, 6, 5], params, use_tqdm=False)[0].outputs[0].token_ids)
     with LLM(str(target), max_model_len=48, threads=1) as plain:
         texts.append(plain.generate([5, 6, 5, 6, 5], params, use_tqdm=False)[0].outputs[0].token_ids)
@@ -363,7 +362,7 @@ def test_an_unfinished_build_goes_on_after_its_finished_stages(
 
     target = str(make_checkpoint(tmp_path / "target", "llama", **SMALL))
     draft = str(make_checkpoint(tmp_path / "draft", "llama", **SMALL, seed=1))
-    options: dict[str, Any] = {"max_model_len": 48, "threads": 1, "max_batch_size": 1, "measure": False}
+    options: dict[str, Any] = {"max_model_len": 48, "threads": 1, "max_batch_size": 1, "calibrate": False}
     loaded: list[str] = []
     real = models.load_checkpoint
 

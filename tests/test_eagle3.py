@@ -331,7 +331,7 @@ def test_several_requests_at_once(bundle: Callable[[str], Path]) -> None:
     texts = [draw.integers(3, 12, length).tolist() for length in (1, 4, 9, 2, 17, 30)]
     methods = ["eagle3", None, "eagle3", "eagle3", "ngram", "eagle3"]
     params = GREEDY.replace(max_tokens=20)
-    with Engine.load(bundle("dice-eagle3-batch"), threads=1, cost_curve=False) as engine:
+    with Engine.load(bundle("dice-eagle3-batch"), threads=1) as engine:
         alone = [engine.generate(text, params, PLAIN).token_ids for text in texts]
         hows = [PLAIN if method is None else method for method in methods]
         streams = [engine.stream(text, params, how) for text, how in zip(texts, hows, strict=True)]

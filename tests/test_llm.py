@@ -372,7 +372,7 @@ def test_medusa_draft_and_hypothesis_are_built_by_their_configs(
         {"method": "medusa_draft", "model": model, "medusa": heads, "num_speculative_tokens": 3},
         {"method": "hypothesis", "num_speculative_tokens": [6, 3]},
     ]
-    options: dict[str, Any] = {"max_model_len": 48, "threads": 1, "max_batch_size": 1, "measure": False}
+    options: dict[str, Any] = {"max_model_len": 48, "threads": 1, "max_batch_size": 1, "calibrate": False}
     with LLM(model, speculative_config=config, **options) as one:
         methods = one._frontend.engine.methods
         assert list(methods)[:2] == ["medusa_draft", "hypothesis"]

@@ -98,7 +98,7 @@ def test_eagle3_drafts_in_a_call_for_each_token(
 @traces
 def test_eagle3_drafts_for_several_at_once(load: Callable[..., Engine], engine: Callable[[str], Engine]) -> None:
     name, prompts = "dice-eagle3-batch", [[7, 9, 11], [5] * 20, [7, 9], [3, 4, 5, 6, 7], [8], [7, 9, 11, 5]]
-    with load(name, max_batch_size=4, cost_curve=False) as there:
+    with load(name, max_batch_size=4) as there:
         streams = [there.stream(prompt, GREEDY, "eagle3") for prompt in prompts]
         for stream in streams:
             stream.start()

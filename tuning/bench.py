@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specexport.contract.errors import RequestError
@@ -13,6 +14,8 @@ from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.stream import Completion
 from specexport.tuning.workloads import Task
 
+DEFAULT = "default"
+"""Stands for a request that says nothing, whose steps draft as many tokens as pay."""
 _WARM_UP = 12
 Progress = Callable[[str, int, int], None]
 
@@ -69,12 +72,14 @@ class Row:
         training: what has to be trained for it; None for nothing.
         memory: bytes it needs beside the target and its cache, with a cache for the longest text.
         results: by workload; those it proposes nothing for are left out.
+        chosen: how many steps verified so many draft tokens.
     """
 
     method: str
     training: str | None
     memory: int
     results: dict[str, Result]
+    chosen: Mapping[int, int]
 
     @property
     def lossless(self) -> bool:
@@ -87,15 +92,17 @@ def compare(
 ) -> list[Row]:
     """Decodes every task greedily, plainly and with every method, in turns: a machine that drifts treats all alike.
 
+    A method's row is its default tree's; that of ``DEFAULT`` is what a request gets that asks for nothing.
+
     Raises:
         RequestError: a method is not in the bundle, or a task leaves no room for output.
     """
     manifest = engine.manifest
     methods: dict[str, Method] = {}
     for name in names:
-        if name not in engine.methods:
+        if name not in engine.methods and not (name == DEFAULT and manifest.methods):
             raise RequestError(f"method is {name!r}; the bundle has {', '.join(engine.methods)}", param="method")
-        methods[name] = engine.methods[name]
+        methods[name] = manifest.methods[0] if name == DEFAULT else engine.methods[name]
     for task in tasks:
         if len(task.prompt) + max_tokens > manifest.max_seq_len:
             raise RequestError(
@@ -103,6 +110,7 @@ def compare(
                 f"bundle's context of {manifest.max_seq_len}; ask for fewer"
             )
     results: dict[str, dict[str, Result]] = {name: {} for name in methods}
+    chosen: dict[str, Counter[int]] = {name: Counter() for name in methods}
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for warm in (True, False):
         asked = tasks[:1] if warm else tasks
@@ -113,12 +121,15 @@ def compare(
                 expected = tuple(task.hypothesis) if method.takes_hypothesis and task.hypothesis is not None else None
                 if method.takes_hypothesis and expected is None:
                     continue
-                done = engine.generate(task.prompt, given, Speculative(method=name, hypothesis=expected))
+                size = len(method.token_trees()[0]) - 1
+                own = Speculative(method=name, num_speculative_tokens=size, hypothesis=expected)
+                done = engine.generate(task.prompt, given, None if name == DEFAULT else own)
                 if not warm:
                     results[name].setdefault(task.workload, Result()).add(done, plain)
+                    chosen[name].update(done.stats.steps_by_draft)
             progress("warming up" if warm else "decoding", index + 1, len(asked))
     files = {entry.path: entry.size for entry in manifest.files}
     return [
-        Row(name, method.needs_training, method.memory(files, manifest.max_seq_len), results[name])
+        Row(name, method.needs_training, method.memory(files, manifest.max_seq_len), results[name], chosen[name])
         for name, method in methods.items()
     ]

@@ -63,7 +63,7 @@ def compare_decoding(
     tokens = 0
     differences: list[Difference] = []
     lengths: list[float] = []
-    with Engine.load(bundle.folder, check_hashes=False, backend="onnxruntime", cost_curve=False) as engine:
+    with Engine.load(bundle.folder, check_hashes=False, backend="onnxruntime", calibrate=False) as engine:
         for index, (text, (method, size)) in enumerate(work):
             compared, found, length = _compare_text(engine, text, method, size, max_tokens)
             tokens += compared

@@ -98,7 +98,7 @@ class MethodRun:
         params = SamplingParams(temperature=0.0, max_tokens=_RECORDED_STEPS, ignore_eos=True)
         made = []
         with (
-            Engine.load(self.bundle.folder, check_hashes=False, backend="onnxruntime", cost_curve=False) as engine,
+            Engine.load(self.bundle.folder, check_hashes=False, backend="onnxruntime", calibrate=False) as engine,
             recorded(engine, method.name) as recorder,
         ):
             for text in self.texts:

@@ -13,7 +13,7 @@ def main() -> None:
     """Answer the job on standard input; the target and the draft are in one bundle."""
     job = Job.read()
     params = SamplingParams(max_tokens=job.new_tokens, temperature=0.0, ignore_eos=True)
-    with Engine.load(job.target, threads=job.threads, check_hashes=False) as engine:
+    with Engine.load(job.target, threads=job.threads, check_hashes=False, calibrate=False) as engine:
 
         def generate(prompt: list[int], k: int, deliveries: Deliveries) -> None:
             for chunk in engine.stream(prompt, params, {"num_speculative_tokens": k}):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from specexport.contract import tensors
-from specexport.contract.methods.base import Flag, RankedMethod, SourceKind
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, RankedMethod, SourceKind
 from specexport.contract.model import Model
 from specexport.contract.signature import SAMPLING, GraphSignature, Spec
 from specexport.contract.tree import TokenTree
+
+_SIZES = (DEFAULT_DRAFT_TOKENS, 6, 8)
+"""Draft tokens of a step where nobody says: the first, or up to the most where it is known what they cost."""
 
 
 class ChainDraft(RankedMethod, frozen=True, kw_only=True):
@@ -25,6 +28,9 @@ class ChainDraft(RankedMethod, frozen=True, kw_only=True):
     role: ClassVar[str] = "draft"
     branching: ClassVar[Literal[0, 1, 2]] = 1
     drafts_chain: ClassVar[bool] = True
+
+    def default_trees(self) -> tuple[TokenTree, ...]:
+        return tuple(TokenTree.chain(size + 1) for size in _SIZES)
 
     @property
     def models(self) -> dict[str, Model]:

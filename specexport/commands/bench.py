@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from specexport.building import progress_bars
-from specexport.commands import add_exactness
+from specexport.commands import add_calibrate, add_exactness
 from specexport.commands.inspect import bytes_text
 from specexport.contract.errors import RequestError
 from specexport.runtime import Engine
 from specexport.tuning import workloads
-from specexport.tuning.bench import Row, compare
+from specexport.tuning.bench import DEFAULT, Row, compare
 
 _UNATTENDED_WIDTH = 160
 """Columns of the table where nobody watches; rich would take 80."""
@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         default="all",
         metavar="NAME[,NAME...]",
-        help="those the bundle was built for and those that need no graph",
+        help="those the bundle was built for and those that need no graph, each with its default tree; 'default' is a "
+        "request that says nothing, whose steps draft as many tokens as pay",
     )
     parser.add_argument(
         "--data",
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of a prompt at most")
     parser.add_argument("-n", "--max-tokens", type=int, default=64, help="tokens to generate for each")
     add_exactness(parser)
+    add_calibrate(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
 
@@ -56,9 +58,11 @@ def main(arguments: argparse.Namespace) -> int:
         if value is not None and value < least:
             raise RequestError(f"--{flag.replace('_', '-')} is {value}; expected {least} or more")
     with Engine.load(
-        arguments.bundle, threads=arguments.threads, cost_curve=False, exactness=arguments.exactness
+        arguments.bundle, threads=arguments.threads, calibrate=arguments.calibrate, exactness=arguments.exactness
     ) as engine:
-        names = list(engine.methods) if arguments.methods == "all" else arguments.methods.split(",")
+        names = arguments.methods.split(",")
+        if arguments.methods == "all":
+            names = [*([DEFAULT] if engine.costs is not None else []), *engine.methods]
         sizes = (arguments.prompts, arguments.prompt_tokens)
         if arguments.data is None:
             tasks = workloads.built_in(engine.encode, *sizes)
@@ -103,7 +107,10 @@ def table(rows: list[Row], names: list[str]) -> Table:
             "not tried" if not requests else f"yes: {tokens} tokens" if row.lossless else f"{parted} of {requests} part"
         )
         memory = bytes_text(row.memory) if row.memory else "none"
-        made.add_row(row.method, row.training or "none", memory, *cells, said)
+        name = row.method
+        if name == DEFAULT:
+            name += ": " + ", ".join(f"{count} steps of {size}" for size, count in sorted(row.chosen.items()))
+        made.add_row(name, row.training or "none", memory, *cells, said)
     return made
 
 
@@ -112,5 +119,6 @@ def _as_dict(row: Row) -> dict[str, Any]:
         name: asdict(found) | {"tokens_per_step": found.tokens_per_step, "speed_up": found.speed_up}
         for name, found in row.results.items()
     }
-    about = {"method": row.method, "training": row.training, "extra_memory_bytes": row.memory}
+    about: dict[str, Any] = {"method": row.method, "training": row.training, "extra_memory_bytes": row.memory}
+    about |= {"steps_by_draft": dict(row.chosen)}
     return about | {"lossless": row.lossless, "workloads": results}

@@ -78,11 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_engine_arguments(parser)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="then time its steps on this machine, so that batches speculate as much as pays here (tune batch)",
-    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
 
 
@@ -112,10 +107,6 @@ def main(arguments: argparse.Namespace) -> int:
     reports: list[CompileReport] = []
     with progress_bars() as progress:
         module.build(options, progress, reports.append)
-        if arguments.measure:
-            from specexport.tuning.batch import measure_into
-
-            measure_into(arguments.output, progress=progress)
     for report in reports:
         Console().print(render(report))
     Console().print(summary(arguments.output, read_manifest(arguments.output)))

@@ -110,8 +110,6 @@ def summary(folder: Path, manifest: Manifest) -> RenderableType:
         "context": f"{manifest.max_seq_len} tokens, prefill in chunks of {manifest.prefill_chunk}",
         "prompts": "tokens" if embeds is None else f"tokens and embeddings of {embeds} numbers",
         "batch": f"up to {manifest.batch_sizes[-1]} requests at once",
-        "measured": "\n".join(curve.device for curve in manifest.costs)
-        or "nowhere: batches follow a rule (tune batch)",
         "backend": f"{manifest.backend}, {manifest.lowering} lowering",
         "sampling": ", ".join(f"{name} {value:g}" for name, value in sampling.items()),
         "chat template": manifest.tokenizer.chat_template or "none",

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specexport.commands import add_exactness
+from specexport.commands import add_calibrate, add_exactness
 from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import RequestError
 from specexport.runtime import EmbedsPrompt, Engine, Stats, Stream
+from specexport.runtime.costs import Costs
 from specexport.runtime.opening import DEFAULT_UTILIZATION
 from specexport.runtime.speculative import PLAIN, Speculative
 
@@ -83,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the GPU's memory that may be in use (default: %(default)s)",
     )
     add_exactness(parser)
+    add_calibrate(parser)
     parser.add_argument("--hypothesis", type=Path, metavar="FILE", help="a text the output is expected to be")
     parser.add_argument(
         "--hypothesis-entropy", type=float, metavar="H", help="how unsure its maker was at worst, in nats"
@@ -108,6 +110,7 @@ def main(arguments: argparse.Namespace) -> int:
     with Engine.load(
         arguments.bundle,
         threads=arguments.threads,
+        calibrate=arguments.calibrate,
         exactness=arguments.exactness,
         backend=arguments.backend,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
@@ -135,7 +138,7 @@ def main(arguments: argparse.Namespace) -> int:
                     print(chunk.text, end="", flush=True)
                 print()
             if arguments.stats:
-                print(describe(stream.stats, engine.backend.fallback), file=sys.stderr)
+                print(describe(stream.stats, engine.backend.fallback, engine.costs), file=sys.stderr)
     return 0
 
 
@@ -174,8 +177,10 @@ def _result(prompt: str, stream: Stream) -> dict[str, Any]:
     }
 
 
-def describe(stats: Stats, fallback: str = "") -> str:
-    """Counters and times of a request in a few lines, and why its work did not reach the device in a better way."""
+def describe(stats: Stats, fallback: str = "", costs: Costs | None = None) -> str:
+    """Counters and times of a request in a few lines, why its work did not reach the device in a better way, and how
+    many draft tokens its steps were given by what they cost.
+    """
     positions = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_position)
     per_step = 1e3 / max(1, stats.steps)
     lines = [
@@ -190,4 +195,10 @@ def describe(stats: Stats, fallback: str = "") -> str:
         lines.append(f"device      {stats.execution}" + (f" ({fallback})" if fallback else ""))
     if stats.drafted:
         lines.insert(1, f"draft       {stats.accepted} of {stats.drafted} accepted; by position {positions}")
+    if costs is not None and stats.steps_by_draft:
+        chosen = ", ".join(
+            f"{count} {f'of {size} draft tokens' if size else 'plain'} ({costs.step(1, 1 + size, 1) * 1e3:.2f} ms)"
+            for size, count in sorted(stats.steps_by_draft.items())
+        )
+        lines.insert(1, f"chosen      by what steps take here: {chosen}")
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specexport.building import needs_extra
-from specexport.commands import add_exactness
+from specexport.commands import add_calibrate, add_exactness
 from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import BuildError
 
@@ -55,12 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", choices=BACKENDS, metavar="NAME", help=f"{', '.join(BACKENDS)} (default: what it was built for)"
     )
-    parser.add_argument(
-        "--measure",
-        action=argparse.BooleanOptionalAction,
-        help="time steps on this device if the bundle does not know them yet, so that batches speculate as much as "
-        "pays (default: of a model that is built, and speculates)",
-    )
+    add_calibrate(parser)
     parser.add_argument("-tp", "--tensor-parallel-size", type=int, default=1, metavar="1", help="1: nothing is split")
     parser.add_argument(
         "--gpu-memory-utilization", type=float, metavar="SHARE", help="of a GPU's memory; on a CPU none is taken"
@@ -93,7 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         backend=arguments.backend,
         threads=arguments.threads,
-        measure=arguments.measure,
+        calibrate=arguments.calibrate,
         exactness=arguments.exactness,
         **build,
     )

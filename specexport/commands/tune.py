@@ -1,6 +1,4 @@
-"""Measure a bundle on this device and set what suits it: ``tune tree`` chooses the token tree, ``tune batch`` how much
-a batch speculates.
-"""
+"""Measure a bundle on this machine: ``tune tree`` chooses the token tree, ``tune batch`` how much steps speculate."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ from rich.table import Table
 
 from specexport.building import exporter, progress_bars
 from specexport.commands.inspect import terminal_tree
-from specexport.contract.costs import Cost, CostCurve
 from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import RequestError
 from specexport.contract.methods import RankedMethod
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.costs import Cost, CostCurve
 from specexport.tuning.workloads import read_lines
 
 if TYPE_CHECKING:
@@ -57,18 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tree.add_argument("--json", action="store_true", help="print the result as JSON")
     batch = what.add_parser(
         "batch",
-        help="how much requests speculate that run together",
-        description="Time steps of every width and proposals at every batch size, and keep the figures in the bundle. "
-        "Engines on this device with as many threads then speculate as much as pays: less as the batch fills, and not "
-        "at all where it does not.",
+        help="how much each step speculates",
+        description="Time steps of every width and proposals at every batch size anew, for longer than is done when a "
+        "bundle is first opened here, print the figures and remember them. Engines on this machine with as many "
+        "threads speculate as much as pays by them: less as the batch fills, and not at all where it does not.",
     )
     batch.add_argument("bundle", type=Path, metavar="BUNDLE")
     batch.add_argument("--threads", type=int, metavar="N", help="CPU threads it will run with (default: all cores)")
     batch.add_argument("--backend", choices=BACKENDS, help="what will run it (default: what it was built for)")
     batch.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="about how long to measure; three turns at least"
+        "--seconds", type=float, default=60.0, metavar="S", help="about how long to measure; two turns at least"
     )
-    batch.add_argument("--dry-run", action="store_true", help="print what was measured and change nothing")
     batch.add_argument("--json", action="store_true", help="print it as JSON")
     batch.set_defaults(main=tune_batch)
 
@@ -104,7 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
         )
     with progress_bars() as bars:
         with Engine.load(
-            arguments.bundle, threads=arguments.threads, check_hashes=False, cost_curve=False, backend="onnxruntime"
+            arguments.bundle, threads=arguments.threads, check_hashes=False, calibrate=False, backend="onnxruntime"
         ) as engine:
             prompts = _read_prompts(engine, arguments.data, arguments.prompts, arguments.prompt_tokens)
             params = SamplingParams(
@@ -199,38 +196,33 @@ def _table(name: str, found: list[TreeCandidate], costs: Sequence[float]) -> Tab
 
 def tune_batch(arguments: argparse.Namespace) -> int:
     """Runs ``specexport tune batch``."""
-    from specexport.tuning.batch import measure_into
-
     if not arguments.seconds > 0:
         raise RequestError(f"--seconds is {arguments.seconds:g}; expected more than 0")
-    with progress_bars() as progress:
-        curve = measure_into(
-            arguments.bundle,
-            threads=arguments.threads,
-            backend=arguments.backend,
-            seconds=arguments.seconds,
-            progress=progress,
-            keep=not arguments.dry_run,
-        )
+    with (
+        progress_bars() as progress,
+        Engine.load(
+            arguments.bundle, threads=arguments.threads, backend=arguments.backend, check_hashes=False, calibrate=False
+        ) as engine,
+    ):
+        curve, device = engine.calibrate(arguments.seconds, progress), engine.backend.device
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(curve), indent=2))
     else:
-        Console().print(*tables(curve), sep="\n")
+        Console().print(device, *tables(curve), sep="\n")
     return 0
 
 
 def tables(curve: CostCurve) -> list[Table]:
     """A curve at its smallest cache size: steps, then every method that takes time."""
-    steps = _costs_table(f"{curve.device}: ms a step of T tokens a slot", "T", curve.steps)
+    steps = _costs_table(f"ms a step of T tokens a slot, {curve.rows} cache rows", "T", curve.steps)
     title = "ms to propose trees of so many nodes"
     return [steps, *(_costs_table(f"{one.method}: {title}", "nodes", one.propose) for one in curve.methods)]
 
 
 def _costs_table(title: str, axis: str, costs: Sequence[Cost]) -> Table:
-    cache = min(cost.cache for cost in costs)
-    at = {(cost.batch, cost.tokens): cost.seconds for cost in costs if cost.cache == cache}
+    at = {(cost.batch, cost.tokens): cost.seconds for cost in costs}
     batches, tokens = (sorted({key[place] for key in at}) for place in (0, 1))
-    table = Table(title=f"{title}, {cache} cache rows", title_justify="left", show_edge=False)
+    table = Table(title=title, title_justify="left", show_edge=False)
     table.add_column("slots", justify="right")
     for count in tokens:
         table.add_column(f"{axis} = {count}", justify="right")
