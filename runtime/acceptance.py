@@ -59,9 +59,6 @@ class History:
         self.credit = 0.0
         self._acceptance: dict[Hashable, Acceptance] = {}
 
-    def acceptance(self, trees: Hashable) -> Acceptance:
-        """Of trees that are alike, such as chains, whatever their length."""
-        found = self._acceptance.get(trees)
-        if found is None:
-            found = self._acceptance[trees] = Acceptance()
-        return found
+    def acceptance(self, method: str | None, trees: Hashable) -> Acceptance:
+        """Of a method's trees that are alike, such as chains, whatever their length."""
+        return self._acceptance.setdefault((method, trees), Acceptance())

@@ -40,7 +40,8 @@ from specexport.runtime.proposers.opening import Opening, open_proposer
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Scheduler
 from specexport.runtime.slots import Reuse
-from specexport.runtime.speculative import Speculative, choose
+from specexport.runtime.speculative import DEFAULT, Speculative, choose
+from specexport.runtime.step import HostProgram
 from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
 from specexport.runtime.widths import EXACTNESS, Exactness
@@ -97,11 +98,16 @@ class Engine:
         if costs is None and calibrate and self._built:
             costs = self._calibrated()
         self.costs = None if costs is None else Costs(costs)
+        self._lookup: str | None = None
         policy = SpeculationPolicy(self.manifest, self.speculations)
         if self.costs is not None:
-            policy = MeasuredPolicy(self.manifest, self.speculations, self.costs, target.sizes)
-        texts = Reuse.TEXTS if self.widths.chunks else Reuse.PROMPTS
-        self._scheduler = Scheduler(program, policy, texts if prefix_cache else Reuse.NOTHING)
+            policy = measured = MeasuredPolicy(self.manifest, self.speculations, self.costs, target.sizes)
+            if isinstance(program, HostProgram):  # a device's steps are captured with one way to propose
+                measured.look_up = program.look_up
+                texts = (one.name for one in self.methods.values() if not one.needs_graph and not one.takes_hypothesis)
+                self._lookup = next(texts, None)
+        reuse = Reuse.TEXTS if self.widths.chunks else Reuse.PROMPTS
+        self._scheduler = Scheduler(program, policy, reuse if prefix_cache else Reuse.NOTHING)
         self._closed = False
 
     @classmethod
@@ -309,6 +315,8 @@ class Engine:
             expected = continuation(self, prompt if isinstance(prompt, str) else "", asked.hypothesis)
         request = self._request(read, params, chosen, tree, expected, asked.options)
         request.fixed = asked.num_speculative_tokens is not None
+        if asked == DEFAULT and chosen not in (None, self._lookup):
+            request.lookup = self._lookup
         bypass = asked.hypothesis is not None and taken_as_it_is(params, asked.hypothesis_entropy)
         return Stream(BypassRunner() if bypass else self._scheduler, request)
 

@@ -11,8 +11,12 @@ from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
 from specexport.runtime.costs import Costs
 from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation
+from specexport.runtime.proposal import SlotView
+from specexport.runtime.proposers.reader import common_prefix
 from specexport.runtime.request import Request
 
+LookUp = Callable[[str, SlotView], Sequence[int]]
+"""What a method that finds draft tokens in text would propose for a slot."""
 MARGIN = 1.03
 """By how much speculation must promise to be faster than plain decoding: a measured curve is not exact."""
 PROBE_SHARE = 0.01
@@ -57,15 +61,23 @@ class MeasuredPolicy(SpeculationPolicy):
     tree among them, and those of one method for its largest: see :func:`best`. A request alone that named its number of
     draft tokens gets it, and batches larger than any that was measured follow the rule.
 
+    A request that named no method has draft tokens looked up in its text where that promises more than its own method.
+    What is found is compared with what the step then says, taken or not, so that how often it comes true is known at
+    all times.
+
     Where a method is left out, its requests save up ``PROBE_SHARE`` of the time, with a draft ``READ_SHARE`` too, and
     spend it on trying its smallest tree. What is accepted pays back, so that a try that succeeds is followed by
     the next.
+
+    Attributes:
+        look_up: finds draft tokens in a text; nothing until it is set.
     """
 
     def __init__(
         self, manifest: Manifest, speculations: Mapping[str, Speculation], costs: Costs, sizes: Sequence[int]
     ) -> None:
         super().__init__(manifest, speculations)
+        self.look_up: LookUp = lambda *_: ()
         self._speculations = speculations
         self._costs = costs
         self._sizes = sizes
@@ -76,27 +88,18 @@ class MeasuredPolicy(SpeculationPolicy):
         self._fits = {name: [self._fit(name, tree) for tree in self._smaller[name]] for name in speculations}
         self._chosen: dict[Request, Fit] = {}
         self._idle: list[_Idle] = []
+        self._found: dict[Request, Sequence[int]] = {}
 
     def assign(self, requests: Sequence[Request]) -> None:
-        self._chosen, self._idle = {}, []
+        self._chosen, self._idle, self._found = {}, [], {}
+        for request in requests:
+            request.view.lookup = None
         if self._batch(requests) > self._costs.largest or (len(requests) == 1 and requests[0].fixed):
             super().assign(requests)
             for request in requests:
                 if request.view.method is not None and len(request.view.tree) > 1:
                     self._chosen[request] = self._fit(request.view.method, request.view.tree)
             return
-        groups: dict[str, list[Request]] = {}
-        for request in requests:
-            # The last token of an output needs no draft.
-            if request.view.method is not None and len(request.tree) > 1 and request.room > 1:
-                groups.setdefault(request.view.method, []).append(request)
-        if groups:
-            self._choose(groups, requests)
-        for request in requests:
-            fit = self._chosen.get(request)
-            request.view.tree = PLAIN_TREE if fit is None else fit.tree
-
-    def _choose(self, groups: Mapping[str, list[Request]], requests: Sequence[Request]) -> None:
         # As many as the cache will have.
         rows = _at_least(self._caches, max(len(request.view.tokens) for request in requests))
         batch = self._batch(requests)
@@ -104,13 +107,48 @@ class MeasuredPolicy(SpeculationPolicy):
         def verify(width: int) -> float:
             return self._costs.step(batch, _at_least(self._widths, width), rows)
 
+        groups: dict[str, list[Request]] = {}
+        for request in requests:
+            # The last token of an output needs no draft.
+            if request.view.method is not None and len(request.tree) > 1 and request.room > 1:
+                request.view.lookup = self._better_lookup(request, len(requests), verify)
+                groups.setdefault(request.view.lookup or request.view.method, []).append(request)
+        if groups:
+            self._choose(groups, requests, verify)
+        for request in requests:
+            fit = self._chosen.get(request)
+            request.view.tree = PLAIN_TREE if fit is None else fit.tree
+
+    def _better_lookup(self, request: Request, running: int, verify: Callable[[int], float]) -> str | None:
+        """The method that is to look draft tokens up in a request's text, where that is worth more than its own."""
+        name, own = request.lookup, request.view.method
+        if name is None or own is None:
+            return None
+        request.view.tree = self._fits[name][0].tree  # the longest that is asked for
+        found = self._found[request] = self.look_up(name, request.view)
+        rate = running / verify(1)
+
+        def worth(method: str, fits: Sequence[Fit]) -> float:
+            """Tokens that it is expected to add to the step, less those that its time is worth."""
+            return max(
+                _gain(request, method, fit)
+                - rate * (verify(fit.width) - verify(1) + self._propose(method, {request: fit}))
+                for fit in fits
+            )
+
+        fitting = [fit for fit in self._fits[name] if len(fit.tree) <= len(found) + 1]
+        return name if fitting and worth(name, fitting) > max(0.0, worth(own, self._within(own, request))) else None
+
+    def _choose(
+        self, groups: Mapping[str, list[Request]], requests: Sequence[Request], verify: Callable[[int], float]
+    ) -> None:
         options = [self._options(name, members) for name, members in groups.items()]
         picks = best(options, len(requests), verify)
         width = max((pick.width for pick in picks if pick is not None), default=1)
         for (name, members), pick in zip(groups.items(), picks, strict=True):
             if pick is not None:
                 self._chosen |= pick.fits
-            else:
+            elif members[0].view.lookup is None:
                 self._idle.append(self._idling(name, members, width, len(requests), verify))
         tried = next((idle for idle in self._idle if idle.affordable), None)
         if tried is not None:
@@ -119,7 +157,9 @@ class MeasuredPolicy(SpeculationPolicy):
 
     def _options(self, name: str, members: Sequence[Request]) -> list[Option]:
         """What a method may do in a step: one option for each limit on the width of its trees."""
-        gains = {request: [(_gain(request, fit), fit) for fit in self._within(name, request)] for request in members}
+        gains = {
+            request: [(_gain(request, name, fit), fit) for fit in self._within(name, request)] for request in members
+        }
         found = []
         for width in sorted({fit.width for known in gains.values() for _, fit in known}):
             # Of trees that promise the same the largest, which comes first.
@@ -141,21 +181,24 @@ class MeasuredPolicy(SpeculationPolicy):
         # A draft reads what it has missed, so one request tries it at a time.
         trying = [max(members, key=lambda request: request.history.unread)] if read else members
         fits = {request: self._within(name, request)[-1] for request in trying}
-        chunks = math.ceil(trying[0].history.unread / self._chunk)
         wider = max(width, *(fit.width for fit in fits.values()))
-        cost = verify(wider) - verify(width) + self._propose(name, fits) + read * chunks
+        cost = verify(wider) - verify(width) + self._propose(name, fits)
         share = PROBE_SHARE + (READ_SHARE if read else 0.0)
         return _Idle(members, fits, cost, read, verify(1) / running, share * verify(width) / running)
 
     def _within(self, name: str, request: Request) -> list[Fit]:
-        """The trees a request may verify, those of at most the size it asked for, the largest first."""
-        return [fit for fit in self._fits[name] if len(fit.tree) <= len(request.tree)]
+        """The trees a request may verify, those of at most the size it asked for or has found, the largest first."""
+        most = len(request.tree) if request.view.lookup is None else len(self._found[request]) + 1
+        return [fit for fit in self._fits[name] if len(fit.tree) <= most]
 
     def _batch(self, requests: Collection[Request]) -> int:
         return len(window([request.view.slot for request in requests], self._sizes))
 
     def _propose(self, name: str, fits: Mapping[Request, Fit]) -> float:
-        return self._costs.propose(name, self._batch(fits), max(len(fit.tree) for fit in fits.values()))
+        """Seconds of proposing, and of reading what a draft missed before that."""
+        seconds = self._costs.propose(name, self._batch(fits), max(len(fit.tree) for fit in fits.values()))
+        read = self._costs.read(name)
+        return seconds + sum(read * math.ceil(request.history.unread / self._chunk) for request in fits if read)
 
     def _fit(self, name: str, tree: TokenTree) -> Fit:
         return Fit(tree, self._speculations[name].method.width(tree))
@@ -164,10 +207,16 @@ class MeasuredPolicy(SpeculationPolicy):
         made = dict(zip(requests, outcomes, strict=True))
         for request, outcome in made.items():
             fit, history = self._chosen.get(request), request.history
-            if fit is None:
+            if (found := self._found.get(request)) and request.lookup is not None:
+                right = common_prefix(found, outcome.tokens)
+                known = min(len(found), right + (right < len(outcome.tokens)))  # what comes after the step is not
+                history.acceptance(request.lookup, 0).learn(known, right)
+            if fit is None or request.view.lookup is not None:
                 history.unread += len(outcome.tokens)
             elif outcome.drafted or fit.windowed:
-                history.acceptance(fit.alike).learn(outcome.depth or fit.tree.depth, outcome.accepted)
+                history.acceptance(request.view.method, fit.alike).learn(
+                    outcome.depth or fit.tree.depth, outcome.accepted
+                )
                 history.unread = 0
             else:
                 history.unread = max(0, history.unread - self._chunk) + len(outcome.tokens)
@@ -243,9 +292,9 @@ def _pick(options: Sequence[Option], rate: float) -> Option | None:
     return most if most is not None and most.gain > rate * most.seconds else None
 
 
-def _gain(request: Request, fit: Fit) -> float:
+def _gain(request: Request, method: str, fit: Fit) -> float:
     """Draft tokens of a tree that are expected to be accepted; what is beyond the output's end is none."""
-    return min(request.history.acceptance(fit.alike).expected(fit.tree.depth), request.room - 1.0)
+    return min(request.history.acceptance(method, fit.alike).expected(fit.tree.depth), request.room - 1.0)
 
 
 def _at_least(sizes: Sequence[int], wanted: int) -> int:

@@ -35,6 +35,7 @@ class SlotView:
         tree: the tree it wants filled in this step; the root alone where it decodes plainly.
         hypothesis: tokens the output is expected to be; empty where the request brought none.
         method: how it speculates; None decodes plainly.
+        lookup: a method that finds draft tokens in text, which proposes in this step in the place of its own.
         options: what the request says of its method, where that is not what the proposer was opened with.
         processors: what changes its logits, in this order.
         embeddings: what the prompt has in the place of tokens, whose numbers are negative there; None for nothing.
@@ -50,6 +51,7 @@ class SlotView:
     tree: TokenTree
     hypothesis: Sequence[int] = ()
     method: str | None = None
+    lookup: str | None = field(default=None, kw_only=True)
     options: Method | None = None
     processors: Sequence[LogitsProcessor] = ()
     embeddings: Embeddings | None = None

@@ -12,6 +12,7 @@ from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.program import Outcome, StepProgram
 from specexport.runtime.request import Chunk, Request
 from specexport.runtime.slots import Reuse, Slots
+from specexport.runtime.stats import PLAIN
 
 
 class Scheduler:
@@ -257,7 +258,8 @@ def _take(request: Request, outcome: Outcome) -> Chunk | None:
                 f"the target's logits after {len(request.view.tokens)} tokens are not finite, so there is no text to "
                 "go on with; 'specexport verify BUNDLE' says whether its graphs are right"
             )
-        request.stats.count_step(outcome.drafted, outcome.depth, outcome.accepted)
+        method = request.view.lookup or request.view.method or PLAIN
+        request.stats.count_step(method, outcome.drafted, outcome.depth, outcome.accepted)
         return request.take(outcome.tokens, outcome.logprobs)
     except Exception as error:
         request.error = error

@@ -19,7 +19,8 @@ class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """How a request speculates; left out is the engine's default.
 
     Attributes:
-        method: one that the engine has.
+        method: one that the engine has; None, or ``auto``, for its default, in whose place steps may look draft tokens
+            up in the text where that pays.
         num_speculative_tokens: draft tokens a step, which choose one of the method's trees; 0 decodes plainly.
         hypothesis: what the output is expected to be, text or token ids; chooses a method that takes one.
         hypothesis_entropy: how unsure whoever made it was where that was worst, in nats; for relaxed acceptance with an
@@ -45,6 +46,8 @@ class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if isinstance(given, Speculative):
             return given
         mapping = {"method": given} if isinstance(given, str) else dict(given)
+        if mapping.get("method") == _AUTO:
+            del mapping["method"]
         own = {key: mapping.pop(key) for key in _KEYS if key in mapping}
         options = _options(own.get("method"), mapping) if mapping else None
         try:
@@ -59,6 +62,7 @@ class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 _KEYS = tuple(key for key in Speculative.__struct_fields__ if key != "options")
+_AUTO = "auto"
 DEFAULT = Speculative()
 PLAIN = Speculative(num_speculative_tokens=0)
 """Plain decoding, for comparison."""

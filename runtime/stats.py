@@ -6,6 +6,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+PLAIN = "plain"
+"""Stands for a method where nothing was proposed."""
+
 
 @dataclass
 class Stats:
@@ -19,7 +22,7 @@ class Stats:
         accepted: draft tokens accepted.
         accepted_at: how often a draft token was accepted at each depth of a step's tree.
         steps_with_draft: steps that verified draft tokens.
-        steps_by_draft: how many steps verified so many draft tokens; 0 are plain steps.
+        steps_by_draft: how many steps verified so many draft tokens, by the method that proposed them; 0 are plain.
         cached_tokens: tokens of the prompt that were not read, as the cache held them already.
         queued: time until there was a free slot.
         prefill: time reading the prompt, by the target and by a draft.
@@ -42,7 +45,7 @@ class Stats:
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
     steps_with_draft: int = 0
-    steps_by_draft: dict[int, int] = field(default_factory=dict)
+    steps_by_draft: dict[str, dict[int, int]] = field(default_factory=dict)
     queued: float = 0.0
     prefill: float = 0.0
     stalled: float = 0.0
@@ -79,10 +82,11 @@ class Stats:
         """Output tokens a second of decoding."""
         return self.output_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-    def count_step(self, drafted: int = 0, depth: int = 0, accepted: int = 0) -> None:
-        """Adds one step: draft tokens verified, the longest path among them, and how many were accepted."""
+    def count_step(self, method: str, drafted: int = 0, depth: int = 0, accepted: int = 0) -> None:
+        """Adds one step: who proposed, draft tokens verified, the longest path among them, how many were accepted."""
         self.steps += 1
-        self.steps_by_draft[drafted] = self.steps_by_draft.get(drafted, 0) + 1
+        steps = self.steps_by_draft.setdefault(method if drafted else PLAIN, {})
+        steps[drafted] = steps.get(drafted, 0) + 1
         self.drafted += drafted
         self.accepted += accepted
         if drafted:

@@ -19,7 +19,7 @@ from specexport.runtime.embeds import is_embedding
 from specexport.runtime.graph import Array, Graph
 from specexport.runtime.logprobs import token_logprobs
 from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation, StepResult
-from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotView, Window
+from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotView, TextProposer, Window
 from specexport.runtime.sampling import accept_greedy, accept_relaxed, accept_sampled, accept_typical
 from specexport.runtime.widths import Widths
 
@@ -79,7 +79,7 @@ class HostProgram:
         by_method: dict[str, list[SlotView]] = {}
         for view in map(self._with_held, views):
             if view.method is not None and len(view.tree) > 1:
-                by_method.setdefault(view.method, []).append(view)
+                by_method.setdefault(view.lookup or view.method, []).append(view)
         proposals: dict[int, Proposal] = {}
         for method, its_views in by_method.items():
             proposer = self.proposer(method)
@@ -91,6 +91,11 @@ class HostProgram:
             if (held := self._held.get(view.slot)) is not None:
                 proposals[view.slot] = _below(held, proposals.get(view.slot))
         return proposals
+
+    def look_up(self, method: str, view: SlotView) -> Sequence[int]:
+        """What a method that finds draft tokens in text would propose for a slot, as far as it is worth verifying."""
+        proposer = self.proposer(method)
+        return proposer.ahead(view) if isinstance(proposer, TextProposer) and view.slot not in self._held else ()
 
     def _with_held(self, view: SlotView) -> SlotView:
         """What a proposer is to go on from."""
@@ -241,8 +246,8 @@ class HostProgram:
         self._target.copy(source, to, self._target.filled(source))
         if source in self._held:
             self._held[to] = self._held.pop(source)
-        if method is not None:
-            self.proposer(method).move(source, to)
+        for proposer in self._used(method):
+            proposer.move(source, to)
 
     def share(self, source: int, to: int, tokens: int) -> None:
         self._target.copy(source, to, tokens)
@@ -257,8 +262,13 @@ class HostProgram:
 
     def release(self, slot: int, method: str | None) -> None:
         self._held.pop(slot, None)
-        if method is not None:
-            self.proposer(method).release(slot)
+        for proposer in self._used(method):
+            proposer.release(slot)
+
+    def _used(self, method: str | None) -> list[Proposer]:
+        """Those that may know something of a slot: its method's, and those that read any text."""
+        known = self._speculations.items()
+        return [one.proposer for name, one in known if name == method or not one.method.needs_graph]
 
 
 def _write_text(given: Mapping[str, Array], at: int, view: SlotView, start: int, count: int) -> None:

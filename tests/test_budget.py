@@ -129,7 +129,7 @@ def test_one_request_s_rejections_are_its_own(manifest: Manifest) -> None:
         made = [Outcome([0] * (k + 1), len(tree) - 1, tree.depth, k) for k, tree in zip(kept, trees, strict=True)]
         batch.budget.learn(batch.requests, made)
     assert {len(tree) for tree in trees[:3]} == {5}
-    chances = [request.history.acceptance(0).expected(1) for request in batch.requests]
+    chances = [request.history.acceptance(request.view.method, 0).expected(1) for request in batch.requests]
     assert min(chances[:3]) > 0.9
     assert chances[3] < 0.2
 
@@ -292,7 +292,7 @@ def test_slow_steps_leave_larger_batches_to_the_rule(bundle: Bundles, remembered
     with Engine.load(bundle("llama-near-batch"), threads=1, costs=curve) as engine:
         prompt, params = [9, 8, 7, 6] * 4, GREEDY.replace(max_tokens=24)
         plain = engine.generate(prompt, params, PLAIN)
-        streams = [engine.stream(prompt, params) for _ in range(4)]
+        streams = [engine.stream(prompt, params) for _ in range(2)]
         for stream in streams:
             stream.start()
         for stream in streams:
@@ -319,10 +319,30 @@ def test_steps_draft_as_many_tokens_as_pay(bundle: Bundles, tmp_path: Path) -> N
     for price, expected in ((lambda *_: 1.0, most), (lambda _, tokens: float(tokens), 0)):
         with Engine.load(folder, threads=1, costs=curve(manifest, price)) as engine:
             done = engine.generate([9, 8, 7, 6] * 4, params)
-            assert max(done.stats.steps_by_draft, key=done.stats.steps_by_draft.__getitem__) == expected
-            named = engine.generate([9, 8, 7, 6] * 4, params, {"num_speculative_tokens": 2})
-            assert set(named.stats.steps_by_draft) <= {0, 2}  # the last token needs no draft
-            assert named.stats.steps_by_draft[2] > 5
+            steps = {size: n for by in done.stats.steps_by_draft.values() for size, n in by.items()}
+            assert max(steps, key=steps.__getitem__) == expected
+            named = engine.generate([9, 8, 7, 6] * 4, params, {"num_speculative_tokens": 2}).stats.steps_by_draft
+            assert named.keys() <= {"draft_model", "plain"}  # the last token needs no draft
+            assert named["draft_model"].keys() == {2}
+
+
+def test_a_text_that_repeats_itself_is_looked_up(bundle: Bundles) -> None:
+    """Where nobody names a method: look-ups come true and cost less than the draft, so the draft is left."""
+    folder, params = bundle("llama-near"), GREEDY.replace(max_tokens=120)
+    manifest = read_manifest(folder)
+    costs = curve(manifest, lambda _, tokens: 4.0 + tokens, lambda _, nodes: 1.0 * nodes, 1.0)
+    with Engine.load(folder, threads=1, costs=costs) as measured:
+        plain = measured.generate([5, 6, 7] * 8, params, PLAIN)
+        done = measured.generate([5, 6, 7] * 8, params)
+        assert done.token_ids == plain.token_ids
+        assert done.stats.steps_by_draft.keys() >= {"ngram"}
+        assert done.stats.steps < plain.stats.steps
+        named = measured.generate([5, 6, 7] * 8, params, {"method": "draft_model"})
+        assert named.token_ids == plain.token_ids
+        assert named.stats.steps_by_draft.keys() <= {"draft_model", "plain"}
+        # The next request in the slot has a text of its own.
+        other = [9, 4, 3, 8, 1, 2] * 4
+        assert measured.generate(other, params).token_ids == measured.generate(other, params, PLAIN).token_ids
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

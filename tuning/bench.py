@@ -72,14 +72,14 @@ class Row:
         training: what has to be trained for it; None for nothing.
         memory: bytes it needs beside the target and its cache, with a cache for the longest text.
         results: by workload; those it proposes nothing for are left out.
-        chosen: how many steps verified so many draft tokens.
+        chosen: how many steps each method proposed for; plain ones too.
     """
 
     method: str
     training: str | None
     memory: int
     results: dict[str, Result]
-    chosen: Mapping[int, int]
+    chosen: Mapping[str, int]
 
     @property
     def lossless(self) -> bool:
@@ -110,7 +110,7 @@ def compare(
                 f"bundle's context of {manifest.max_seq_len}; ask for fewer"
             )
     results: dict[str, dict[str, Result]] = {name: {} for name in methods}
-    chosen: dict[str, Counter[int]] = {name: Counter() for name in methods}
+    chosen: dict[str, Counter[str]] = {name: Counter() for name in methods}
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for warm in (True, False):
         asked = tasks[:1] if warm else tasks
@@ -126,7 +126,8 @@ def compare(
                 done = engine.generate(task.prompt, given, None if name == DEFAULT else own)
                 if not warm:
                     results[name].setdefault(task.workload, Result()).add(done, plain)
-                    chosen[name].update(done.stats.steps_by_draft)
+                    for method_name, steps in done.stats.steps_by_draft.items():
+                        chosen[name][method_name] += sum(steps.values())
             progress("warming up" if warm else "decoding", index + 1, len(asked))
     files = {entry.path: entry.size for entry in manifest.files}
     return [

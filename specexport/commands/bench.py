@@ -109,7 +109,7 @@ def table(rows: list[Row], names: list[str]) -> Table:
         memory = bytes_text(row.memory) if row.memory else "none"
         name = row.method
         if name == DEFAULT:
-            name += ": " + ", ".join(f"{count} steps of {size}" for size, count in sorted(row.chosen.items()))
+            name += ": " + ", ".join(f"{name} {steps}" for name, steps in row.chosen.items())
         made.add_row(name, row.training or "none", memory, *cells, said)
     return made
 
@@ -120,5 +120,5 @@ def _as_dict(row: Row) -> dict[str, Any]:
         for name, found in row.results.items()
     }
     about: dict[str, Any] = {"method": row.method, "training": row.training, "extra_memory_bytes": row.memory}
-    about |= {"steps_by_draft": dict(row.chosen)}
+    about |= {"steps_by_method": dict(row.chosen)}
     return about | {"lossless": row.lossless, "workloads": results}

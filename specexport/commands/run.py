@@ -196,9 +196,10 @@ def describe(stats: Stats, fallback: str = "", costs: Costs | None = None) -> st
     if stats.drafted:
         lines.insert(1, f"draft       {stats.accepted} of {stats.drafted} accepted; by position {positions}")
     if costs is not None and stats.steps_by_draft:
-        chosen = ", ".join(
-            f"{count} {f'of {size} draft tokens' if size else 'plain'} ({costs.step(1, 1 + size, 1) * 1e3:.2f} ms)"
-            for size, count in sorted(stats.steps_by_draft.items())
+        chosen = "; ".join(
+            f"{method} "
+            + ", ".join(f"{count} of {size} ({costs.step(1, 1 + size, 1) * 1e3:.2f} ms)" for size, count in by.items())
+            for method, by in stats.steps_by_draft.items()
         )
-        lines.insert(1, f"chosen      by what steps take here: {chosen}")
+        lines.insert(1, f"chosen      steps of so many draft tokens, and what they take here: {chosen}")
     return "\n".join(lines)
