@@ -83,7 +83,7 @@ def served(
     **app: Any,
 ) -> Iterator[Served]:
     """Serves a bundle on a free port; ``around`` may put an application around the server's."""
-    engine = AsyncEngine.open(bundle=bundle, threads=1, max_queue=max_queue)
+    engine = AsyncEngine.open(bundle=bundle, threads=1, max_queue=max_queue, calibrate=False)
     service = Service(engine, (NAME, "also"), timeout)
     settings = {"host": "127.0.0.1", "port": 0, "log_level": "warning"}
     server = Server(around(create_app(service, **app)), engine, patience=patience, **settings)

@@ -50,7 +50,7 @@ def test_bench(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
     words = ["bench", folder, "--methods", "all", "--prompts", "1", "--prompt-tokens", "64", "-n", "24"]
     assert main([*words, "--json"]) == 0
     rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert list(rows) == ["draft_model", "ngram", "suffix", "hypothesis"]
+    assert list(rows) == ["default", "draft_model", "ngram", "suffix", "hypothesis"]
     for name, row in rows.items():
         assert row["lossless"]
         assert set(row["workloads"]) == ({"edit"} if name == "hypothesis" else {"completion", "edit", "text"})
@@ -59,6 +59,8 @@ def test_bench(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
             assert result["tokens_per_step"] >= 1
     # The draft is the target itself.
     assert all(found["tokens_per_step"] > 3 for found in rows["draft_model"]["workloads"].values())
+    assert sum(rows["draft_model"]["steps_by_method"].values()) < 3 * 24
+    assert rows["default"]["steps_by_method"].keys() <= {"plain", "draft_model", "ngram"}
     assert (rows["ngram"]["training"], rows["draft_model"]["training"]) == (None, "a smaller model")
     assert main([*words[:3], "ngram,suffix", *words[4:]]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -36,12 +36,15 @@ def test_run_prints_the_same_text_streamed_and_as_json(folder: str, capsys: pyte
 
 def test_run_without_speculation_says_the_same(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", folder, "--prompt", PROMPT, "-n", "12", "--temperature", "0", "--json"]
-    main(words)
-    fast = json.loads(capsys.readouterr().out)
-    main([*words, "--no-speculation"])
-    plain = json.loads(capsys.readouterr().out)
-    assert fast["token_ids"] == plain["token_ids"]
+    made = {}
+    for how in ((), ("--no-calibrate",), ("--no-speculation",)):
+        main([*words, *how])
+        made[how] = json.loads(capsys.readouterr().out)
+    free, fast, plain = made.values()
+    assert free["token_ids"] == fast["token_ids"] == plain["token_ids"]
     assert fast["stats"]["drafted"] > 0 == plain["stats"]["drafted"]
+    main([*words[:-1], "--stats"])
+    assert "chosen      steps of so many draft tokens, and what they take here: " in capsys.readouterr().err
 
 
 def test_run_reads_standard_input(

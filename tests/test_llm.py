@@ -24,7 +24,7 @@ PROMPTS = ["one two three", "the of and", "what"]
 
 @pytest.fixture(scope="module")
 def llm(bundle: Callable[[str], Path]) -> LLM:
-    return LLM(bundle=bundle(NAME), threads=1)
+    return LLM(bundle=bundle(NAME), threads=1, calibrate=False)
 
 
 def test_importing_it_loads_neither_engine_nor_exporter() -> None:

@@ -1,0 +1,182 @@
+"""What a request gets that does not say how to speculate, against plain decoding and every fixed choice.
+
+A cell is a precision, a kind of text, a temperature and a number of requests at once. All ways take turns, so that a
+machine whose speed drifts treats them alike. Cells that a result file holds already are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from benchmarks.common import add_common_arguments, machine, new_table, open_console, write_report
+from benchmarks.pair import bundle, inflated_pair
+from specexport.runtime import Engine, SamplingParams, Stream
+from specexport.runtime.speculative import DEFAULT, PLAIN, Speculative
+from specexport.tuning import workloads
+
+SIZES = (4, 1, 2, 3, 6, 8)
+MAX_SEQ_LEN = 512
+LOOKUP = "ngram"
+TEXTS = {"code": "completion", "prose": "text", "edits": "edit"}
+RANDOM = "random"
+
+
+@dataclass
+class Row:
+    """A cell; speeds are output tokens a second of wall clock, prompts included, medians of the repeats.
+
+    Attributes:
+        precision: of the matrices.
+        text: kind of prompt; ``random`` are tokens drawn evenly.
+        temperature: 0 is greedy.
+        concurrency: requests at once.
+        speeds: by way: ``plain``, ``default``, the draft's number of tokens, a look-up.
+        best: the fixed choice that was fastest, plain decoding among them.
+        over_best: median of the repeats' ratios of the default to it.
+        over_plain: likewise to plain decoding.
+        steps: how many steps of the default each method proposed for.
+        same_text: whether greedy texts are those of plain decoding.
+    """
+
+    precision: str
+    text: str
+    temperature: float
+    concurrency: int
+    speeds: dict[str, float]
+    best: str
+    over_best: float
+    over_plain: float
+    steps: dict[str, int]
+    same_text: bool | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``python -m benchmarks auto``."""
+    add_common_arguments(parser, prompt_tokens=96, new_tokens=48)
+    parser.add_argument("--precisions", default="fp32,int8,int4")
+    parser.add_argument("--texts", default=",".join((*TEXTS, RANDOM)))
+    parser.add_argument("--temperatures", default="0,0.7,1.5")
+    parser.add_argument("--concurrency", default="1,4,8")
+    parser.add_argument("--repeats", type=int, default=5)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the benchmark and prints its table."""
+    pair = inflated_pair(args.models, args.work)
+    done = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
+    rows = [Row(**row) for row in done]
+    known = {(row.precision, row.text, row.temperature, row.concurrency) for row in rows}
+    for precision in args.precisions.split(","):
+        folder = bundle(*pair, args.work, precision, SIZES, MAX_SEQ_LEN, 32)
+        cells = itertools.product(
+            args.texts.split(","), map(float, args.temperatures.split(",")), map(int, args.concurrency.split(","))
+        )
+        missing = [cell for cell in cells if (precision, *cell) not in known]
+        if not missing:
+            continue
+        # Every prompt is read each time: what a prefix cache saves is not what is asked here.
+        with Engine.load(folder, threads=args.threads, check_hashes=False, prefix_cache=False) as engine:
+            for text, temperature, concurrency in missing:
+                rows.append(_cell(engine, precision, text, temperature, concurrency, args))
+                write_report(args.json, {"machine": machine(args.threads), "rows": [asdict(row) for row in rows]})
+                _print(rows[-1:])
+    _print(rows)
+    return 0
+
+
+def _cell(
+    engine: Engine, precision: str, text: str, temperature: float, concurrency: int, args: argparse.Namespace
+) -> Row:
+    prompts = _prompts(engine, text, max(2, concurrency), args.prompt_tokens)
+    ways: dict[str, Speculative] = {
+        "plain": PLAIN,
+        "default": DEFAULT,
+        **{str(size): Speculative(method="draft_model", num_speculative_tokens=size) for size in sorted(SIZES)},
+        LOOKUP: Speculative(method=LOOKUP, num_speculative_tokens=8),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    texts: dict[str, list[list[int]]] = {}
+    steps: dict[str, int] = {}
+    for turn in range(args.repeats + 1):
+        params = SamplingParams(temperature=temperature, max_tokens=args.new_tokens, ignore_eos=True, seed=turn)
+        for name, way in ways.items():
+            seconds, streams = _run(engine, prompts, params, concurrency, way)
+            texts[name] = [stream.tokens[-args.new_tokens :] for stream in streams]
+            if turn:  # the first turn pays for buffers
+                times[name].append(seconds)
+            if turn and name == "default":
+                for stream in streams:
+                    for method, by in stream.stats.steps_by_draft.items():
+                        steps[method] = steps.get(method, 0) + sum(by.values())
+    tokens = len(prompts) * args.new_tokens
+    best = min((name for name in ways if name != "default"), key=lambda name: statistics.median(times[name]))
+
+    def over(name: str) -> float:
+        return statistics.median(other / own for own, other in zip(times["default"], times[name], strict=True))
+
+    return Row(
+        precision,
+        text,
+        temperature,
+        concurrency,
+        {name: round(tokens / statistics.median(taken), 1) for name, taken in times.items()},
+        best,
+        over(best),
+        over("plain"),
+        steps,
+        all(found == texts["plain"] for found in texts.values()) if temperature == 0 else None,
+    )
+
+
+def _prompts(engine: Engine, text: str, count: int, tokens: int) -> list[list[int]]:
+    if text == RANDOM:
+        drawn = np.random.default_rng(0).integers(0, engine.manifest.target.vocab_size, (count, tokens))
+        return [[int(token) for token in row] for row in drawn]
+    tasks = workloads.built_in(engine.encode, count, tokens)
+    return [list(task.prompt)[-MAX_SEQ_LEN // 2 :] for task in tasks if task.workload == TEXTS[text]]
+
+
+def _run(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams, concurrency: int, way: Speculative
+) -> tuple[float, list[Stream]]:
+    """Seconds for all prompts, so many at once, and their streams."""
+    waiting = deque(engine.stream(prompt, params, way) for prompt in prompts)
+    everyone, running = list(waiting), deque[Stream]()
+    start = time.perf_counter()
+    while waiting or running:
+        while waiting and len(running) < concurrency:
+            running.append(waiting.popleft())
+            running[-1].start()
+        stream = running.popleft()
+        if next(stream, None) is not None:
+            running.append(stream)
+    return time.perf_counter() - start, everyone
+
+
+def _print(rows: list[Row]) -> None:
+    labels = ("precision", "text")
+    numbers = ("T", "at once", "plain", "default", "best fixed", "over it", "over plain", "steps by", "same text")
+    table = new_table("output tokens a second, prompts included", labels, numbers)
+    for row in rows:
+        table.add_row(
+            row.precision,
+            row.text,
+            f"{row.temperature:g}",
+            str(row.concurrency),
+            f"{row.speeds['plain']:.1f}",
+            f"{row.speeds['default']:.1f}",
+            f"{row.best}: {row.speeds[row.best]:.1f}",
+            f"{row.over_best:.3f}x",
+            f"{row.over_plain:.3f}x",
+            ", ".join(f"{method} {count}" for method, count in row.steps.items()),
+            "-" if row.same_text is None else "yes" if row.same_text else "no",
+        )
+    open_console().print(table)
