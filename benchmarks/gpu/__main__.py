@@ -4,9 +4,8 @@
     python scripts/gpu_acceptance.py --bundles DIR      where the GPU is: nothing is built, and no torch is needed
 
 Results are written after every check, and a run on a GPU of the same kind, with the same ``--json``, goes on with what
-is missing. A check that
-a killed run was in counts as failed; ``--only`` does it again. With ``--rehearse`` the second step runs without a GPU,
-over CUDA libraries that do nothing: everything runs, and what needs numbers is not measured.
+is missing. A check that a killed run was in counts as failed; ``--only`` does it again. With ``--rehearse`` the second
+step runs without a GPU, over CUDA libraries that do nothing: what needs numbers runs too, and is not measured.
 
 Exits with 0 if nothing failed, with 1 if a check failed, and with 2 where there is no GPU: then nothing was checked.
 """
@@ -31,7 +30,7 @@ import numpy as np
 
 from benchmarks.gpu import checks
 from benchmarks.gpu.checks import Finding
-from benchmarks.gpu.prepared import KINDS, PAIRS, prepare, unpacked
+from benchmarks.gpu.prepared import KINDS, PAIRS, TINY, prepare, unpacked
 from specexport.contract.errors import SpecExportError
 from specexport.runtime.cuda import ort
 from specexport.runtime.cuda.api import Cuda
@@ -76,16 +75,15 @@ def plan(bundles: Path, texts: list[str], models: Path) -> list[Check]:
             yield Check(f"{kind.__name__}:{name}", seconds, functools.partial(kind, bundles / name, *more), **options)
 
     drafted, hybrids = ("draft", "target", "accept"), ("hybrid-fp32-native", "hybrid-fp32-portable")
-    tiny = sorted({path.name for path in bundles.iterdir() if path.is_dir()} - KINDS.keys() - PAIRS.keys())
     return [
-        *each(checks.loads, [*tiny, *KINDS, *PAIRS], 40, numbers=False),
+        *each(checks.loads, [*TINY, *KINDS, *PAIRS], 40, numbers=False),
         *each(checks.parity, [*hybrids, *KINDS], 40, texts),
         *each(checks.tree_commit, [*hybrids, "medusa-fp16", "portable-fp16"], 20, texts),
         *each(checks.together, ["batch-fp32", *hybrids], 40, texts),
         *each(checks.capture, ["draft-fp16", "draft-int4", "medusa-fp16", "portable-fp16"], 60, texts),
         *each(checks.events, ["draft-fp16", "draft-int8", "draft-int4", "v150k-fp16"], 40, texts, drafted),
         *each(checks.events, ["medusa-fp16"], 40, texts, ("target", "accept", "commit")),
-        *each(checks.memory, ["290m-fp16", "290m-int8", "1b-fp16", "1b-int4"], 40, numbers=False),
+        *each(checks.memory, PAIRS, 40, numbers=False),
         *each(checks.pair, ["1b-fp16", "1b-int4"], 120, texts),
         *each(checks.sampled, ["draft-fp32", "medusa-fp16"], 60, texts),
         *each(checks.oracle, ["draft-fp32"], 60, texts, models, module="transformers"),

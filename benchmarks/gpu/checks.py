@@ -246,7 +246,8 @@ def tree_commit(folder: Path, texts: Sequence[str]) -> list[Finding]:
 def together(folder: Path, texts: Sequence[str]) -> list[Finding]:
     """Four requests at once against each alone, by the same engine: greedy, two of three with speculation."""
     with open_gpu(folder, max_batch_size=4) as engine:
-        asks = [(text, greedy(24 + 8 * at), at % 3 != 2) for at, text in enumerate([*texts, *texts][:8])]
+        prompts = [engine.encode(text)[: engine.manifest.max_seq_len // 2] for text in [*texts, *texts][:8]]
+        asks = [(prompt, greedy(24 + 8 * at), at % 3 != 2) for at, prompt in enumerate(prompts)]
         alone = [engine.generate(text, params, None if spec else PLAIN).token_ids for text, params, spec in asks]
         streams = [engine.stream(text, params, None if spec else PLAIN) for text, params, spec in asks]
         for stream in streams:

@@ -43,6 +43,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "batch-fp32": {"proposes": "draft", "precision": "fp32", "max_batch_size": 4},
 }
 """Bundles of the demo models, with the options of their builds."""
+TINY = (
+    "hybrid-fp32-native",
+    "hybrid-fp32-portable",
+    "medusa_draft-fp16-native",
+    "universal_draft-int8-portable",
+    "draft_model-int8-native",
+    "eagle3-int8-native",
+    "medusa-fp16-portable",
+    "mlp_speculator-int4-native",
+    "self_draft-int8-portable",
+    "plain-fp16-native",
+)
+"""Of the GPU dry run's bundles, every kind; see ``tests.null_cuda.bundles``."""
 _Sizes = dict[str, int]
 
 
@@ -75,14 +88,14 @@ def prepare(out: Path, models: Path, names: Sequence[str] = ()) -> None:
     Args:
         out: folder to write to; ``out/built`` keeps the bundles.
         models: holds the demo models.
-        names: of :data:`KINDS`, :data:`PAIRS` and the bundles of the GPU dry run; all of them unless given.
+        names: of :data:`TINY`, :data:`KINDS` and :data:`PAIRS`; all of them unless given.
     """
     from specexport.exporter import trace
     from tests.null_cuda import bundles
     from tests.traces import once
 
     built, traces = out / "built", out / "traces"
-    names = names or (*KINDS, *bundles.CHOSEN, *PAIRS)
+    names = names or (*TINY, *KINDS, *PAIRS)
     for folder in (built, traces):
         folder.mkdir(parents=True, exist_ok=True)
     with mock.patch.object(trace, "_trace", once(trace._trace, traces, _TRACED_ONCE)):
@@ -90,7 +103,7 @@ def prepare(out: Path, models: Path, names: Sequence[str] = ()) -> None:
             if (built / name / (PLAN if name in PAIRS else MANIFEST_NAME)).exists():
                 continue
             start = time.monotonic()
-            if name in bundles.CHOSEN:
+            if name in TINY:
                 bundles.make(name, built)
             else:
                 _build(name, built, models)
