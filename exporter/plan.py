@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specexport.checkpoints.config import read_model_config
+from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.engines.options import capability, check_stored
@@ -24,6 +25,9 @@ PREFILL_CHUNK = 64
 MOST_DRAFTS = 8
 _BLOCK = 32
 _SCALE_BYTES = 2
+_UNDONE = {"int8": 5, "int4": 16}
+"""Rows up to which onnxruntime reads integers (``docs/gpu.md``). For more it undoes a matrix, gate and up as one, into
+16 bits in every run; over null CUDA it was seen to take memory for two such."""
 _BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 
 
@@ -119,7 +123,14 @@ class DevicePlan:
 
 
 def plan(
-    target: str, draft: str | None, device: Device, *, precision: str, context: int, acceptance: float
+    target: str,
+    draft: str | None,
+    device: Device,
+    *,
+    precision: str,
+    context: int,
+    acceptance: float,
+    backend: EngineRuntime = "tensorrt",
 ) -> DevicePlan:
     """Plans for one text at a time.
 
@@ -130,6 +141,7 @@ def plan(
         precision: of the matrices of both, one of fp16, bf16, fp8, int8 and int4; activations and caches take 16 bits.
         context: longest prompt and output, in tokens.
         acceptance: chance that a draft token is accepted.
+        backend: what runs them.
 
     Raises:
         BuildError: a configuration cannot be read, or an argument makes no sense.
@@ -141,7 +153,7 @@ def plan(
         raise BuildError(f"acceptance is {acceptance}; expected 0 or more and less than 1")
     if context < 2:
         raise BuildError(f"max_seq_len is {context}; expected at least 2")
-    models = [_model(source, precision, context) for source in (target, draft) if source is not None]
+    models = [_model(source, precision, context, backend) for source in (target, draft) if source is not None]
     seconds = [(model.read + model.cache_row * context / 2) / (EFFICIENCY * device.bandwidth) for model in models]
     speeds = [1 / seconds[0]]
     if draft is not None:
@@ -167,25 +179,32 @@ def meta_model(source: str | Path) -> Any:
         raise BuildError(f"{source}: its configuration cannot be read: {error}") from error
 
 
-def _model(source: str, precision: str, context: int) -> ModelPlan:
+def _model(source: str, precision: str, context: int, backend: EngineRuntime) -> ModelPlan:
     model = meta_model(source)
     text = model.config.get_text_config()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     head = model.get_output_embeddings().weight
+    by_onnxruntime = backend == "onnxruntime-cuda"
     weights = read = 0
     for parameter in model.parameters():  # tied ones once
         is_table = id(parameter) in embeddings
         if is_table:
-            weights += 2 * parameter.numel()
+            by_block = by_onnxruntime and precision in _UNDONE  # else looked up in 16 bits
+            weights += _stored(parameter, "int8") if by_block else 2 * parameter.numel()
         if parameter is head or not is_table:
             stored = _stored(parameter, precision)
             read += stored
-            # A head of 16 bits that is tied to the embedding is the same matrix.
-            weights += 0 if is_table and _BITS[precision] == 16 else stored
+            # A head of 16 bits that is tied to the embedding is the same matrix; onnxruntime keeps it transposed too.
+            weights += 0 if is_table and _BITS[precision] == 16 and not by_onnxruntime else stored
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     row = text.num_hidden_layers * heads * 2 * size * 2
     wide = max(getattr(text, "intermediate_size", None) or 4 * text.hidden_size, text.hidden_size)
+    # Gate, up and their product; logits, p and what is left of it at the nodes of a tree.
+    scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * text.hidden_size) + 4 * (MOST_DRAFTS + 1) * text.vocab_size * 4
+    if by_onnxruntime and precision in _UNDONE:
+        widest = max(2 * wide, text.vocab_size if _UNDONE[precision] <= MOST_DRAFTS else 0)
+        scratch += 2 * 2 * widest * text.hidden_size
     return ModelPlan(
         source=source,
         parameters=model.num_parameters(),
@@ -193,8 +212,7 @@ def _model(source: str, precision: str, context: int) -> ModelPlan:
         read=read,
         cache=row * cache_buckets(context, PREFILL_CHUNK)[-1],
         cache_row=row,
-        # Gate, up and their product; logits, p and what is left of it at the nodes of a tree.
-        scratch=2 * PREFILL_CHUNK * (3 * wide + 4 * text.hidden_size) + 4 * (MOST_DRAFTS + 1) * text.vocab_size * 4,
+        scratch=scratch,
     )
 
 

@@ -83,7 +83,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnnxRuntimeGpu]:
 
 class Session:
     def __init__(self, module: OnnxRuntimeGpu, session: Any, stream: int) -> None:
-        self._module, self._session, self._stream = module, session, stream
+        self._module, self._session, self.stream, self.cuda = module, session, stream, module.cuda
         self.get_inputs, self.get_outputs = session.get_inputs, session.get_outputs
         self._threads: set[int] = set()
 
@@ -102,7 +102,7 @@ class Session:
         ]
 
     def io_binding(self) -> Binding:
-        return Binding(self._module.cuda, self._session.io_binding())
+        return Binding(self.cuda, self._session.io_binding())
 
     def run_with_iobinding(self, binding: Binding, options: Any) -> None:
         assert options.get_run_config_entry("disable_synchronize_execution_providers") == "1"
@@ -111,12 +111,13 @@ class Session:
         if self._module.failing:
             raise RuntimeError("out of kernels")
         self._module.runs += 1
-        self._module.cuda.give(self._stream, lambda: self._session.run_with_iobinding(binding.real), *binding.spans)
+        self.cuda.give(self.stream, lambda: self._session.run_with_iobinding(binding.real), *binding.spans)
 
 
 class Binding:
     def __init__(self, cuda: StandIn, binding: Any) -> None:
         self.real, self._cuda, self.spans = binding, cuda, list[tuple[int, int]]()
+        self.outputs: dict[str, tuple[int, Any, Any]] = {}  # address, type and shape by name
 
     def bind_input(self, name: str, device: str, index: int, dtype: Any, shape: Any, address: int) -> None:
         self._check(device, index, dtype, shape, address)
@@ -124,6 +125,7 @@ class Binding:
 
     def bind_output(self, name: str, device: str, index: int, dtype: Any, shape: Any, address: int) -> None:
         self._check(device, index, dtype, shape, address)
+        self.outputs[name] = (address, dtype, shape)
         self.real.bind_output(name, "cpu", 0, dtype, shape, address)
 
     def _check(self, device: str, index: int, dtype: Any, shape: Any, address: int) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +19,16 @@ import pytest
 
 from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import checks, prepared, timing
+from specexport.contract import tensors
+from specexport.exporter.engines import program
 from specexport.runtime.cuda import api, ort
+from specexport.runtime.cuda.caches import DeviceCache
+from specexport.runtime.cuda.graph import DeviceGraph
 from tests.cuda_stand_in import StandIn, real
-from tests.onnxruntime_stand_in import OnnxRuntimeGpu
+from tests.onnxruntime_stand_in import Binding, OnnxRuntimeGpu, Session
+from tests.step_program import for_onnxruntime
+
+pytestmark = pytest.mark.exporter  # bundles for onnxruntime-cuda are made here
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,8 +76,9 @@ def test_parts_are_joined(packed: Path) -> None:
     assert all(part["nbytes"] <= 3000 for part in index["parts"])
     there = prepared.unpacked(packed)
     assert [(there / name / "target" / "name").read_text() for name in ("one", "two")] == ["one", "two"]
-    weights = [(there / name / "target" / "weights.bin").read_bytes() for name in ("one", "two")]
-    assert weights[0] == weights[1] == np.random.default_rng(0).bytes(8000)
+    weights = [there / name / "target" / "weights.bin" for name in ("one", "two")]
+    assert [path.read_bytes() for path in weights] == [np.random.default_rng(0).bytes(8000)] * 2
+    assert [path.stat().st_nlink for path in weights] == [1, 1]  # onnxruntime refuses weights that have two names
 
 
 def test_a_part_that_changed_is_named(packed: Path) -> None:
@@ -96,6 +109,141 @@ def test_weights_that_were_left_out_are_filled_in(tmp_path: Path) -> None:
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
+
+TEXTS = ["def add(first, second): return " * 4, "import json from pathlib import Path " * 4]
+Disturb = Callable[[Session, Binding], None]
+
+
+@pytest.fixture
+def built(
+    bundle: Callable[[str], Path],
+    accept_graph: Callable[[str, int], bytes],
+    gpu: OnnxRuntimeGpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[str], Path]:
+    """Gives a copy of a bundle as one that was built for onnxruntime-cuda."""
+    monkeypatch.setattr(program, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
+
+    def get(name: str) -> Path:
+        folder = tmp_path / name
+        return folder if folder.exists() else for_onnxruntime(Path(shutil.copytree(bundle(name), folder)))
+
+    return get
+
+
+@pytest.fixture
+def after_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Disturb], None]:
+    """Lets the GPU do something after every run of a session, captured ones included."""
+    run = Session.run_with_iobinding
+
+    def install(disturb: Disturb) -> None:
+        def disturbed(self: Session, binding: Binding, options: Any) -> None:
+            run(self, binding, options)
+            disturb(self, binding)
+
+        monkeypatch.setattr(Session, "run_with_iobinding", disturbed)
+
+    return install
+
+
+def _raise_a_logit(session: Session, binding: Binding) -> None:
+    """Of every token of a run but of one: as kernels for several rows that are wrong would."""
+    address, dtype, shape = binding.outputs.get(tensors.LOGITS, (0, np.float32, (0, 0, 0)))
+    if shape[1] > 1:
+
+        def work() -> None:
+            session.cuda.array(address, dtype, shape)[..., 7] += 30.0
+
+        session.cuda.give(session.stream, work)
+
+
+def _verdicts(findings: list[checks.Finding]) -> list[bool | None]:
+    return [finding.passed for finding in findings]
+
+
+@pytest.mark.parametrize("name", ["llama-near", "gpt2-tree-portable"])
+def test_checks_pass_where_the_gpu_is_right(name: str, built: Callable[[str], Path]) -> None:
+    folder = built(name)
+    assert _verdicts(checks.loads(folder)) == [None, True, True]
+    assert _verdicts(checks.parity(folder, TEXTS)) == [True] * 4
+    assert _verdicts(checks.tree_commit(folder, TEXTS)) == [True]
+    assert _verdicts(checks.capture(folder, TEXTS, 20)) == [True] * 4
+
+
+def test_wrong_logits_are_found(built: Callable[[str], Path], after_runs: Callable[[Disturb], None]) -> None:
+    folder = built("llama-near")
+    assert _verdicts(checks.sampled(folder, TEXTS, 150)) == [True]
+    after_runs(_raise_a_logit)
+    assert _verdicts(checks.parity(folder, TEXTS)) == [False, False, True, False]
+    assert _verdicts(checks.sampled(folder, TEXTS, 150)) == [False]
+
+
+def test_rows_committed_at_wrong_places_are_found(
+    built: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the host's copies: the rows of the tree's first nodes instead of the path's."""
+    move = DeviceCache.move
+
+    def stay(self: Any, slot: int, past: int, nodes: Any, made: Any) -> None:
+        move(self, slot, past, range(len(nodes)), made)
+
+    monkeypatch.setattr(DeviceCache, "move", stay)
+    for name in ("gpt2-tree", "gpt2-tree-portable"):
+        assert _verdicts(checks.tree_commit(built(name), TEXTS)) == [False]
+
+
+def test_a_commit_graph_that_moves_nothing_is_found(
+    built: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Session.run_with_iobinding
+
+    def without_commits(self: Session, binding: Binding, options: Any) -> None:
+        if tensors.PATH not in (value.name for value in self.get_inputs()):
+            run(self, binding, options)
+
+    monkeypatch.setattr(Session, "run_with_iobinding", without_commits)
+    assert _verdicts(checks.parity(built("gpt2-tree"), TEXTS)) == [True, True, True, False]
+
+
+def test_slots_that_spoil_each_other_are_found(built: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step writes over the first rows of a slot that it has no part in, as its prompt is just being read."""
+
+    def spoiling(self: Any, *shape: Any, **more: Any) -> None:
+        self.inputs(*shape, **more)[tensors.PAST_LENGTH][:] = 0
+
+    folder = built("llama-near-batch")
+    assert _verdicts(checks.together(folder, TEXTS)) == [True]
+    monkeypatch.setattr(DeviceGraph, "protect_rows", spoiling)
+    assert _verdicts(checks.together(folder, TEXTS)) == [False]
+
+
+def test_captures_that_say_something_else_are_found(
+    built: Callable[[str], Path], gpu: OnnxRuntimeGpu, after_runs: Callable[[Disturb], None]
+) -> None:
+    def only_captured(session: Session, binding: Binding) -> None:
+        if gpu.cuda.capturing:
+            _raise_a_logit(session, binding)
+
+    after_runs(only_captured)
+    assert _verdicts(checks.capture(built("llama-near"), TEXTS, 20)) == [True, False, False, True]
+
+
+def test_refused_captures_and_leaks_are_found(
+    built: Callable[[str], Path], gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = StandIn.cudaGraphLaunch
+
+    def leaking(self: StandIn, graph: int, stream: int) -> Any:
+        self.cudaMalloc(checks.LEAKED // 8)
+        return launch(self, graph, stream)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StandIn, "cudaGraphLaunch", leaking)
+        assert _verdicts(checks.capture(built("llama-near"), TEXTS, 20)) == [True, True, True, False]
+    gpu.cuda.refuse_capture = True
+    assert _verdicts(checks.capture(built("llama-near"), TEXTS, 20)) == [False, True, True, True]
+    assert _verdicts(checks.loads(built("llama-near"))) == [None, False, True]
 
 
 def test_what_is_far_from_its_distribution_is_found() -> None:
@@ -132,13 +280,17 @@ def test_results_are_kept_and_gone_on_with(
     ran: list[str] = []
 
     def killed() -> list[checks.Finding]:
-        ran.append("killed")
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    def right() -> list[checks.Finding]:
+        ran.append("right")
+        return [checks.Finding("number", None, "3 us")]
 
     planned = [
-        _check("right", checks.Finding("number", None, "3 us")),
         _check("wrong", checks.Finding("bar", False, "2", "1")),
         script.Check("loads:killed", 10, killed),
+        script.Check("loads:right", 10, right),
         _check("absent"),
     ]
     monkeypatch.setattr(script, "plan", lambda *_: planned)
@@ -149,11 +301,17 @@ def test_results_are_kept_and_gone_on_with(
 
     assert script.main([*line, "--budget", "5"]) == 0
     assert set(statuses().values()) == {"not measured"}
-    with pytest.raises(KeyboardInterrupt):
-        script.main(line)
-    assert statuses() == {"right": "pass", "wrong": "fail", "killed": "fail", "absent": "not measured"}
+    process = multiprocessing.get_context("fork").Process(target=script.main, args=(line,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert statuses() == {"wrong": "fail", "killed": "fail", "right": "not measured", "absent": "not measured"}
+    written = json.loads(results.read_text())["loads:wrong"]
     assert script.main(line) == 1
-    assert ran == ["killed"]
+    assert statuses() == {"wrong": "fail", "killed": "fail", "right": "pass", "absent": "not measured"}
+    assert script.main(line) == 1
+    assert ran == ["right"]
+    assert json.loads(results.read_text())["loads:wrong"] == written
     said = json.loads(results.read_text())
     assert said["loads:killed"]["reason"] == "the run ended in this check"
     assert said["loads:absent"]["reason"] == "bundle absent was not prepared"

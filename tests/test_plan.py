@@ -52,6 +52,24 @@ def test_memory_is_counted(tied: Path, untied: Path) -> None:
     assert both.weights == both.read + table
 
 
+def test_memory_of_onnxruntime_is_counted(tied: Path) -> None:
+    """As it was seen over null CUDA: a tied head again, transposed, and integers undone into 16 bits."""
+    vocab, hidden, widest = 320, 64, 320
+    half, eighth = (
+        [
+            plan(str(tied), None, DEVICE, precision=precision, context=CONTEXT, acceptance=0.5, backend=backend)
+            for backend in ("tensorrt", "onnxruntime-cuda")
+        ]
+        for precision in ("fp16", "int8")
+    )
+    (engine,), (session,) = (found.models for found in half)
+    assert session.weights == engine.weights + 2 * vocab * hidden
+    assert (session.read, session.scratch) == (engine.read, engine.scratch)
+    (engine,), (session,) = (found.models for found in eighth)
+    assert session.weights == session.read + vocab * hidden * (1 + 2 / 32)
+    assert session.scratch == engine.scratch + 2 * 2 * widest * hidden
+
+
 def test_speed_follows_the_bandwidth_and_the_acceptance(tied: Path, untied: Path) -> None:
     found = plan(str(untied), str(tied), DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5)
     target, draft = found.models

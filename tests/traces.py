@@ -19,15 +19,15 @@ SMALL = 4_000_000
 Trace = Callable[..., ir.Model]
 
 
-def once(trace: Trace, folder: Path) -> Trace:
+def once(trace: Trace, folder: Path, largest: int = SMALL) -> Trace:
     """``specexport.exporter.trace._trace`` with a memory in a folder, which processes may share.
 
     What a trace depends on is its key: every setting and weight of the module, the shapes of the inputs, and all other
-    arguments.
+    arguments. Modules of more parameters than ``largest`` are traced each time.
     """
 
     def remembered(model: torch.nn.Module, module: torch.nn.Module, inputs: Any, *arguments: Any) -> ir.Model:
-        if sum(parameter.numel() for parameter in module.parameters()) > SMALL:
+        if sum(parameter.numel() for parameter in module.parameters()) > largest:
             return trace(model, module, inputs, *arguments)
         path = folder / f"{_key(model, module, inputs, arguments)}.onnx"
         with FileLock(path.with_suffix(".lock")):

@@ -3,9 +3,9 @@
     python scripts/gpu_acceptance.py --prepare DIR      where torch is: builds and packs what the checks need
     python scripts/gpu_acceptance.py --bundles DIR      where the GPU is: nothing is built, and no torch is needed
 
-Results are written after every check, and a run with the same ``--json`` goes on with what is missing. A check that
-a killed run was in counts as failed; ``--only`` does it again. Where CUDA is null (``Null GPU``) everything runs, and
-what needs numbers is not measured.
+Results are written after every check, and a run on a GPU of the same kind, with the same ``--json``, goes on with what
+is missing. A check that a killed run was in counts as failed; ``--only`` does it again. With ``--rehearse`` the second
+step runs without a GPU, over CUDA libraries that do nothing: what needs numbers runs too, and is not measured.
 
 Exits with 0 if nothing failed, with 1 if a check failed, and with 2 where there is no GPU: then nothing was checked.
 """
@@ -17,6 +17,8 @@ import datetime
 import functools
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +30,7 @@ import numpy as np
 
 from benchmarks.gpu import checks
 from benchmarks.gpu.checks import Finding
-from benchmarks.gpu.prepared import KINDS, PAIRS, prepare, unpacked
+from benchmarks.gpu.prepared import KINDS, PAIRS, TINY, prepare, unpacked
 from specexport.contract.errors import SpecExportError
 from specexport.runtime.cuda import ort
 from specexport.runtime.cuda.api import Cuda
@@ -72,15 +74,16 @@ def plan(bundles: Path, texts: list[str], models: Path) -> list[Check]:
         for name in names:
             yield Check(f"{kind.__name__}:{name}", seconds, functools.partial(kind, bundles / name, *more), **options)
 
-    drafted = ("draft", "target", "accept")
+    drafted, hybrids = ("draft", "target", "accept"), ("hybrid-fp32-native", "hybrid-fp32-portable")
     return [
-        *each(checks.loads, [*KINDS, *PAIRS], 40, numbers=False),
-        *each(checks.parity, KINDS, 40, texts),
-        *each(checks.tree_commit, ["medusa-fp16", "portable-fp16"], 20, texts),
-        *each(checks.together, ["batch-fp32"], 40, texts),
+        *each(checks.loads, [*TINY, *KINDS, *PAIRS], 40, numbers=False),
+        *each(checks.parity, [*hybrids, *KINDS], 40, texts),
+        *each(checks.tree_commit, [*hybrids, "medusa-fp16", "portable-fp16"], 20, texts),
+        *each(checks.together, ["batch-fp32", *hybrids], 40, texts),
         *each(checks.capture, ["draft-fp16", "draft-int4", "medusa-fp16", "portable-fp16"], 60, texts),
         *each(checks.events, ["draft-fp16", "draft-int8", "draft-int4", "v150k-fp16"], 40, texts, drafted),
         *each(checks.events, ["medusa-fp16"], 40, texts, ("target", "accept", "commit")),
+        *each(checks.memory, PAIRS, 40, numbers=False),
         *each(checks.pair, ["1b-fp16", "1b-int4"], 120, texts),
         *each(checks.sampled, ["draft-fp32", "medusa-fp16"], 60, texts),
         *each(checks.oracle, ["draft-fp32"], 60, texts, models, module="transformers"),
@@ -91,8 +94,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prepares or checks; see the module."""
     args = _parser().parse_args(arguments)
     if args.prepare is not None:
-        prepare(args.prepare, args.models, args.pack.split(","))
+        prepare(args.prepare, args.models, [name for name in args.pack.split(",") if name])
         return 0
+    if args.rehearse:
+        from tests.null_cuda.bindings import NullRuntime, install, speculate_always
+        from tests.null_cuda.install import environment
+
+        if "NULL_CUDA_ZEROS" not in os.environ:
+            again = [sys.executable, str(ROOT / "scripts" / "gpu_acceptance.py"), *(arguments or sys.argv[1:])]
+            return subprocess.run(again, env=environment(), check=False).returncode
+        install(NullRuntime())
+        speculate_always()
     try:
         cuda = Cuda.load()
         machine = _machine(cuda)
@@ -112,7 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prepare", type=Path, metavar="DIR", help="build and pack the bundles into this folder")
     what.add_argument("--bundles", type=Path, metavar="DIR", help="check with what was prepared there")
-    parser.add_argument("--pack", default=",".join([*KINDS, *PAIRS]), help="bundles to prepare (default: all)")
+    parser.add_argument("--pack", default="", metavar="NAMES", help="bundles to prepare (default: all)")
+    parser.add_argument("--rehearse", action="store_true", help="check over CUDA libraries that do nothing")
     parser.add_argument("--only", default="", help="names, or the kinds before their colons, with commas between")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; begins nothing that would not fit")
     parser.add_argument(
@@ -139,8 +152,8 @@ def _run(args: argparse.Namespace, all_checks: list[Check], machine: dict[str, s
     for check in all_checks:
         if wanted and not {check.name, check.name.partition(":")[0]} & set(wanted):
             continue
-        before = results.get(check.name, {}).get("status")
-        if before in (PASS, FAIL) and not wanted:
+        before = results.get(check.name, {})
+        if before.get("status") in (PASS, FAIL) and before["gpu"] == machine["gpu"] and not wanted:
             continue
         left = args.budget - (time.monotonic() - began)
         result: dict[str, Any] = {"date": _now(), **machine, "findings": []}

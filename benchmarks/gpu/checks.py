@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import json
 import math
 import statistics
 import threading
@@ -15,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.prepared import WEIGHTS, filled
+from benchmarks.gpu.prepared import PLAN, WEIGHTS, filled
 from benchmarks.gpu.timing import Watch, copy_bandwidth, graph_per_engine, on_device, uncaptured
 from specexport.contract import tensors
 from specexport.contract.engines import ComputedIn
@@ -86,15 +88,16 @@ def open_gpu(folder: Path, **options: Any) -> Engine:
 
 
 def loads(folder: Path) -> list[Finding]:
-    """A bundle is opened, and steps from this thread and from another say the same."""
+    """A bundle is opened, and steps of every method from this thread and from another say the same."""
     start = time.perf_counter()
     with open_gpu(folder) as engine:
         seconds = time.perf_counter() - start
         backend, prompt = on_device(engine), engine.encode("def add(first, second):")[:16]
+        captured = "graph per step" if engine.manifest.program else "graph per engine"
         said: list[list[tuple[int, ...]]] = []
 
         def go() -> None:
-            said.append([engine.generate(prompt, greedy(24), way).token_ids for way in (None, PLAIN)])
+            said.append([engine.generate(prompt, greedy(24), way).token_ids for way in ways(engine, prompt)])
 
         go()
         other = threading.Thread(target=go)
@@ -103,18 +106,44 @@ def loads(folder: Path) -> list[Finding]:
         execution, fallback = backend.execution, backend.fallback
     return [
         Finding("opened", None, f"{seconds:.1f} s"),
-        Finding("capture", execution == "graph per step", f"{execution} {fallback}".rstrip(), "graph per step"),
-        Finding("same text from a second thread", len(said) == 2 and said[0] == said[1],
+        Finding("capture", execution == captured, f"{execution} {fallback}".rstrip(), captured),
+        Finding("same texts from a second thread", len(said) == 2 and said[0] == said[1],
                 "same" if said[0] == said[-1] else "others", "same"),
     ]  # fmt: skip
 
 
+def ways(engine: Engine, expected: Sequence[int]) -> list[Any]:
+    """Every way that an engine can decode, the plain one first; a hypothesis says ``expected``."""
+    methods = engine.methods.items()
+    return [
+        PLAIN,
+        *({"hypothesis": list(expected)} if method.takes_hypothesis else name for name, method in methods),
+    ]
+
+
+def memory(folder: Path) -> list[Finding]:
+    """What an opened pair takes of the device's memory, beside what ``specexport plan`` says of it.
+
+    A device's libraries take memory of their own, which is not planned.
+    """
+    filled(folder)
+    gc.collect()  # an engine of an earlier check that holds some
+    cuda = Cuda.load()
+    before = cuda.memory()[0]
+    with open_gpu(folder):
+        taken = before - cuda.memory()[0]
+    planned = sum(json.loads((folder / PLAN).read_text()).values())
+    found = f"{taken / 1e6:.1f} MB and {planned / 1e6:.1f} MB ({taken / planned - 1:+.1%})"
+    return [Finding("taken, and planned", None, found)]
+
+
 def parity(folder: Path, texts: Sequence[str]) -> list[Finding]:
-    """Logits of one text on the GPU and on the CPU, at every width; greedy texts, and those of plain decoding."""
+    """Logits of one text on the GPU and on the CPU, at every width; greedy texts, and those of every way to decode."""
     with Engine.load(folder, backend="onnxruntime") as cpu, open_gpu(folder) as gpu:
         allowed = tolerance(cpu.manifest.target)
         reference = cpu_target(cpu, folder)
-        tokens = cpu.encode(texts[0])[:100]
+        prompts = [cpu.encode(text)[: cpu.manifest.max_seq_len // 2] for text in texts]
+        tokens = prompts[0][:100]
         largest, scale, same, rows = 0.0, 1.0, 0, 0
         for width in widths(cpu):
             ours, theirs = (read(graph, tokens, width) for graph in (on_device(gpu).graphs[0], reference))
@@ -122,18 +151,20 @@ def parity(folder: Path, texts: Sequence[str]) -> list[Finding]:
             scale = max(scale, float(np.abs(theirs).max()))
             same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
             rows += len(ours)
-        here, there, plain = (
-            [engine.generate(text, greedy(48), way).token_ids for text in texts]
-            for engine, way in ((gpu, None), (cpu, None), (gpu, PLAIN))
-        )
+        there = [cpu.generate(prompt, greedy(48), PLAIN).token_ids for prompt in prompts]
+        here = [
+            [gpu.generate(prompt, greedy(48), way).token_ids for way in ways(gpu, text)]
+            for prompt, text in zip(prompts, there, strict=True)
+        ]
     found = largest / scale
     return [
         Finding("largest difference of logits", found <= allowed.logits, f"{found:.1e}",
                 f"<= {allowed.logits:g} of the largest"),
         Finding("same most probable token", same >= allowed.tokens * rows, f"{same} of {rows}",
                 f">= {allowed.tokens:.0%}"),
-        _all_equal("same greedy text as on the CPU", here, there, allowed),
-        _all_equal("same greedy text as plain", here, plain, allowed),
+        _all_equal("same greedy text as on the CPU", [plain for plain, *_ in here], there, allowed),
+        _all_equal("same greedy text as plain, with every method", [text for _, *said in here for text in said],
+                   [plain for plain, *said in here for _ in said], allowed),
     ]  # fmt: skip
 
 
@@ -193,7 +224,7 @@ def tree_commit(folder: Path, texts: Sequence[str]) -> list[Finding]:
     with open_gpu(folder) as gpu:
         graph, width = on_device(gpu).graphs[0], widths(gpu)[-1]
         tree = TokenTree(tuple((node - 1) // 2 if node else -1 for node in range(width)))
-        tokens = [*gpu.encode(" ".join(texts))[: 6 * width]]
+        tokens = gpu.encode(" ".join(texts))[: 6 * width]
         past = min(len(tokens) // (3 * width), 4) * width
         nodes, after = tokens[past : past + width], tokens[past + width : past + 2 * width]
         path = tree.leaf_paths[-1]
@@ -215,7 +246,8 @@ def tree_commit(folder: Path, texts: Sequence[str]) -> list[Finding]:
 def together(folder: Path, texts: Sequence[str]) -> list[Finding]:
     """Four requests at once against each alone, by the same engine: greedy, two of three with speculation."""
     with open_gpu(folder, max_batch_size=4) as engine:
-        asks = [(text, greedy(24 + 8 * at), at % 3 != 2) for at, text in enumerate([*texts, *texts][:8])]
+        prompts = [engine.encode(text)[: engine.manifest.max_seq_len // 2] for text in [*texts, *texts][:8]]
+        asks = [(prompt, greedy(24 + 8 * at), at % 3 != 2) for at, prompt in enumerate(prompts)]
         alone = [engine.generate(text, params, None if spec else PLAIN).token_ids for text, params, spec in asks]
         streams = [engine.stream(text, params, None if spec else PLAIN) for text, params, spec in asks]
         for stream in streams:

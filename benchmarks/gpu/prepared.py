@@ -6,23 +6,31 @@ import base64
 import hashlib
 import itertools
 import json
-import os
+import math
 import shutil
 import tarfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
+from unittest import mock
 
 import numpy as np
 
-PART_BYTES = 60_000_000
-INDEX, WEIGHTS = "index.json", "weights.json"
-K = 4
+from specexport.contract.manifest import MANIFEST_NAME
+
+PART_BYTES = 40_000_000
+"""A machine that takes 64 MiB a call takes a part beside the working tree in each."""
+INDEX, WEIGHTS, PLAN = "index.json", "weights.json", "plan.json"
+K, CONTEXT = 4, 512
 _VERBATIM = 1 << 16
 """Tensors of fewer bytes are kept as they are: norms, and what shapes are made of."""
 _BLOCK = 1 << 22
+_PRIME = 2_097_169
 _RANDOM = 1 << 23
 """Parts of a random pair whose weights take less are packed."""
+_TRACED_ONCE = 32_000_000
+"""Parameters of models that are traced once for all precisions: a trace holds its weights."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "draft-fp32": {"proposes": "draft", "precision": "fp32"},
@@ -35,28 +43,71 @@ KINDS: dict[str, dict[str, Any]] = {
     "batch-fp32": {"proposes": "draft", "precision": "fp32", "max_batch_size": 4},
 }
 """Bundles of the demo models, with the options of their builds."""
+TINY = (
+    "hybrid-fp32-native",
+    "hybrid-fp32-portable",
+    "medusa_draft-fp16-native",
+    "universal_draft-int8-portable",
+    "draft_model-int8-native",
+    "eagle3-int8-native",
+    "medusa-fp16-portable",
+    "mlp_speculator-int4-native",
+    "self_draft-int8-portable",
+    "plain-fp16-native",
+)
+"""Of the GPU dry run's bundles, every kind; see ``tests.null_cuda.bundles``."""
+_Sizes = dict[str, int]
+
+
+def _llama(width: int, layers: int, feed_forward: int, heads: int, kv_heads: int) -> _Sizes:
+    return {
+        "hidden_size": width,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+_150K = {"vocab_size": 150_000, "sizes": (_llama(256, 4, 704, 4, 1), _llama(256, 1, 704, 4, 1))}
+_290M = {"vocab_size": 4096, "sizes": (_llama(1152, 20, 3072, 18, 6), _llama(512, 7, 1280, 8, 4))}
+_1B = {"vocab_size": 32_000, "sizes": (_llama(2048, 18, 5632, 32, 8), _llama(512, 4, 1408, 8, 2))}
 PAIRS: dict[str, dict[str, Any]] = {
-    "v150k-fp16": {"precision": "fp16", "vocab": 150_000, "sizes": ((256, 4), (256, 1))},
-    "1b-fp16": {"precision": "fp16", "vocab": 32_000, "sizes": ((2048, 18), (512, 4))},
-    "1b-int4": {"precision": "int4", "vocab": 32_000, "sizes": ((2048, 18), (512, 4))},
+    "v150k-fp16": {**_150K, "precision": "fp16"},
+    "290m-fp16": {**_290M, "precision": "fp16"},
+    "290m-int8": {**_290M, "precision": "int8"},
+    "1b-fp16": {**_1B, "precision": "fp16"},
+    "1b-int4": {**_1B, "precision": "int4"},
 }
-"""Pairs of random weights, which are made anew where they run: vocabulary, and width and layers of both models."""
+"""Pairs of random weights, which are made anew where they run: vocabulary, and the sizes of both models."""
 
 
-def prepare(out: Path, models: Path, names: list[str]) -> None:
+def prepare(out: Path, models: Path, names: Sequence[str] = ()) -> None:
     """Builds bundles and packs them: ``part-00`` and so on, and what is in them. What was built already is kept.
 
     Args:
         out: folder to write to; ``out/built`` keeps the bundles.
         models: holds the demo models.
-        names: of :data:`KINDS` and :data:`PAIRS`.
+        names: of :data:`TINY`, :data:`KINDS` and :data:`PAIRS`; all of them unless given.
     """
-    built = out / "built"
-    built.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        if not (built / name).exists():
-            print(f"building {name}", flush=True)
-            _build(name, built, models)
+    from specexport.exporter import trace
+    from tests.null_cuda import bundles
+    from tests.traces import once
+
+    built, traces = out / "built", out / "traces"
+    names = names or (*TINY, *KINDS, *PAIRS)
+    for folder in (built, traces):
+        folder.mkdir(parents=True, exist_ok=True)
+    with mock.patch.object(trace, "_trace", once(trace._trace, traces, _TRACED_ONCE)):
+        for name in names:
+            if (built / name / (PLAN if name in PAIRS else MANIFEST_NAME)).exists():
+                continue
+            start = time.monotonic()
+            if name in TINY:
+                bundles.make(name, built)
+            else:
+                _build(name, built, models)
+            print(f"built {name} in {time.monotonic() - start:.0f} s", flush=True)
     _pack(built, names, out)
 
 
@@ -78,6 +129,9 @@ def unpacked(folder: Path) -> Path:
     there.mkdir()
     with tarfile.open(fileobj=_Joined([folder / part["name"] for part in index["parts"]]), mode="r|gz") as archive:  # type: ignore[arg-type]
         archive.extractall(there, filter="data")
+    for file in (path for path in there.rglob("*") if path.stat().st_nlink > 1 and path.is_file()):
+        own = shutil.copy(file, file.with_name(file.name + ".part"))  # onnxruntime refuses weights that have two names
+        Path(own).replace(file)
     (there / "done").touch()
     return there
 
@@ -131,12 +185,9 @@ def _build(name: str, built: Path, models: Path) -> None:
 
     options = dict((KINDS | PAIRS)[name])
     if name in PAIRS:
-        vocab, sizes = options.pop("vocab"), options.pop("sizes")
-        random = [
-            _random_model(built.parent / "models" / f"{vocab}-{width}-{layers}", models, vocab, width, layers)
-            for width, layers in sizes
-        ]
-        target, methods = random[0], ({"method": "draft_model", "model": str(random[1]), "num_speculative_tokens": K},)
+        vocab, sizes = options.pop("vocab_size"), options.pop("sizes")
+        target, draft = (_random_model(built.parent / "models", models, {"vocab_size": vocab, **one}) for one in sizes)
+        methods = ({"method": "draft_model", "model": str(draft), "num_speculative_tokens": K},)
     else:
         target, proposes = models / "demo-target", options.pop("proposes")
         methods = (
@@ -154,46 +205,91 @@ def _build(name: str, built: Path, models: Path) -> None:
                 built / name,
                 methods=methods,  # type: ignore[arg-type]
                 draft_precision=options["precision"],
-                max_seq_len=512,
+                max_seq_len=CONTEXT,
                 backend="onnxruntime-cuda",
                 engines=EngineOptions("onnxruntime-cuda"),
+                overwrite=True,  # one that was killed before its weights were left out
                 **options,
             ),
             progress,
         )
     if name in PAIRS:
         _leave_weights_out(built / name)
+        _write_plan(built / name, target, draft)
 
 
-def _random_model(folder: Path, models: Path, vocab: int, width: int, layers: int) -> Path:
+def _random_model(folder: Path, models: Path, sizes: _Sizes) -> Path:
     """A Llama checkpoint of random weights in fp16, with the demo models' tokenizer."""
-    if (folder / "config.json").exists():
-        return folder
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float16)
-    try:
-        config = LlamaConfig(
-            vocab_size=vocab,
-            hidden_size=width,
-            intermediate_size=11 * width // 4,
-            num_hidden_layers=layers,
-            num_attention_heads=width // 64,
-            num_key_value_heads=max(1, width // 256),
-            head_dim=64,
-            max_position_embeddings=2048,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        LlamaForCausalLM(config).save_pretrained(folder)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    from specexport.exporter.plan import meta_model
+
+    folder = folder / "-".join(map(str, sizes.values()))
+    if (folder / "model.safetensors").exists():
+        return folder
+    LlamaConfig(
+        **sizes,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        dtype="float16",
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
     for file in (models / "demo-target").glob("tokenizer*"):
         shutil.copy(file, folder)
+    shapes = {name: tuple(one.shape) for name, one in meta_model(folder).named_parameters()}
+    _write_safetensors(folder / "model.safetensors", shapes)
     return folder
+
+
+def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Matrices of fp16 numbers with a deviation of 0.02, and norms of ones.
+
+    All are taken from one sequence that begins again after a prime number of them, so that no two are alike: drawing
+    each anew would take longer than everything else.
+    """
+    numbers = (np.random.default_rng(0).standard_normal(_PRIME, np.float32) * 0.02).astype(np.float16)
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "F16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    part, at = path.with_name(path.name + ".part"), 0
+    with part.open("wb") as to:
+        to.write(len(text).to_bytes(8, "little") + text)
+        for shape in shapes.values():
+            if len(shape) == 1:
+                to.write(np.ones(shape, np.float16).tobytes())
+                continue
+            left = math.prod(shape)
+            while left:
+                now = numbers[at : at + left]
+                to.write(now.tobytes())
+                at, left = (at + len(now)) % _PRIME, left - len(now)
+    part.rename(path)
+
+
+def _write_plan(bundle: Path, *models: Path) -> None:
+    """What ``specexport plan`` says of the models of a bundle, for the check of what they take."""
+    from specexport.contract.reading import read_manifest
+    from specexport.exporter.plan import DEVICES, plan
+
+    manifest = read_manifest(bundle)
+    target, draft = map(str, models)
+    found = plan(
+        target,
+        draft,
+        next(iter(DEVICES.values())),
+        precision=manifest.target.precision.weights,
+        context=manifest.max_seq_len,
+        acceptance=0.7,
+        backend="onnxruntime-cuda",
+    )
+    said = {part: sum(getattr(model, part) for model in found.models) for part in ("weights", "cache", "scratch")}
+    (bundle / PLAN).write_text(json.dumps(said))
 
 
 def _leave_weights_out(bundle: Path) -> None:
@@ -214,12 +310,12 @@ def _leave_weights_out(bundle: Path) -> None:
             described: dict[str, Any] = {"offset": info.offset or 0, "nbytes": info.length}
             with (bundle / file).open("rb") as weights:
                 weights.seek(described["offset"])
-                content = weights.read(info.length)
+                content = weights.read(min(info.length, _BLOCK))
             kind = tensor_dtype_to_np_dtype(tensor.data_type)
-            if len(content) < _VERBATIM:
+            if info.length < _VERBATIM:
                 described["values"] = base64.b64encode(content).decode()
             elif kind in (np.float32, np.float16):
-                sample = np.frombuffer(content, kind)[: 1 << 20].astype(np.float32)
+                sample = np.frombuffer(content, kind).astype(np.float32)
                 described |= {"dtype": str(kind), "mean": float(sample.mean()), "std": float(sample.std())}
             described["shape"] = list(tensor.dims)
             found.setdefault(file, {})[described["offset"]] = described
@@ -232,21 +328,22 @@ def _leave_weights_out(bundle: Path) -> None:
         (bundle / file).unlink()
 
 
-def _pack(built: Path, names: list[str], out: Path) -> None:
+def _pack(built: Path, names: Sequence[str], out: Path) -> None:
     """One compressed archive, in parts; files of the same content are in it once."""
     for part in out.glob("part-*"):
         part.unlink()
-    first: dict[str, Path] = {}
-    for name in names:
-        for file in sorted(path for path in (built / name).rglob("*") if path.is_file()):
-            same = first.setdefault(_sha256(file), file)
-            if not file.samefile(same):  # the archive knows hard links
-                file.unlink()
-                os.link(same, file)
+    first: dict[str, str] = {}
     parts = _Parts(out)
     with tarfile.open(fileobj=parts, mode="w|gz") as archive:  # type: ignore[call-overload]
-        for name in names:
-            archive.add(built / name, name)
+        for file in (path for name in names for path in sorted((built / name).rglob("*")) if path.is_file()):
+            entry = archive.gettarinfo(file, file.relative_to(built).as_posix())
+            same = first.setdefault(_sha256(file), entry.name)
+            if same == entry.name:
+                with file.open("rb") as content:
+                    archive.addfile(entry, content)
+            else:
+                entry.type, entry.linkname, entry.size = tarfile.LNKTYPE, same, 0
+                archive.addfile(entry)
     parts.close()
     index = {
         "bundles": {

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from specexport.building import exporter
 from specexport.commands.inspect import bytes_text
+from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError
 
 
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--acceptance", type=float, default=0.7, metavar="A", help="probability that a draft token is accepted"
     )
+    parser.add_argument("--backend", choices=ENGINE_RUNTIMES, default="tensorrt", help="what runs the models")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
@@ -49,6 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
         precision=arguments.precision,
         context=arguments.max_seq_len,
         acceptance=arguments.acceptance,
+        backend=arguments.backend,
     )
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(found) | {"fits": found.fits, "best_k": found.best_k}, indent=2))
