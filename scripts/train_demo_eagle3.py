@@ -16,7 +16,11 @@ from pathlib import Path
 
 import torch
 from demo_corpus import SourceFile, card, read_corpus
+from safetensors.torch import load_file
 
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
+from specexport.runtime import Engine, SamplingParams
 from specexport.training.eagle3 import train_eagle3
 from specexport.training.loop import Watch
 from specexport.training.options import Eagle3Options
@@ -26,6 +30,32 @@ def write_texts(path: Path, files: list[SourceFile]) -> Path:
     """Writes sources as `specexport train` reads them."""
     path.write_text("".join(json.dumps({"text": file.text}) + "\n" for file in files), encoding="utf-8")
     return path
+
+
+def acceptance_table(models: Path, work: Path, prompts: Path) -> str:
+    """Measures the acceptance length of what `demo-target` has, over greedy texts: a Markdown table."""
+    sizes = {"eagle3": (1, 2, 3, 4, 5, 6), "draft_model": (1, 2, 3, 4, 5, 6), "medusa": (4, 8, 16)}
+    helpers = {"eagle3": "demo-eagle3", "draft_model": "demo-draft", "medusa": "demo-medusa"}
+    methods = tuple(
+        {"method": name, "model": str(models / helper), "num_speculative_tokens": sizes[name]}
+        for name, helper in helpers.items()
+    )
+    folder = work / "bundle"
+    target = str(models / "demo-target")
+    build(BuildOptions(target=target, output=folder, methods=methods, max_seq_len=512, overwrite=True))
+    params = SamplingParams(max_tokens=96, temperature=0.0, ignore_eos=True)
+    texts = [json.loads(line)["text"] for line in prompts.read_text(encoding="utf-8").splitlines()]
+    lines = ["| | draft tokens a step: acceptance length |", "|---|---|"]
+    with Engine.load(folder, threads=1, cost_curve=False) as engine:
+        for name, helper in helpers.items():
+            found = []
+            for size in sizes[name]:
+                how = {"method": name, "num_speculative_tokens": size}
+                done = [engine.generate(engine.encode(text)[:128], params, how).stats for text in texts]
+                length = 1 + sum(one.accepted for one in done) / sum(one.steps for one in done)
+                found.append(f"{size}: {length:.2f}")
+            lines.append(f"| `{helper}`, {'trees' if name == 'medusa' else 'chains'} | {', '.join(found)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -79,7 +109,9 @@ def main() -> None:
         minutes=f"{record['draft']['seconds'] / 60:.0f}",
         threads=args.threads,
         seed=args.seed,
+        parameters=sum(one.numel() for one in load_file(options.output / "model.safetensors").values()),
         table="\n".join(table),
+        acceptance=acceptance_table(args.models, work, args.models.parent / "prompts" / "held_out.jsonl"),
     )
     (options.output / "README.md").write_text(readme, encoding="utf-8")
 
