@@ -46,7 +46,7 @@ def acceptance_table(models: Path, work: Path, prompts: Path) -> str:
     params = SamplingParams(max_tokens=96, temperature=0.0, ignore_eos=True)
     texts = [json.loads(line)["text"] for line in prompts.read_text(encoding="utf-8").splitlines()]
     lines = ["| | draft tokens a step: acceptance length |", "|---|---|"]
-    with Engine.load(folder, threads=1, cost_curve=False) as engine:
+    with Engine.load(folder, threads=1, calibrate=False) as engine:
         for name, helper in helpers.items():
             found = []
             for size in sizes[name]:
