@@ -10,6 +10,8 @@ The first layout describes the layer in the configuration itself, the other one 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,11 +19,12 @@ from typing import Annotated, Any
 import msgspec
 import torch
 from msgspec import Meta
+from safetensors.torch import save_file
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specexport.checkpoints.checkpoint import Checkpoint
-from specexport.checkpoints.config import stored_table
+from specexport.checkpoints.config import SINGLE, stored_table
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.quiet import quiet
 from specexport.checkpoints.stored import CONFIG, StoredTensor, read_config, stored_tensors
@@ -38,6 +41,11 @@ _FIRST, _SAME_AS = "midlayer.", "layers.0."
 _D2T, _T2D, _EMBEDDING, _HEAD = "d2t", "t2d", "embed_tokens.weight", "lm_head.weight"
 _UNREAD = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 """What training leaves behind, and what follows from the configuration."""
+
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act",
+)  # fmt: skip
 
 _Size = Annotated[int, Meta(ge=1, le=2**24)]
 _States = Annotated[list[Annotated[int, Meta(ge=0, le=4096)]], Meta(min_length=1, max_length=MAX_STATES)]
@@ -119,7 +127,7 @@ class Eagle3Outline:
         Raises:
             BuildError: the target has fewer.
         """
-        seen = (2, layers // 2, layers - 3) if self.states is None else self.states
+        seen = usual_states(layers) if self.states is None else self.states
         if not all(0 <= count <= layers for count in seen):
             raise BuildError(
                 f"{self.path / CONFIG}: the draft sees states after {list(seen)} layers "
@@ -133,6 +141,11 @@ class Eagle3Outline:
         return Eagle3Draft(
             Eagle3Shape(self.layer, self.target_hidden, len(self.seen(layers)), self.draft_vocab, **self.switches)
         )
+
+
+def usual_states(layers: int) -> tuple[int, ...]:
+    """After how many of a target's layers a draft sees the residual stream where nothing else is said."""
+    return 2, layers // 2, layers - 3
 
 
 def read_eagle3(source: str) -> Eagle3Outline:
@@ -334,6 +347,47 @@ def _table(target: Path, outline: Eagle3Outline, *, head: bool) -> torch.Tensor:
             f"{list(tensor.shape)}; expected {list(wanted)}"
         )
     return tensor.finite(target)
+
+
+def save_eagle3(
+    folder: Path, draft: Eagle3Draft, states: Sequence[int], *, tied: bool, dtype: torch.dtype = torch.float16
+) -> None:
+    """Writes a draft of one Llama layer as ``SafeAILab/EAGLE`` publishes them, without its embedding, the target's.
+
+    Args:
+        folder: made if it is not there.
+        draft: without switches.
+        states: after how many of the target's layers it sees the residual stream.
+        tied: the head is the target's and left out too.
+        dtype: of the stored tensors.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    layer: Any = draft.shape.config
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **{name: getattr(layer, name) for name in _SIZES},
+        "rope_theta": layer.rope_parameters["rope_theta"],
+        "draft_vocab_size": draft.shape.draft_vocab,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "eagle_aux_hidden_state_layer_ids": list(states),
+    }
+    if min(states) > 0:  # as SpecForge and SGLang count; vLLM reads the other one
+        below = [count - 1 for count in states]
+        config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": below}
+    left_out = {_EMBEDDING, *({_HEAD} if tied else ())}
+    state = {
+        _FIRST + name.removeprefix(_SAME_AS) if name.startswith(_SAME_AS) else name: tensor.detach().to(dtype)
+        for name, tensor in draft.named_parameters()
+        if name not in left_out
+    }
+    ids = draft.target_ids
+    if ids is not None:
+        state[_D2T] = ids.cpu() - torch.arange(len(ids))
+        state[_T2D] = torch.isin(torch.arange(layer.vocab_size), ids.cpu())
+    save_file(state, folder / SINGLE, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def as_checkpoint(outline: Eagle3Outline, source: str, draft: Eagle3Draft, positions: int) -> Checkpoint:

@@ -16,7 +16,7 @@ from specexport.runtime.speculative import PLAIN
 
 _PROMPT = 'class Server:\n    """Handle requests."""\n\n    def __init__(self, host, port):\n        self.host = host\n'
 _ROUNDS = 3
-_HELPERS = {"draft_model": "demo-draft", "medusa": "demo-medusa"}
+_HELPERS = {"draft_model": "demo-draft", "medusa": "demo-medusa", "eagle3": "demo-eagle3"}
 """By method: the demo model that goes with it."""
 
 

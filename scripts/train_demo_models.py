@@ -176,11 +176,13 @@ class Demo:
         heads: MedusaHeads | None = None,
     ) -> Trained:
         """Train a model, and heads with it if given, with Muon and AdamW."""
-        of_heads = dict(heads.named_parameters(prefix="heads")) if heads is not None else {}
+        trained = dict(model.named_parameters())
+        trained |= dict(heads.named_parameters(prefix="heads")) if heads is not None else {}
+        outer = (model.get_input_embeddings(), model.get_output_embeddings())
         return train(
             name,
-            dict(model.named_parameters()) | of_heads,
-            muon_and_adamw(model, rate, heads=heads),
+            trained,
+            muon_and_adamw(trained.values(), outer, rate),
             schedule,
             loss_at,
             checkpoint=self.args.work / f"{name}.pt",

@@ -24,6 +24,7 @@ WAYS = {
     "dice-medusa": ("medusa",),
     "dice-medusa-draft": ("medusa_draft",),
     "dice-mlp": ("mlp_speculator",),
+    "dice-eagle3": ("eagle3",),
 }
 """Bundles, and the methods of theirs whose steps stay on the device."""
 

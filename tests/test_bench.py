@@ -127,6 +127,7 @@ def test_suggest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "look for a model of the same family" in shown
     assert "W,N,G = 15,5,15: 120 nodes a step" in shown
     assert "tree mc_sim_7b_63" in shown
+    assert "eagle3" in shown and "one layer over the target's own states" in shown
     assert main(["suggest", "--target", str(tmp_path)]) == 1
     assert "no config.json" in capsys.readouterr().err
 

@@ -53,7 +53,9 @@ def train_draft(options: DraftOptions, watch: Watch) -> dict[str, Any]:
         rate = options.lr or LEARNING_RATES[options.optimizer]
         parameters = dict(draft.model.requires_grad_(True).named_parameters())
         optimizers = (
-            muon_and_adamw(draft.model, rate)
+            muon_and_adamw(
+                parameters.values(), (draft.model.get_input_embeddings(), draft.model.get_output_embeddings()), rate
+            )
             if options.optimizer == "muon"
             else [adamw([(list(parameters.values()), rate)])]
         )

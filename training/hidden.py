@@ -67,7 +67,11 @@ def weighted(losses: Iterable[tuple[torch.Tensor, torch.Tensor]], decay: float) 
 
 
 def summed_loss(
-    project: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor, labels: torch.Tensor, vocab: int
+    project: Callable[[torch.Tensor], torch.Tensor],
+    states: torch.Tensor,
+    labels: torch.Tensor,
+    vocab: int,
+    taught: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed cross-entropy of M tokens, and the ranks these have, ``[M]``.
 
@@ -76,17 +80,22 @@ def summed_loss(
         states: ``[M,H]``.
         labels: the tokens, int64 ``[M]``.
         vocab: V.
+        taught: gives the distributions to learn, ``[N,V]``, of N of the M by their numbers; by default the tokens
+            themselves are learnt.
     """
 
-    def part(states: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(rows: torch.Tensor, states: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = project(states).float()
-        return F.cross_entropy(logits, labels, reduction="sum"), _ranks(logits, labels)
+        wanted = labels if taught is None else taught(rows)
+        return F.cross_entropy(logits, wanted, reduction="sum"), _ranks(logits, labels)
 
-    at_once = max(1, _LOGITS_AT_ONCE // vocab)
+    # What is taught is kept too, and of every token drafted from one.
+    at_once = max(1, _LOGITS_AT_ONCE // (vocab if taught is None else 8 * vocab))
+    rows = torch.arange(len(states), device=states.device)
     if len(states) <= at_once:
-        return part(states, labels)
+        return part(rows, states, labels)
     parts = [
-        recomputed(part, states[start : start + at_once], labels[start : start + at_once], use_reentrant=False)
+        recomputed(part, *(of[start : start + at_once] for of in (rows, states, labels)), use_reentrant=False)
         for start in range(0, len(states), at_once)
     ]
     return torch.stack([total for total, _ in parts]).sum(), torch.cat([ranks for _, ranks in parts])
@@ -183,9 +192,8 @@ def _cached_hidden(run: Run[Any], path: Path) -> torch.Tensor:
 
 @torch.no_grad()
 def measured(
-    losses_of: Callable[[torch.Tensor, Windows], Iterable[tuple[torch.Tensor, torch.Tensor]]],
+    losses_of: Callable[[Windows], Iterable[tuple[torch.Tensor, torch.Tensor]]],
     count: int,
-    model: Any,
     windows: Windows,
     place: Place,
     *,
@@ -193,8 +201,8 @@ def measured(
 ) -> HeadAccuracy:
     """Measures what predicts several tokens ahead, over windows it was not trained on.
 
-    ``losses_of`` gives, of hidden states ``[B,L,H]`` and a batch, for each of ``count`` predictions what
-    :func:`summed_loss` gives of the true tokens where ``learnt_from(2 + i)`` says.
+    ``losses_of`` gives of a batch, for each of ``count`` predictions, what :func:`summed_loss` gives of the true tokens
+    where ``learnt_from(2 + i)`` says.
     """
     counts = torch.zeros(count, MAX_TOP_K + 1, dtype=torch.int64)
     paths: Counter[tuple[int, ...]] = Counter()
@@ -204,8 +212,7 @@ def measured(
         at = [batch.learnt_from(2 + ahead) for ahead in range(count)]
         found = torch.full((count, *batch.ids.shape), MAX_TOP_K, dtype=torch.int32, device=place.device)
         with place.autocast():
-            hidden, _ = run_model(model, batch.ids)
-            for ahead, (_, ranks) in enumerate(losses_of(hidden, batch)):
+            for ahead, (_, ranks) in enumerate(losses_of(batch)):
                 found[ahead][at[ahead]] = ranks.clamp(max=MAX_TOP_K)
                 counts[ahead] += found[ahead][at[ahead]].bincount(minlength=MAX_TOP_K + 1).cpu()
         for path in found[:, torch.stack(at).all(0)].T.tolist():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,16 +56,15 @@ def adamw(groups: Sequence[tuple[Sequence[torch.nn.Parameter], float]]) -> torch
     )
 
 
-def muon_and_adamw(model: Any, rate: float, *, heads: torch.nn.Module | None = None) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, and AdamW for the embeddings, the output projection, norms and biases.
-
-    Heads tied to the model's projection may be trained with it.
-    """
-    outer = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+def muon_and_adamw(
+    parameters: Iterable[torch.nn.Parameter], outer: Iterable[torch.nn.Module], rate: float
+) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, and AdamW for norms, biases and the ``outer`` ones: embedding and output projection."""
+    outside = {id(module.weight) for module in outer}
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
-    for parameter in [*model.parameters(), *(heads.parameters() if heads is not None else ())]:
-        (matrices if parameter.ndim == 2 and id(parameter) not in outer else others).append(parameter)
+    for parameter in parameters:
+        (matrices if parameter.ndim == 2 and id(parameter) not in outside else others).append(parameter)
     muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
     return [muon, adamw([(others, rate)])]
 

@@ -117,7 +117,11 @@ def _losses(
 def head_accuracy(heads: MedusaHeads, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
     """Measures heads over windows they were not trained on."""
     lm_head = model.get_output_embeddings()
-    return measured(lambda hidden, batch: _losses(heads, hidden, batch, lm_head), len(heads), model, windows, place)
+
+    def losses(batch: Windows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return _losses(heads, run_model(model, batch.ids)[0], batch, lm_head)
+
+    return measured(losses, len(heads), windows, place)
 
 
 def new_heads(count: int, layers: int, model: Any, *, tied: bool) -> MedusaHeads:

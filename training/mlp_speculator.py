@@ -12,7 +12,7 @@ from specexport.checkpoints.medusa import HeadAccuracy
 from specexport.checkpoints.mlp_speculator import save_speculator
 from specexport.graphs.mlp_speculator import SpeculatorStages
 from specexport.training.data import Windows
-from specexport.training.hidden import measured, summed_loss, train_over_hidden, weighted
+from specexport.training.hidden import measured, run_model, summed_loss, train_over_hidden, weighted
 from specexport.training.loop import Loss, Watch
 from specexport.training.options import SpeculatorOptions, within
 from specexport.training.run import Place, choose_place, load_model, open_run
@@ -100,7 +100,11 @@ def _losses(
 
 def stage_accuracy(speculator: SpeculatorStages, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
     """Measures each stage, after true tokens, over windows it was not trained on."""
-    return measured(lambda hidden, batch: _losses(speculator, hidden, batch), len(speculator), model, windows, place)
+
+    def losses(batch: Windows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return _losses(speculator, run_model(model, batch.ids)[0], batch)
+
+    return measured(losses, len(speculator), windows, place)
 
 
 def chain_length(accuracy: HeadAccuracy) -> float:

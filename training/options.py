@@ -19,10 +19,12 @@ from specexport.contract.methods.mlp_speculator import MAX_STAGES
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
 LEARNING_RATES = {"adamw": 3e-4, "muon": 4e-3}
 """A draft's default learning rate by optimizer."""
+_RATE = "highest learning rate (default: 3e-4 with adamw, 4e-3 with muon)"
+_OPTIMIZER = "muon serves a draft that starts from nothing"
 _SHORTEST = 8
 """Tokens of a continuation, at least."""
 _REQUIRED: Any = object()
-_TYPES = {"int": int, "float": float, "str": str, "Path": Path, "Sequence[Path]": Path}
+_TYPES = {"int": int, "float": float, "str": str, "Path": Path, "Sequence[Path]": Path, "Sequence[int]": int}
 
 
 def _flag(
@@ -203,9 +205,7 @@ class SpeculatorOptions(HiddenStateOptions):
 class DraftOptions(RunOptions):
     """What ``specexport train draft`` is asked for."""
 
-    lr: float | None = _training(
-        "highest learning rate (default: 3e-4 with adamw, 4e-3 with muon)", None, "RATE", above=0, high=1
-    )
+    lr: float | None = _training(_RATE, None, "RATE", above=0, high=1)
     draft: str | None = _draft("model to start from, of the target's tokenizer", None, "DIR_OR_ID")
     layers: int | None = _draft("without --draft: layers of a new Llama", None, "N", low=1, high=64)
     hidden: int | None = _draft("without --draft: its hidden size", None, "H", low=32, high=8192)
@@ -219,7 +219,7 @@ class DraftOptions(RunOptions):
         choices=("target", "draft", "data"),
     )
     texts: int = _draft("sampled from the target", 1024, "N", low=1)
-    optimizer: str = _draft("muon serves a draft that starts from nothing", "adamw", choices=tuple(LEARNING_RATES))
+    optimizer: str = _draft(_OPTIMIZER, "adamw", choices=tuple(LEARNING_RATES))
 
     def check(self) -> None:
         super().check()
@@ -232,6 +232,32 @@ class DraftOptions(RunOptions):
             raise TrainError(
                 f"--texts was given with --samples {self.samples}; only those of a target are sampled once"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options(RunOptions):
+    """What ``specexport train eagle3`` is asked for."""
+
+    lr: float | None = _training(_RATE, None, "RATE", above=0, high=1)
+    self_distill: int = _draft(
+        "learn so many texts sampled from the target, half of them greedy, instead of the data, which give prompts",
+        0,
+        "TEXTS",
+        low=0,
+    )
+    states: Sequence[int] | None = _draft(
+        "after how many of the target's layers the draft sees its residual stream (default: 2, L/2 and L - 3 of L)",
+        None,
+        "N",
+    )
+    intermediate_size: int | None = _draft("width of the draft's MLP (default: the target's)", None, "I", low=16)
+    draft_vocab_size: int | None = _draft(
+        "tokens it may propose: the most frequent ones of what is learnt (default: all)", None, "N", low=64
+    )
+    tie_lm_head: bool = _draft("the draft ends in the target's own projection, which is not stored again", False)
+    ttt_steps: int = _draft("tokens drafted from each of a text; 1: none from its own states", 7, "N", low=1, high=16)
+    decay: float = _draft("token i of these counts D**i in the loss", 0.8, "D", above=0, high=1)
+    optimizer: str = _draft(_OPTIMIZER, "adamw", choices=tuple(LEARNING_RATES))
 
 
 Options = TypeVar("Options", bound=RunOptions)

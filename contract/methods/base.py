@@ -128,6 +128,11 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
         return CATCH_UP_TOKENS
 
     @property
+    def follow_up(self) -> int:
+        """T of each run after it, where a device calls its model for every draft token."""
+        return CATCH_UP_TOKENS
+
+    @property
     def reads_embeddings(self) -> bool:
         """Whether it can go on after a prompt with embeddings: a model that reads the text itself knows tokens only."""
         return not any(model.cache for model in self.models.values())

@@ -42,7 +42,6 @@ class Eagle3(ChainDraft, frozen=True, kw_only=True, tag="eagle3"):
     sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
     needs_training: ClassVar[str | None] = "an EAGLE-3 draft"
     role: ClassVar[str] = "eagle3"
-    drafts_chain: ClassVar[bool] = False  # the host hands the target's states over
 
     @property
     def target_outputs(self) -> Signature:
@@ -51,6 +50,10 @@ class Eagle3(ChainDraft, frozen=True, kw_only=True, tag="eagle3"):
     @property
     def catch_up(self) -> int:
         return self.rows
+
+    @property
+    def follow_up(self) -> int:
+        return 1  # it goes on from its own state, and not from tokens it has seen
 
     @property
     def signatures(self) -> dict[str, GraphSignature]:

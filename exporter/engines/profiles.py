@@ -63,10 +63,11 @@ def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plai
         wide = [point for point in points if point.rows == point.tokens > 1]
         kept = points if plain or not wide else [point for point in points if point.tokens > 1]
         return [Job(tuple(kept))]
-    catch_up = next((one.catch_up for one in manifest.methods if model in one.models.values()), CATCH_UP_TOKENS)
+    owner = next((one for one in manifest.methods if model in one.models.values()), None)
+    tokens = {CATCH_UP_TOKENS} if owner is None else {owner.catch_up, owner.follow_up}
     # One token a call, K calls a step. Unrolled, TensorRT keeps the weights for each of the K passes (5.4 times their
-    # size at K = 4), and passes over one token would want them in yet another order: each call sees two tokens.
-    runs = [*((batch, catch_up) for batch in batches), (1, chunk)]
+    # size at K = 4), and passes over one token would want them in yet another order: a draft's call sees two tokens.
+    runs = [*((batch, width) for batch in batches for width in tokens), (1, chunk)]
     return [Job(tuple(sorted(ShapePoint(batch, width, s, 0, 1) for batch, width in runs for s in caches)))]
 
 

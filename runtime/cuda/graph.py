@@ -74,6 +74,10 @@ class DeviceGraph(Graph):
         together = {_batched(point)[1:] for point in built}
         built |= {point for point in executor.points if point.batch == 1 and _batched(point)[1:] not in together}
         self._repeated = repeated_points(model.graph.points, built)
+        # A width that no run has is one of further calls alone.
+        narrowest = min((point.tokens for point in model.graph.points if point.drafts), default=0)
+        self._follow_up = min((point.tokens for point in built if point.drafts), default=0)
+        built = {point for point in built if not point.drafts or point.tokens >= narrowest}
         super().__init__(built | self._repeated, slots)
         self.sizes = (slots,)
         self.in_place = lowering == "native"
@@ -85,17 +89,20 @@ class DeviceGraph(Graph):
         self._captured: list[Captured] = []
         points = {_batched(point): point for point in self._points}
         layouts = {key: self._layouts(point, buffers) for key, point in points.items()}
-        self._call = next((BufferLayout(call_arrays(point, buffers)) for point in self._repeated), BufferLayout({}))
+        call = next((call_arrays(point, self._follow_up, buffers) for point in self._repeated), {})
+        of_call = BufferLayout(call)
 
         plan = MemoryPlan()
         self.cache.plan(plan)
         plan.add("workspace", executor.workspace)
-        plan.add("call", self._call.nbytes)
+        plan.add("call", of_call.nbytes)
         for inputs, outputs in layouts.values():  # one width runs at a time
             plan.add("inputs", inputs.nbytes)
             plan.add("outputs", outputs.nbytes)
         self._memory = plan.allocate(device, f"the {role}'s cache and buffers")
         self.cache.place(self._memory)
+        self._call = Staged(device, of_call, self._memory["call"])
+        self._call.upload()
         self._widths = {
             key: Width(Staged(device, inputs, self._memory["inputs"]), Staged(device, outputs, self._memory["outputs"]))
             for key, (inputs, outputs) in layouts.items()
@@ -194,6 +201,7 @@ class DeviceGraph(Graph):
         for width in self._widths.values():
             width.inputs.close()
             width.outputs.close()
+        self._call.close()
         self._memory.close()
 
     def width(self, tokens: int, rows: int = 0, drafts: int = 0, batch: int = 1) -> Width:
@@ -240,16 +248,19 @@ class DeviceGraph(Graph):
 
     def _repeat(self, point: ShapePoint, slots: range, width: Width) -> tuple[Enqueue, list[Enqueue]]:
         """What does a run of several calls, and the calls."""
-        call = self._call.tensors(self._memory["call"].address)
-        prepare = functools.partial(self._prepare, call_of(point), slots)
-        repeated = Repeated(self._device, width.inputs.device, width.outputs.device, call, prepare)
+
+        def prepare(tokens: int, arrays: dict[str, Tensor]) -> Enqueue:
+            return self._prepare(call_of(point, tokens), slots, arrays)
+
+        repeated = Repeated(self._device, width.inputs.device, width.outputs.device, self._call.device, prepare)
 
         def enqueue() -> None:
             for index, call in enumerate(repeated.calls):
                 call()
+                tokens = self._follow_up if index else point.tokens
                 for slot in () if self.in_place else slots:
                     past = int(width.inputs.host[PASTS][index, slot - slots.start])
-                    self.cache.move(slot, past, range(point.tokens), Made(point.tokens, slots))
+                    self.cache.move(slot, past, range(tokens), Made(tokens, slots))
 
         return enqueue, repeated.calls
 

@@ -12,11 +12,10 @@ import numpy.typing as npt
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
-from specexport.contract.shapes import CATCH_UP_TOKENS
 from specexport.contract.tree import TokenTree
 from specexport.runtime.buffers import write_sampling
 from specexport.runtime.cuda.graph import DeviceGraph
-from specexport.runtime.cuda.step_variants import READ_BACK, StepVariant, StepVariants
+from specexport.runtime.cuda.step_variants import StepVariant, StepVariants, read_back
 from specexport.runtime.cuda.steps import Steps
 from specexport.runtime.cuda.stream import CudaStream
 from specexport.runtime.graph import Array
@@ -49,7 +48,7 @@ class DeviceProgram:
 
     A step is waited for once: a draft proposes, the target verifies, acceptance is decided and the rows of the
     accepted path are put together before the host reads what was accepted. Where the host proposes (by looking in text,
-    from heads, with an MLP speculator, or with a draft whose rows it has to copy between calls) it writes the draft
+    from heads, with an MLP speculator, or with a draft whose rows or states it has to copy first) it writes the draft
     tokens and q of each, and the rest is the same; a model that it asks is a call of its own, with a wait of its own.
 
     Steps that the host has to look into are driven from there, over the same graphs and caches: those of requests
@@ -117,7 +116,7 @@ class DeviceProgram:
         if drafted and drafted[0].draft is not None and variant.drafting is not None:
             K = variant.drafting.tree.depth
             drafted[0].draft.ask([part.view for part in drafted], K)
-            variant.drafting.graph.begin(CATCH_UP_TOKENS, drafts=K, slots=slots)
+            variant.drafting.graph.begin(variant.drafting.tokens, drafts=K, slots=slots)
         self._target.begin(T, T, slots=slots)
         for part in parts:
             self._write_acceptance(variant, part)
@@ -163,8 +162,10 @@ class DeviceProgram:
             part.draft.keep(view, fed[: tree.depth - 1])
         if view.method is not None:
             outputs = self._target.width(variant.tokens, variant.tokens, batch=self.sizes[-1]).outputs.host
-            seen = {name: outputs[name][view.slot] for name in READ_BACK & outputs.keys()}
-            self._host.proposer(view.method).observe(view.slot, seen, path[-1] if path else 0)
+            seen = {name: outputs[name][view.slot] for name in read_back(outputs)}
+            proposer = self._host.proposer(view.method)
+            proposer.observe(view.slot, seen, path[-1] if path else 0)
+            proposer.observe_text(view, seen, past, [0, *path])
         return Outcome(new, len(tree) - 1, tree.depth, accepted)
 
 

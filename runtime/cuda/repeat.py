@@ -16,43 +16,56 @@ from specexport.runtime.graph import Array, Buffers
 
 PASTS = "pasts"
 """int64 ``[K,B]`` beside a propose graph's inputs: the cache rows before each call."""
+_OWN = (tensors.OWN_STATE, tensors.READS_OWN)
 _ID, _UNIFORM = np.dtype(np.int64).itemsize, np.dtype(np.float32).itemsize
 
 
 def repeated_points(built_for: Collection[ShapePoint], engine: Collection[ShapePoint]) -> set[ShapePoint]:
     """Points at which a draft is wanted, and its engine is there for one token a call only."""
-    wanted = {point.drafts for point in built_for if point.drafts and point.tokens == CATCH_UP_TOKENS}
-    one = [point for point in engine if point.drafts == 1 and point.tokens == CATCH_UP_TOKENS]
+    first = min((point.tokens for point in built_for if point.drafts), default=0)
+    wanted = {point.drafts for point in built_for if point.drafts and point.tokens == first}
+    one = [point for point in engine if point.drafts == 1 and point.tokens == first]
     return {msgspec.structs.replace(point, drafts=drafts) for point in one for drafts in wanted} - set(engine)
 
 
-def call_of(point: ShapePoint) -> ShapePoint:
-    """The shape of one of the calls that make up a run."""
-    return msgspec.structs.replace(point, drafts=1)
+def call_of(point: ShapePoint, tokens: int) -> ShapePoint:
+    """The shape of one of the calls that make up a run, over so many tokens."""
+    return msgspec.structs.replace(point, tokens=tokens, drafts=1)
 
 
-def call_arrays(point: ShapePoint, buffers: Buffers) -> dict[str, Array]:
-    """The arrays of a call that are not the run's: its noise and its outputs."""
-    inputs, outputs = buffers(call_of(point))
-    return {tensors.UNIFORM: inputs[tensors.UNIFORM], **outputs}
+def call_arrays(point: ShapePoint, tokens: int, buffers: Buffers) -> dict[str, Array]:
+    """The arrays of a call that are not the run's, of further calls over so many tokens: noise and outputs.
+
+    Of a draft that goes on from its own state also what says so.
+    """
+    inputs, outputs = buffers(call_of(point, tokens))
+    if tensors.OWN_STATE not in inputs:
+        return {tensors.UNIFORM: inputs[tensors.UNIFORM], **outputs}
+    inputs[tensors.READS_OWN][:] = True
+    names = (*_OWN, tensors.INPUT_IDS, tensors.LAYER_STATES, tensors.LAST_ROW, tensors.UNIFORM)
+    return {**{name: inputs[name] for name in names}, **outputs}
 
 
 def note_pasts(inputs: Mapping[str, Array]) -> None:
     """Works out what each call's ``past_length`` is, from the run's; on the host."""
-    np.add(inputs[tensors.PAST_LENGTH], np.arange(len(inputs[PASTS]))[:, None], out=inputs[PASTS])
+    pasts, first = inputs[PASTS], inputs[tensors.PAST_LENGTH]
+    np.add(first, np.arange(len(pasts))[:, None], out=pasts)
+    if tensors.OWN_STATE in inputs:  # further calls come behind all rows of the first one that are no padding
+        pasts[1:] += inputs[tensors.LAST_ROW]
 
 
 class Repeated:
     """The calls of one run.
 
-    A call sees the last two tokens of each text and what was drafted so far, so between two calls the tokens move up by
-    one. Tokens, noise and q are copied on the device; nothing is waited for.
+    Between two calls of a draft model the tokens move up by one: a call sees the last two of each text and what was
+    drafted so far. A draft that goes on from its own state is given that, and the token it drafted. Tokens, noise,
+    states and q are copied on the device; nothing is waited for.
 
     ``inputs`` and ``outputs`` are the run's on the device, the inputs with :data:`PASTS` and the outputs with a row for
-    each call; ``call`` are a call's noise and outputs, as :func:`call_arrays` gives them. The rest of its inputs is the
-    run's memory.
+    each call; ``call`` are a call's arrays, as :func:`call_arrays` gives them. The rest of its inputs is the run's
+    memory.
 
-    ``prepare`` makes what runs the engine once over a call's inputs and outputs.
+    ``prepare`` makes what runs the engine once, over so many tokens, and a call's inputs and outputs.
 
     Attributes:
         calls: each call with its copies, to be given to the stream in this order.
@@ -64,29 +77,40 @@ class Repeated:
         inputs: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor],
         call: Mapping[str, Tensor],
-        prepare: Callable[[dict[str, Tensor]], Enqueue],
+        prepare: Callable[[int, dict[str, Tensor]], Enqueue],
     ) -> None:
         self._device = device
         self._inputs = inputs
         self._outputs = outputs
+        self._call_of = call
         self._noise = call[tensors.UNIFORM]
-        self._made = {name: tensor for name, tensor in call.items() if name != tensors.UNIFORM}
-        self._enqueue = prepare({**inputs, **call})
+        made = {name: call[name] for name in outputs}
+        first = prepare(inputs[tensors.INPUT_IDS].shape[1], {**inputs, tensors.UNIFORM: self._noise, **made})
+        self._goes_on = tensors.OWN_STATE in call
+        further = prepare(call[tensors.INPUT_IDS].shape[1], {**inputs, **call}) if self._goes_on else first
         drafts = inputs[PASTS].shape[0]
-        self.calls: list[Enqueue] = [functools.partial(self._call, index) for index in range(drafts)]
+        calls = (first, *([further] * (drafts - 1)))
+        self.calls: list[Enqueue] = [functools.partial(self._call, index, call) for index, call in enumerate(calls)]
 
-    def _call(self, index: int) -> None:
+    def _call(self, index: int, enqueue: Enqueue) -> None:
         slots, drafts = self._inputs[tensors.UNIFORM].shape
         if index:
-            tokens, pair = self._inputs[tensors.INPUT_IDS].address, CATCH_UP_TOKENS * _ID
-            self._column(tokens, pair, tokens + _ID, pair, _ID)
-            self._column(tokens + _ID, pair, self._made[tensors.DRAFT_TOKENS].address, _ID, _ID)
+            drafted = self._call_of[tensors.DRAFT_TOKENS].address
+            if self._goes_on:
+                state = self._call_of[tensors.OWN_STATE]
+                self._device.copy(state.address, self._call_of[tensors.NEXT_STATE].address, state.nbytes)
+                self._device.copy(self._call_of[tensors.INPUT_IDS].address, drafted, slots * _ID)
+            else:
+                tokens, pair = self._inputs[tensors.INPUT_IDS].address, CATCH_UP_TOKENS * _ID
+                self._column(tokens, pair, tokens + _ID, pair, _ID)
+                self._column(tokens + _ID, pair, drafted, _ID, _ID)
             pasts = self._inputs[PASTS].address + index * slots * _ID
             self._device.copy(self._inputs[tensors.PAST_LENGTH].address, pasts, slots * _ID)
         noise = self._inputs[tensors.UNIFORM].address + index * _UNIFORM
         self._column(self._noise.address, _UNIFORM, noise, drafts * _UNIFORM, _UNIFORM)
-        self._enqueue()
-        for name, made in self._made.items():
+        enqueue()
+        for name in tensors.DRAFTED:
+            made = self._call_of[name]
             self._device.copy(self._outputs[name].address + index * made.nbytes, made.address, made.nbytes)
 
     def _column(self, to: int, to_pitch: int, source: int, pitch: int, nbytes: int) -> None:

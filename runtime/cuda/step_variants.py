@@ -11,7 +11,7 @@ import numpy as np
 from specexport.contract import tensors
 from specexport.contract.engines import LARGEST_TOP_K, Accept, Commit, Fill, ProgramGraph
 from specexport.contract.manifest import Manifest
-from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
+from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.runtime.cuda.executor import Executor
 from specexport.runtime.cuda.graph import DeviceGraph, Width
@@ -22,8 +22,11 @@ from specexport.runtime.proposal import SlotView
 G = TypeVar("G", Accept, Fill, Commit)
 ProgramGraphs = Sequence[tuple[ProgramGraph, Executor]]
 """The step program's own graphs, with what runs them on this device."""
-READ_BACK = frozenset({tensors.CANDIDATES, tensors.HIDDEN})
-"""What of the target's outputs comes back with a step: what the host proposes from."""
+
+
+def read_back(names: Collection[str]) -> list[str]:
+    """Those of the target's outputs that come back with a step: what is proposed from, but for logits."""
+    return sorted(name for name in names if name != tensors.LOGITS)
 
 
 def graphs_of(graphs: ProgramGraphs, cls: type[G]) -> list[tuple[G, Executor]]:
@@ -36,17 +39,19 @@ class Drafting:
     """How a draft proposes on the device.
 
     Attributes:
-        fill: the graph that does; None for chains, which need none.
+        tokens: T of the draft's run.
+        fill: the graph that fills the tree; None for chains, which need none.
     """
 
     graph: DeviceGraph
+    tokens: int
     tree: TokenTree
     fill: Fill | None
 
     @property
     def width(self) -> Width:
         """What runs the draft, for all slots."""
-        return self.graph.width(CATCH_UP_TOKENS, drafts=self.tree.depth, batch=self.graph.sizes[-1])
+        return self.graph.width(self.tokens, drafts=self.tree.depth, batch=self.graph.sizes[-1])
 
     @property
     def candidates(self) -> int:
@@ -142,7 +147,7 @@ class StepVariants:
         trees = {
             name: one.method.smaller_trees(manifest.target)
             for name, one in speculations.items()
-            if one.proposer.observes <= READ_BACK
+            if tensors.LOGITS not in one.proposer.observes
         }
         self._longest = {name: max(map(len, known)) for name, known in trees.items()}
         lengths = {1, *(len(tree) for known in trees.values() for tree in known)}
@@ -227,5 +232,5 @@ class StepVariants:
             fills = [fill for fill, executor in graphs_of(graphs, Fill) if point in executor.points]
             fill = next((fill for fill in fills if fill.candidates == self._support[name]), None)
             if tree.is_chain or fill is not None:
-                found.append(Drafting(graph, tree, None if tree.is_chain else fill))
+                found.append(Drafting(graph, speculation.method.catch_up, tree, None if tree.is_chain else fill))
         return found

@@ -15,7 +15,7 @@ from specexport.contract.shapes import ShapePoint
 from specexport.runtime.cuda.executor import Enqueue, Execution
 from specexport.runtime.cuda.graph import DeviceGraph, Width
 from specexport.runtime.cuda.memory import BufferLayout, Device, MemoryPlan, Staged, Tensor
-from specexport.runtime.cuda.step_variants import READ_BACK, Drafting, ProgramGraphs, StepVariant, graphs_of
+from specexport.runtime.cuda.step_variants import Drafting, ProgramGraphs, StepVariant, graphs_of, read_back
 from specexport.runtime.cuda.stream import Captured
 
 _ID = np.dtype(np.int64).itemsize
@@ -207,7 +207,7 @@ class Steps:
 
     def _read_back(self, step: DeviceStep, verify: Width) -> None:
         step.outputs.download()
-        for name in sorted(READ_BACK & verify.outputs.device.keys()):
+        for name in read_back(verify.outputs.device):
             verify.outputs.download(name)
 
     def _capture(self, execution: Execution, divided: Callable[[list[Enqueue]], list[Enqueue]]) -> bool:

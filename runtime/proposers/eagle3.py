@@ -13,13 +13,11 @@ from specexport.contract.methods.eagle3 import Eagle3
 from specexport.contract.shapes import window
 from specexport.runtime.buffers import write_sampling
 from specexport.runtime.graph import Array, Graph
-from specexport.runtime.proposal import Proposal, Proposer, SlotView
+from specexport.runtime.proposal import DeviceDraft, Proposal, Proposer, SlotView
 from specexport.runtime.proposers.draft_model import chain_proposal
 from specexport.runtime.proposers.opening import Opening
 from specexport.runtime.proposers.reader import common_prefix
 from specexport.runtime.sampling import Floats
-
-_NONE = np.zeros(0, np.float32)
 
 
 @dataclass
@@ -52,10 +50,9 @@ class Eagle3Proposer(Proposer):
     """
 
     def __init__(self, graph: Graph, manifest: Manifest, method: Eagle3) -> None:
-        self._graph = graph
+        self.graph = graph
         self._chunk = manifest.prefill_chunk
         self._width = method.catch_up
-        self._loops = any(drafts > 1 for drafts, _ in graph.drafts(graph.sizes[-1]))
         self._names = [tensors.layer_states(count) for count in method.states]
         self.observes = frozenset(self._names)
         self._texts: dict[int, list[int]] = {}
@@ -81,7 +78,7 @@ class Eagle3Proposer(Proposer):
     def _next_row(self, view: SlotView) -> int:
         """How many rows of a text the draft has; the last one is made again, as what comes after it is asked for."""
         alike = common_prefix(self._texts.get(view.slot, ()), view.tokens) - 1
-        return max(0, min(alike, self._graph.filled(view.slot), len(view.tokens) - 2))
+        return max(0, min(alike, self.graph.filled(view.slot), len(view.tokens) - 2))
 
     def _unread(self, view: SlotView) -> int:
         """How many rows can be made next, of those there are no states missing before."""
@@ -112,67 +109,58 @@ class Eagle3Proposer(Proposer):
 
     def _draft(self, ready: Sequence[SlotView]) -> dict[int, Proposal]:
         K = max(view.tree.depth for view in ready)
-        slots = window([view.slot for view in ready], self._graph.sizes)
-        # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
-        noise = {view.slot: view.random.random(view.tree.depth, np.float32) for view in ready if not view.params.greedy}
-        counts = {view.slot: self._unread(view) for view in ready}
-        K_of_call = K if self._loops else 1
-        # Each further call writes as many rows as the first one, of which one is its own.
-        rows = max(map(self._next_row, ready)) + self._width + K - 1 + (0 if self._loops else self._width)
-        if rows > self._graph.cache_sizes[-1]:
+        if self._rows(ready, K) > self.graph.cache_sizes[-1]:
             return {}
-        given = self._inputs(ready, self._width, K_of_call, slots, rows)
+        slots = self.ask(ready, K)
+        made = self.graph.run(self._width, drafts=K, slots=slots)
         for view in ready:
-            at = view.slot - slots.start
-            write_sampling(given, at, view.params)
-            drawn = noise.get(view.slot, _NONE)[:K_of_call]
-            given[tensors.UNIFORM][at, : len(drawn)] = drawn
-        made = self._graph.run(self._width, drafts=K_of_call, slots=slots)
-        for view in ready:
-            self._keep(view, counts[view.slot])
-        if not self._loops:
-            made = self._go_on(ready, K, slots, noise, made)
+            self._keep(view, self._unread(view))
         return {view.slot: chain_proposal(view, made, view.slot - slots.start) for view in ready}
 
-    def _go_on(
-        self, ready: Sequence[SlotView], K: int, slots: range, noise: Mapping[int, Floats], made: Mapping[str, Array]
-    ) -> dict[str, Array]:
-        """What a graph drafts that makes one token a call (on devices): the first one's outputs, and those of K in all.
+    def _rows(self, ready: Sequence[SlotView], K: int) -> int:
+        """Of a cache for a run that drafts."""
+        return max(map(self._next_row, ready)) + self._width + K - 1
 
-        Each further row sees the draft's own state. It lies in the cache until the calls are done.
-        """
-        given = self._graph.inputs(self._width, drafts=1, slots=slots)
-        filled = {view.slot: self._graph.filled(view.slot) for view in ready}
-        calls = [{name: made[name].copy() for name in tensors.DRAFTED}]
-        for done in range(1, K):
-            for view in ready:
-                at = view.slot - slots.start
-                given[tensors.READS_OWN][at], given[tensors.OWN_STATE][at] = True, made[tensors.NEXT_STATE][at, 0]
-                given[tensors.INPUT_IDS][at, 0] = calls[-1][tensors.DRAFT_TOKENS][0, at]
-                given[tensors.PAST_LENGTH][at], given[tensors.LAST_ROW][at] = filled[view.slot] + done - 1, 0
-                drawn = noise.get(view.slot, _NONE)[done : done + 1]
-                given[tensors.UNIFORM][at, : len(drawn)] = drawn
-            made = self._graph.run(self._width, drafts=1, slots=slots)
-            calls.append({name: made[name].copy() for name in tensors.DRAFTED})
-            for view in ready:
-                self._graph.commit(view.slot, filled[view.slot] + done - 1, [0])
-        given[tensors.READS_OWN][:] = False
-        for slot, rows in filled.items():
-            self._graph.copy(slot, slot, rows)
-        return {name: np.concatenate([call[name] for call in calls]) for name in tensors.DRAFTED}
+    # --- as a part of a device's step ---------------------------------------------------------------------------------
+    @property
+    def device_draft(self) -> DeviceDraft:
+        return self
+
+    def is_ready(self, view: SlotView) -> bool:
+        """Whether one run makes all rows that are missing, and drafts; see :class:`DeviceDraft`."""
+        left = len(view.tokens) - 1 - self._next_row(view)
+        room = self._rows([view], view.tree.depth) <= self.graph.cache_sizes[-1]
+        return 0 < left == self._unread(view) <= self._width and room
+
+    def ask(self, views: Sequence[SlotView], K: int) -> range:
+        """Writes the graph's inputs for slots that are ready, for which it is to draft K tokens; returns the window."""
+        slots = window([view.slot for view in views], self.graph.sizes)
+        given = self._inputs(views, self._width, K, slots, self._rows(views, K))
+        for view in views:
+            at = view.slot - slots.start
+            write_sampling(given, at, view.params)
+            if not view.params.greedy:
+                # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
+                depth = view.tree.depth
+                given[tensors.UNIFORM][at, :depth] = view.random.random(depth, np.float32)
+        return slots
+
+    def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
+        """Keeps the rows of a run but those of drafted tokens, which were made of the draft's own states."""
+        self._keep(view, self._unread(view))
 
     def _read(self, view: SlotView) -> None:
         """Makes as many of a text's next rows as a chunk holds."""
         slots, count = range(view.slot, view.slot + 1), min(self._chunk, self._unread(view))
         self._inputs([view], self._chunk, 1, slots, self._next_row(view) + self._chunk)
-        self._graph.run(self._chunk, drafts=1, slots=slots)
+        self.graph.run(self._chunk, drafts=1, slots=slots)
         self._keep(view, count)
 
     def _inputs(self, views: Sequence[SlotView], width: int, K: int, slots: range, rows: int) -> dict[str, Array]:
         """Writes which rows a run is to make, at most ``width`` of each slot, into a cache of ``rows``; its inputs."""
-        self._graph.reserve(rows)
-        given = self._graph.inputs(width, drafts=K, slots=slots)
-        self._graph.protect_rows(width, drafts=K, slots=slots)
+        self.graph.reserve(rows)
+        given = self.graph.inputs(width, drafts=K, slots=slots)
+        self.graph.protect_rows(width, drafts=K, slots=slots)
         for view in views:
             at, row, shown = view.slot - slots.start, self._next_row(view), self._shown[view.slot]
             count = min(width, self._unread(view))
@@ -185,7 +173,7 @@ class Eagle3Proposer(Proposer):
     def _keep(self, view: SlotView, count: int) -> None:
         """Keeps the rows that a run made of a text, and of the states those that are needed again."""
         row, shown = self._next_row(view), self._shown[view.slot]
-        self._graph.commit(view.slot, row, range(count))
+        self.graph.commit(view.slot, row, range(count))
         self._texts[view.slot] = view.tokens[: row + 1 + count]
         start = row + count - 1
         self._shown[view.slot] = _Shown(start, shown.states[start - shown.start :])
@@ -199,11 +187,11 @@ class Eagle3Proposer(Proposer):
 
     def share(self, source: int, to: int, tokens: int) -> None:
         text = self._texts.get(source, [])[:tokens]
-        self._graph.copy(source, to, max(0, min(len(text) - 1, self._graph.filled(source))))
+        self.graph.copy(source, to, max(0, min(len(text) - 1, self.graph.filled(source))))
         self._texts[to] = text
 
     def shrink_cache(self, rows: int) -> None:
-        self._graph.shrink_cache(rows)
+        self.graph.shrink_cache(rows)
 
     def release(self, slot: int) -> None:
         self._shown.pop(slot, None)

@@ -1,0 +1,217 @@
+"""EAGLE-3 drafts are trained: by the formulas, they learn, go on where they stopped, and bundles are built of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from specexport.checkpoints.eagle3 import read_eagle3, save_eagle3
+from specexport.cli import main
+from specexport.contract.errors import SpecExportError
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
+from specexport.graphs.layers import noted_states
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.speculative import PLAIN
+from specexport.training.data import Windows
+from specexport.training.eagle3 import draft_accuracy, draft_loss, new_draft, train_eagle3
+from specexport.training.loop import Schedule, muon_and_adamw, train
+from specexport.training.options import Eagle3Options
+from specexport.training.run import load_model
+from tests.checkpoints import VOCAB, make_checkpoint
+from tests.test_eagle3 import Paper
+from tests.training import CPU, SAVE_EVERY, SILENT, train_whole_and_parted, write_words
+
+pytestmark = [pytest.mark.exporter, pytest.mark.slow]
+
+STATES = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("target"), "llama")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_words(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def options(target: Path, text: Path, tmp_path: Path) -> Callable[..., Eagle3Options]:
+    def make(name: str = "out", **changed: Any) -> Eagle3Options:
+        given = {
+            "target": str(target), "data": [text], "output": tmp_path / name, "states": STATES, "seq_len": 32,
+            "batch_size": 4, "steps": 6, "ttt_steps": 3, "save_every": SAVE_EVERY, "precision": "fp32",
+        }  # fmt: skip
+        return Eagle3Options(**(given | changed))  # type: ignore[arg-type]
+
+    return make
+
+
+def _windows(ids: torch.Tensor) -> Windows:
+    return Windows(ids.int(), torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids).int())
+
+
+def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
+    target: Path, options: Callable[..., Eagle3Options], tmp_path: Path
+) -> None:
+    """Draft after draft, token after token, against all of them at once: logits, and the loss made of them."""
+    steps, kept, decay = 3, 200, 0.8
+    asked = options(draft_vocab_size=kept, intermediate_size=48)
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+    windows = _windows(ids)
+    torch.manual_seed(0)
+    loaded = load_model(str(target), CPU, frozen=True)
+    draft = new_draft(asked, loaded, STATES, windows)
+    save_eagle3(tmp_path / "draft", draft, STATES, tied=False, dtype=torch.float32)
+    said: list[torch.Tensor] = []
+    hook = draft.lm_head.register_forward_hook(lambda _module, _args, output: said.append(output))
+    loss, _ = draft_loss(draft, loaded.model, STATES, windows.rows(torch.arange(2)), steps, decay)
+    hook.remove()
+
+    plain = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager").eval()
+    with torch.no_grad(), noted_states(plain, STATES) as noted:
+        logits = plain(ids, use_cache=False).logits
+    states = torch.cat([noted[count] for count in STATES], -1)
+    expected = torch.zeros(())
+    known = draft.target_ids
+    assert known is not None
+    for step in range(steps):
+        found, losses = iter(said[step]), []
+        for row in range(2):
+            for begin in range(ids.shape[1] - 2 - step):
+                paper = Paper(tmp_path / "draft", target)
+                for at in range(begin + 1):
+                    state, own = paper.row(paper.fused(states[row, at]), int(ids[row, at + 1]))
+                for ahead in range(1, step + 1):
+                    state, own = paper.row(state, int(ids[row, begin + 1 + ahead]))
+                torch.testing.assert_close(next(found), own, rtol=1e-4, atol=1e-4)
+                wanted = logits[row, begin + 1 + step]
+                learnt = bool((known == wanted.argmax()).any())
+                losses.append(-(wanted[known].softmax(-1) * own.log_softmax(-1)).sum() if learnt else torch.zeros(()))
+        expected = expected + decay**step * torch.stack(losses).mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_draft_learns_to_go_on_from_its_own_states(
+    target: Path, options: Callable[..., Eagle3Options], tmp_path: Path
+) -> None:
+    """A language that follows from three tokens, which the target does not speak: its distribution is put in place."""
+    loaded = load_model(str(target), CPU, frozen=True)
+    before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
+    ids = (torch.arange(64)[:, None] * 7 + torch.arange(24)) % 50 + 100
+    windows = _windows(ids)
+    torch.manual_seed(0)
+    draft = new_draft(options(), loaded, STATES, windows)
+    # The target's own head, but of tokens that follow each other.
+    hook = loaded.model.get_output_embeddings().register_forward_hook(
+        lambda _module, _args, output: 20 * torch.nn.functional.one_hot(following, VOCAB)[None].float()
+    )
+    parameters = {name: one for name, one in draft.named_parameters() if one.requires_grad}
+
+    def loss_at(number: int) -> Any:
+        nonlocal following
+        batch = windows.rows(windows.order(number, 16, 0))
+        following = batch.ids.roll(-1, dims=1)[batch.learnt_from(1)]
+        return draft_loss(draft, loaded.model, STATES, batch, 3, 0.8)
+
+    following = ids[:0, 0]
+    optimizers = muon_and_adamw(parameters.values(), (draft.lm_head,), 1e-2)
+    trained = train(
+        "test", parameters, optimizers, Schedule(60, 6), loss_at, checkpoint=tmp_path / "draft.pt", watch=SILENT
+    )
+    hook.remove()
+    accuracy = draft_accuracy(draft, loaded.model, STATES, 3, windows, CPU)
+    assert all(row[0] > 0.9 for row in accuracy.ranks), accuracy.ranks
+    assert accuracy.paths[0, 0, 0] > 0.8
+    assert len(trained.history[-1]["top-1"]) == 3
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
+    assert torch.equal(draft.embed_tokens.weight, before["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("how", "stopped_at"),
+    [
+        ({"self_distill": 16, "accumulate": 2, "draft_vocab_size": 100}, "draft: step 4"),
+        ({"optimizer": "muon", "tie_lm_head": True}, "draft: step 6"),
+    ],
+    ids=["texts", "data"],
+)
+def test_a_run_that_goes_on_is_equal_to_a_whole_one(
+    options: Callable[..., Eagle3Options], how: dict[str, Any], stopped_at: str
+) -> None:
+    record, whole, _ = train_whole_and_parted(train_eagle3, options, how, stopped_at)
+    outline = read_eagle3(str(whole))
+    assert (outline.states, outline.draft_vocab) == (STATES, how.get("draft_vocab_size", VOCAB))
+    state = load_file(whole / "model.safetensors")
+    assert "midlayer.self_attn.q_proj.weight" in state
+    assert ("lm_head.weight" in state) is ("tie_lm_head" not in how)
+    assert {"d2t", "t2d"} <= state.keys() if "draft_vocab_size" in how else not {"d2t", "t2d"} & state.keys()
+    assert len(record["accuracy"]) == 3
+    assert json.loads((whole / "training.json").read_text()) == record
+
+
+def test_drafts_propose_the_most_frequent_tokens(options: Callable[..., Eagle3Options], target: Path) -> None:
+    ids = torch.full((4, 8), 7)
+    ids[:, :4] = torch.tensor([300, 9, 9, 300])
+    windows = _windows(ids)
+    windows.learn[:, 0] = False
+    loaded = load_model(str(target), CPU, frozen=True)
+    draft = new_draft(options(draft_vocab_size=64), loaded, STATES, windows)
+    assert draft.target_ids is not None
+    # Those that are never learnt follow by their numbers.
+    assert draft.target_ids.tolist() == [*range(63), 300]
+    assert torch.equal(draft.lm_head.weight, loaded.model.get_output_embeddings().weight[draft.target_ids])
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"ttt_steps": 0}, "--ttt-steps: 0; expected at least 1 and at most 16"),
+        ({"ttt_steps": 15, "seq_len": 16}, r"--ttt-steps: 15; .* at most 14 \(two less than --seq-len\)"),
+        ({"draft_vocab_size": 400}, r"--draft-vocab-size: 400; .* at most 320 \(the target's vocabulary\)"),
+        ({"states": None}, "--states: 2 1 -1; expected different numbers of layers, from 0 to the target's 2"),
+        ({"states": (1, 1)}, "--states: 1 1; expected different"),
+        ({"optimizer": "sgd"}, "--optimizer: 'sgd'; expected one of adamw, muon"),
+    ],
+)
+def test_options_out_of_range_are_refused_by_name(
+    options: Callable[..., Eagle3Options], changed: dict[str, Any], expected: str
+) -> None:
+    asked = options(**changed)
+    with pytest.raises(SpecExportError, match=expected):
+        train_eagle3(asked, SILENT)
+    assert not asked.output.exists()
+
+
+def test_a_bundle_is_built_of_what_the_command_trained(
+    target: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "draft"
+    words = ["train", "eagle3", "--target", str(target), "--data", str(text), "--seq-len", "32", "-o", str(out)]
+    assert main([*words, "--states", "1", "2", "--ttt-steps", "2", "--steps", "3"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2 drafted tokens; share of held-out tokens" in shown
+    assert "a chain of 2 would commit" in shown
+    bundle = build(
+        BuildOptions(
+            target=str(target),
+            output=tmp_path / "bundle",
+            methods=({"method": "eagle3", "model": str(out)},),
+            max_seq_len=64,
+            max_batch_size=1,
+        )
+    )
+    with Engine.load(bundle, threads=1) as engine:
+        greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        done = engine.generate([5, 6, 7], greedy)
+        assert done.stats.drafted > 0
+        assert done.token_ids == engine.generate([5, 6, 7], greedy, PLAIN).token_ids

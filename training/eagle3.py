@@ -1,0 +1,219 @@
+"""``specexport train eagle3``: a layer that drafts from states between the target's layers (arXiv 2503.01840)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as recomputed
+from transformers import LlamaConfig
+
+from specexport.checkpoints.eagle3 import load_eagle3, read_eagle3, require_fit, save_eagle3, usual_states
+from specexport.checkpoints.medusa import HeadAccuracy
+from specexport.contract.errors import TrainError
+from specexport.graphs.attention import ATTENTION_NAME, AttentionCall, lowering
+from specexport.graphs.eagle3 import Eagle3Draft, Eagle3Shape
+from specexport.graphs.layers import noted_states
+from specexport.training.data import Windows
+from specexport.training.hidden import measured, run_model, summed_loss, weighted
+from specexport.training.loop import Loss, Watch, adamw, muon_and_adamw
+from specexport.training.mlp_speculator import chain_length
+from specexport.training.options import LEARNING_RATES, Eagle3Options, within
+from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run
+
+
+def train_eagle3(options: Eagle3Options, watch: Watch) -> dict[str, Any]:
+    """Trains a draft and writes it as ``SafeAILab`` publishes them, without the embedding, which is the target's.
+
+    A run that was interrupted goes on from its last checkpoint when it is started again with the same options.
+
+    Returns:
+        The record that the output holds as ``training.json``: ``accuracy``, of each drafted token after right ones the
+        share that was the draft's candidate of each rank, and ``acceptance_length`` of a chain.
+
+    Raises:
+        SpecExportError: an option, the data or a checkpoint is wrong; says which.
+    """
+    options.check()
+    place = choose_place(options)
+    target = load_model(options.target, place, frozen=True)
+    layers = int(target.model.config.get_text_config().num_hidden_layers)
+    states = _seen(options, layers)
+    with open_run("train eagle3", options, place, target, watch) as run:
+        within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")
+        if options.self_distill:
+            run.self_distill(target, options.self_distill)
+        run.describe_data()
+        torch.manual_seed(options.seed)
+        draft = new_draft(options, target, states, run.windows)
+        _train(run, draft, states)
+        accuracy = draft_accuracy(draft, target.model, states, options.ttt_steps, run.held_out, place)
+        run.record |= {"accuracy": accuracy.ranks, "acceptance_length": chain_length(accuracy)}
+        with run.output() as folder:
+            save_eagle3(folder, draft.cpu(), states, tied=options.tie_lm_head)
+            # Read back, so that what is written can be used.
+            outline, (vocab, hidden) = read_eagle3(str(folder)), target.model.get_output_embeddings().weight.shape
+            require_fit(outline, hidden=hidden, vocab=vocab, layers=layers)
+            load_eagle3(outline, target.path, layers, target.max_positions)
+    return run.record
+
+
+def _seen(options: Eagle3Options, layers: int) -> tuple[int, ...]:
+    """After how many of the target's layers the draft sees its residual stream."""
+    states = tuple(options.states or usual_states(layers))
+    if not all(0 <= count <= layers for count in states) or len(set(states)) != len(states):
+        raise TrainError(
+            f"--states: {' '.join(map(str, states))}; expected different numbers of layers, from 0 to the target's "
+            f"{layers}"
+        )
+    return states
+
+
+def new_draft(options: Eagle3Options, target: TrainingModel, states: tuple[int, ...], windows: Windows) -> Eagle3Draft:
+    """A draft with the attention heads of a target, drawn from torch's global generator.
+
+    Its embedding is the target's and stays so. Its head begins as the target's, or stays so too; where it proposes some
+    of the tokens only, these are the most frequent ones of what is learnt in the windows.
+
+    Raises:
+        TrainError: the target's embedding and head are of different sizes, or it has fewer tokens than asked for.
+    """
+    text, head = target.model.config.get_text_config(), target.model.get_output_embeddings().weight
+    table = target.model.get_input_embeddings().weight
+    vocab, hidden = head.shape
+    if table.shape != head.shape:
+        raise TrainError(
+            f"{target.path}: its embedding is {list(table.shape)} and its head {list(head.shape)}; expected one shape, "
+            "as the draft reads with one and ends in the other"
+        )
+    draft_vocab = options.draft_vocab_size or vocab
+    within("draft_vocab_size", draft_vocab, 1, vocab, "the target's vocabulary")
+    heads = text.num_attention_heads
+    rotary = getattr(text, "rope_parameters", None) or {}
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=options.intermediate_size or getattr(text, "intermediate_size", None) or 4 * hidden,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or hidden // heads,
+        max_position_embeddings=min(target.max_positions, 1 << 17),
+        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+        rope_parameters={"rope_type": "default", "rope_theta": float(rotary.get("rope_theta", 10000.0))},
+        attn_implementation=ATTENTION_NAME,
+    )
+    draft = Eagle3Draft(Eagle3Shape(config, hidden, len(states), draft_vocab)).to(head.device)
+    draft.embed_tokens.weight = torch.nn.Parameter(table.detach(), requires_grad=False)
+    if draft_vocab < vocab:
+        counts = windows.ids[windows.learn].long().bincount(minlength=vocab)
+        draft.target_ids = counts.argsort(descending=True, stable=True)[:draft_vocab].sort().values.to(head.device)
+        head = head[draft.target_ids]
+    rows = head.detach() if options.tie_lm_head else head.detach().float().clone()
+    draft.lm_head.weight = torch.nn.Parameter(rows, requires_grad=not options.tie_lm_head)
+    return draft
+
+
+def _train(run: Run[Eagle3Options], draft: Eagle3Draft, states: tuple[int, ...]) -> None:
+    options, place = run.options, run.place
+    parameters = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
+    rate = options.lr or LEARNING_RATES[options.optimizer]
+    optimizers = (
+        muon_and_adamw(parameters.values(), (draft.lm_head,), rate)
+        if options.optimizer == "muon"
+        else [adamw([(list(parameters.values()), rate)])]
+    )
+
+    def loss_at(number: int) -> Loss:
+        batch = run.batch(number, options.seed)
+        with place.autocast():
+            return draft_loss(draft, run.target.model, states, batch, options.ttt_steps, options.decay)
+
+    run.train("draft", parameters, optimizers, options.total_steps(len(run.windows)), loss_at)
+
+
+def draft_loss(
+    draft: Eagle3Draft, model: Any, states: tuple[int, ...], batch: Windows, steps: int, decay: float
+) -> Loss:
+    """Σ decay^i · CE_i over the tokens that the draft drafts from each token of a text, each after the text's own.
+
+    CE_i is the mean cross-entropy with the target's distribution of the token i + 2 positions on, cut to the tokens
+    that the draft may propose, where the target's most probable one is among these (arXiv 2503.01840, and SpecForge).
+    """
+    return weighted(_losses(draft, model, states, batch, steps), decay)
+
+
+def _losses(
+    draft: Eagle3Draft, model: Any, states: tuple[int, ...], batch: Windows, steps: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each step of the training-time test what :func:`summed_loss` gives, where ``learnt_from(2 + step)`` says.
+
+    Row t of step 0 sees the target's states at token t and the token after it. Row t of each further step stands for
+    the next one in a draft that begins at t: it sees the draft's own state, and, by :class:`_TrainingTimeTest`, what it
+    would see then.
+    """
+    rows = batch.learnt_from(1)
+    with torch.no_grad(), noted_states(model, states) as noted:
+        _, logits = run_model(model, batch.ids, rows)
+    ids, vocab = draft.target_ids, draft.lm_head.out_features
+    own = torch.arange(vocab, device=logits.device) if ids is None else ids
+    number = torch.full((logits.shape[1],), -1, device=logits.device).scatter_(0, own, torch.arange(vocab).to(own))
+    known = number[logits.argmax(-1)] >= 0
+    logits = logits if ids is None else logits[:, ids]
+    at = rows.flatten().cumsum(0).view_as(rows) - 1
+    positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
+    hidden = draft.fused(torch.cat([noted[count] for count in states], -1))
+    attention = _TrainingTimeTest()
+    for step in range(steps):
+        with lowering(attention):
+            hidden, output = draft(batch.ids.roll(-1 - step, dims=1), hidden, positions + step)
+        learnt = batch.learnt_from(2 + step)
+        told = at.roll(-1 - step, dims=1)[learnt]
+        labels = number[batch.ids.roll(-2 - step, dims=1)[learnt]]
+
+        def taught(rows: torch.Tensor, told: torch.Tensor = told) -> torch.Tensor:
+            return logits[told[rows]].float().softmax(-1) * known[told[rows], None]
+
+        total, ranks = summed_loss(draft.lm_head, output[learnt], labels.clamp(min=0), vocab, taught)
+        yield total, torch.where(labels >= 0, ranks, vocab)
+
+
+def draft_accuracy(
+    draft: Eagle3Draft, model: Any, states: tuple[int, ...], steps: int, windows: Windows, place: Place
+) -> HeadAccuracy:
+    """Measures each drafted token, after right ones, over windows the draft was not trained on."""
+    return measured(lambda batch: _losses(draft, model, states, batch, steps), steps, windows, place)
+
+
+class _TrainingTimeTest:
+    """Attention of rows that are made at each token of a text, and then, all at once, of those that go on from each.
+
+    Row t of call s sees the first call's rows 0 to t, and of the calls after it up to its own those at t.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """See :class:`~specexport.graphs.attention.Lowering`; scores are made again for the backward pass."""
+        made = self._made[call.layer]
+        made.append((call.key, call.value))
+        rows = [row for pair in made for row in pair]
+        attended: torch.Tensor = recomputed(_attend, call.query, call.group, call.scaling, *rows, use_reentrant=False)
+        return attended
+
+
+def _attend(query: torch.Tensor, group: int, scaling: float, *rows: torch.Tensor) -> torch.Tensor:
+    (first, *own), (first_value, *own_values) = rows[::2], rows[1::2]
+    batch, heads, tokens, size = first.shape
+    query = query.view(batch, heads, group, tokens, size)
+    later = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
+    scores = (query @ first[:, :, None].transpose(-1, -2)).float().masked_fill(later, -torch.inf)
+    beside = [(query * key[:, :, None]).sum(-1, keepdim=True).float() for key in own]
+    weights = (torch.cat([scores, *beside], -1) * scaling).softmax(-1).to(query.dtype)
+    attended = weights[..., :tokens] @ first_value[:, :, None]
+    for at, value in enumerate(own_values):
+        attended = attended + weights[..., tokens + at, None] * value[:, :, None]
+    return attended.flatten(2, 3)
