@@ -139,7 +139,7 @@ def memory(folder: Path) -> list[Finding]:
 
 def parity(folder: Path, texts: Sequence[str]) -> list[Finding]:
     """Logits of one text on the GPU and on the CPU, at every width; greedy texts, and those of every way to decode."""
-    with Engine.load(folder, backend="onnxruntime") as cpu, open_gpu(folder) as gpu:
+    with Engine.load(folder, backend="onnxruntime", calibrate=False) as cpu, open_gpu(folder) as gpu:
         allowed = tolerance(cpu.manifest.target)
         reference = cpu_target(cpu, folder)
         prompts = [cpu.encode(text)[: cpu.manifest.max_seq_len // 2] for text in texts]
@@ -363,7 +363,7 @@ def pair(folder: Path, texts: Sequence[str]) -> list[Finding]:
 
 def sampled(folder: Path, texts: Sequence[str], samples: int = 3000) -> list[Finding]:
     """Two tokens of many seeded requests against their exact distribution, which the CPU's logits say; chi-square."""
-    with Engine.load(folder, backend="onnxruntime") as cpu:
+    with Engine.load(folder, backend="onnxruntime", calibrate=False) as cpu:
         reference, prompt, params = cpu_target(cpu, folder), list(cpu.encode(texts[0])[:24]), _sampled(0)
 
         def p(behind: Sequence[int]) -> dict[int, float]:
