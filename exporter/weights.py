@@ -39,6 +39,8 @@ class Storage:
     block_size: int | None
 
 
+_EXACT = Storage("fp32", None)
+
 _Half = Literal["fp16", "bf16"]
 _Quantized = Literal["int8", "int4", "fp8"]
 _HALVES: dict[_Half, tuple[ir.DataType, npt.DTypeLike]] = {
@@ -133,9 +135,11 @@ class WeightsFile:
             heads: how Medusa heads are; None for ``stored``.
         """
         for one in (graph, *graph.subgraphs()):
+            routers = _routers(one)
             of_heads = set() if heads is None else needed_only_for(one, tensors.CANDIDATES)
             for value in list(one.initializers.values()):
-                self._move(one, value, heads if heads is not None and value in of_heads else stored)
+                storage = heads if heads is not None and value in of_heads else stored
+                self._move(one, value, _EXACT if value in routers else storage)
 
     def _move(self, graph: ir.Graph, value: ir.Value, storage: Storage) -> None:
         tensor = value.const_value
@@ -263,11 +267,44 @@ def _role(node: ir.Node, index: int) -> str:
     if node.op_type == "MatMul" and index == 1:
         return "matmul"
     axis = node.attributes.get("axis")
-    if node.op_type == "Gather" and index == 0 and (axis is None or axis.as_int() == 0):
+    if node.op_type == "Gather" and index == 0 and (axis is None or axis.as_int() == 0) and not _of_experts(node, 2):
         return "lookup"
     if node.op_type == "Transpose" and all(use.op_type == "MatMul" and at == 1 for use, at in node.outputs[0].uses()):
         return "tied"
     return "other"
+
+
+def _of_experts(node: ir.Node, rank: int) -> bool:
+    """Whether a node gathers experts from a stack of that rank: 3 for their matrices, 2 for their biases."""
+    stack, ids = node.inputs[:2] if node.op_type == "Gather" else (None, None)
+    if stack is None or ids is None or stack.const_value is None or ids.shape is None:
+        return False
+    return len(ids.shape) == 1 and len(stack.const_value.shape) == rank
+
+
+def _routers(graph: ir.Graph) -> set[ir.Value]:
+    """The matrices whose products choose experts: rounded, they would choose others.
+
+    They are those that experts' indices are computed from first, with a column for each expert.
+    """
+    found: set[ir.Value] = set()
+    for node in graph:
+        stack = node.inputs[0].const_value if _of_experts(node, 3) and node.inputs[0] is not None else None
+        if stack is None:
+            continue
+        seen, waiting = set[ir.Value](), [node.inputs[1]]
+        while waiting:
+            value = waiting.pop()
+            made_by = value.producer() if value is not None and value not in seen else None
+            if value is None or made_by is None:
+                continue
+            seen.add(value)
+            weight = made_by.inputs[1] if made_by.op_type == "MatMul" else None
+            if weight is None or weight.const_value is None:
+                waiting += made_by.inputs
+            elif weight.const_value.shape[-1] == stack.shape[0]:
+                found.add(weight)
+    return found
 
 
 def _block(length: int, preferred: int | None) -> int | None:
