@@ -99,12 +99,13 @@ def test_experts_are_gathered_before_they_are_dequantized(family: Family, tmp_pa
     passes.RemoveUnusedNodesPass()(model)
     ir.save(model, tmp_path / "step.onnx")
     assert not weights.report.left
-    experts = [value for value in model.graph.initializers.values() if f".{kind}.experts" in str(value.name)]
-    integers = [value for value in experts if value.dtype == ir.DataType.INT8]
-    assert 2 * len(integers) == len(experts) == 4 * len(family.checkpoint.cache)
+    stored = {str(value.name): value for value in model.graph.initializers.values()}
+    integers = [value for name, value in stored.items() if name.endswith(f".{kind}.experts")]
+    scales = [value for name, value in stored.items() if name.endswith(f".{kind}.experts.scale")]
+    assert len(integers) == len(scales) == 2 * len(family.checkpoint.cache)
     stacked = sum(parameter.numel() for parameter in family.eager.parameters() if parameter.ndim == 3)
     assert sum(value.const_value.nbytes for value in integers) == stacked * {"int8": 1, "int4": 0.5}[kind]
-    assert all({node.op_type for node, _ in value.uses()} == {"Gather"} for value in experts)
+    assert all({node.op_type for node, _ in value.uses()} == {"Gather"} for value in (*integers, *scales))
     routers = [
         value
         for value in model.graph.initializers.values()
