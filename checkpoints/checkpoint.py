@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from specexport.checkpoints.quiet import quiet
 from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
 from specexport.graphs.attention import ATTENTION_NAME, AttentionCall, PassThroughCache, lowering, sample_masks
+from specexport.graphs.experts import EXPERTS_NAME
 from specexport.graphs.rotary import freeze_frequencies
 
 
@@ -72,6 +75,7 @@ def load_checkpoint(source: str) -> Checkpoint:
                 config=config,
                 dtype=torch.float32,
                 attn_implementation=ATTENTION_NAME,
+                experts_implementation=EXPERTS_NAME,
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -114,6 +118,21 @@ def load_checkpoint(source: str) -> Checkpoint:
         eos_token_ids=eos,
         generation=generation,
     )
+
+
+@contextlib.contextmanager
+def plain_transformers(model: Any) -> Iterator[None]:
+    """While active, a loaded model's attention and experts are transformers' own."""
+    model.set_attn_implementation("eager")
+    mixture = model.config.get_text_config()._experts_implementation == EXPERTS_NAME
+    if mixture:
+        model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+        if mixture:
+            model.set_experts_implementation(EXPERTS_NAME)
 
 
 class _Probe:

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from specexport.checkpoints.checkpoint import Checkpoint
+from specexport.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.checkpoints.quiet import quiet
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
-from specexport.graphs.attention import ATTENTION_NAME
 from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule
 
@@ -48,8 +47,8 @@ def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, emb
         with torch.no_grad(), quiet():
             with fused_rotary(model) if lowering == "native" else contextlib.nullcontext():
                 ours = _through_lowering(checkpoint, lowering, embeds, prompt, chain, tree)
-            model.set_attn_implementation("eager")
-            theirs = _through_eager(model, prompt, chain, tree)
+            with plain_transformers(model):
+                theirs = _through_eager(model, prompt, chain, tree)
     except BuildError as error:
         raise BuildError(f"{checkpoint.source}: model family '{checkpoint.family}': {error}") from error
     except Exception as error:  # whatever the model's code raises
@@ -57,8 +56,6 @@ def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, emb
             f"{checkpoint.source}: model family '{checkpoint.family}' is not supported: comparing it with plain "
             f"transformers failed ({type(error).__name__}: {error})"
         ) from error
-    finally:
-        model.set_attn_implementation(ATTENTION_NAME)
     scale = max(1.0, float(theirs.abs().max()))
     # Another shape: the logits did not come from the head's own forward, where the rows asked for are taken.
     worst = float((ours - theirs).abs().max()) / scale if ours.shape == theirs.shape else float("inf")

@@ -52,7 +52,10 @@ def write_draft(
     build.progress("tracing the draft", 0, 1)
     part = Part(name, traced(draft, tracer), points, draft.cache, draft.parameters)
     build.progress("tracing the draft", 1, 1)
-    (model,) = write_models(build.folder / "draft", [part], draft, build.options.proposing, None, build.progress)
+    options = build.options
+    (model,) = write_models(
+        build.folder / "draft", [part], draft, options.proposing, None, options.lowering, build.progress
+    )
     return model
 
 

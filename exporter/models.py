@@ -96,7 +96,9 @@ def _write(
     progress("tracing the target", 1, 1)
     step = Part("step", graph, plan.target_points(), target.cache, target.parameters)
     beside = [part for part in parts if part is not None]
-    model, *rest = write_models(folder / "target", [step, *beside], target, options.stored, options.proposing, progress)
+    model, *rest = write_models(
+        folder / "target", [step, *beside], target, options.stored, options.proposing, options.lowering, progress
+    )
     made = iter(rest)
     methods = tuple(
         exporter_of(method).in_target(method, options, one, next(made) if part is not None else None)

@@ -79,8 +79,10 @@ class ModelPlan:
 
     Attributes:
         parameters: tied ones counted once.
+        active: those of them that one token uses: of a mixture's experts only its own.
         weights: all that is stored in an engine.
-        read: what of it one step reads: not the table that rows are looked up in.
+        read: what of it a step of one token reads: not the table that rows are looked up in.
+        read_more: what a step reads more for each further token, until it reads ``read_most``.
         cache: for every row of the context.
         cache_row: for one token.
         scratch: activations of a prefill chunk, and logits.
@@ -88,8 +90,11 @@ class ModelPlan:
 
     source: str
     parameters: int
+    active: int
     weights: int
     read: int
+    read_more: int
+    read_most: int
     cache: int
     cache_row: int
     scratch: int
@@ -97,6 +102,10 @@ class ModelPlan:
     @property
     def total(self) -> int:
         return self.weights + self.cache + self.scratch
+
+    def step(self, tokens: int, past: float) -> float:
+        """Bytes that a step of so many tokens reads, with ``past`` rows in the cache."""
+        return min(self.read + (tokens - 1) * self.read_more, self.read_most) + self.cache_row * past
 
 
 @dataclass(frozen=True)
@@ -154,12 +163,11 @@ def plan(
     if context < 2:
         raise BuildError(f"max_seq_len is {context}; expected at least 2")
     models = [_model(source, precision, context, backend) for source in (target, draft) if source is not None]
-    seconds = [(model.read + model.cache_row * context / 2) / (EFFICIENCY * device.bandwidth) for model in models]
-    speeds = [1 / seconds[0]]
-    if draft is not None:
-        for k in range(1, MOST_DRAFTS + 1):
-            tokens = (1 - acceptance ** (k + 1)) / (1 - acceptance)
-            speeds.append(tokens / (seconds[0] + k * seconds[1]))
+    speeds = []
+    for k in range(MOST_DRAFTS + 1 if draft is not None else 1):
+        read = models[0].step(k + 1, context / 2) + (k * models[1].step(1, context / 2) if k else 0)
+        tokens = (1 - acceptance ** (k + 1)) / (1 - acceptance)
+        speeds.append(tokens * EFFICIENCY * device.bandwidth / read)
     available = device.memory - device.reserved
     return DevicePlan(tuple(models), sum(model.total for model in models), available, tuple(speeds))
 
@@ -179,15 +187,35 @@ def meta_model(source: str | Path) -> Any:
         raise BuildError(f"{source}: its configuration cannot be read: {error}") from error
 
 
+def expert_shares(model: Any) -> dict[int, float]:
+    """The share of a mixture's weights that a token uses, top-k of all experts: by the id of their parameter."""
+    text = model.config.get_text_config()
+    stacks = [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
+    return {id(p): min(1.0, text.num_experts_per_tok / len(p)) for module in stacks for p in module.parameters()}
+
+
+def active_parameters(model: Any) -> int:
+    """How many parameters one token uses; tied ones are counted once."""
+    shares = expert_shares(model)
+    return round(sum(shares.get(id(parameter), 1) * parameter.numel() for parameter in model.parameters()))
+
+
 def _model(source: str, precision: str, context: int, backend: EngineRuntime) -> ModelPlan:
     model = meta_model(source)
     text = model.config.get_text_config()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     head = model.get_output_embeddings().weight
     by_onnxruntime = backend == "onnxruntime-cuda"
-    weights = read = 0
+    shares = expert_shares(model)
+    weights = read = experts = 0
+    read_more = 0.0
     for parameter in model.parameters():  # tied ones once
         is_table = id(parameter) in embeddings
+        if (share := shares.get(id(parameter))) is not None:  # gathered, and so in 16 bits as rows of a table are
+            weights += 2 * parameter.numel()
+            experts += 2 * parameter.numel()
+            read_more += share * 2 * parameter.numel()
+            continue
         if is_table:
             by_block = by_onnxruntime and precision in _UNDONE  # else looked up in 16 bits
             weights += _stored(parameter, "int8") if by_block else 2 * parameter.numel()
@@ -198,7 +226,10 @@ def _model(source: str, precision: str, context: int, backend: EngineRuntime) ->
             weights += 0 if is_table and _BITS[precision] == 16 and not by_onnxruntime else stored
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    row = text.num_hidden_layers * heads * 2 * size * 2
+    both = 2 * size
+    if (latent := getattr(text, "qk_nope_head_dim", None)) is not None:
+        both = latent + text.qk_rope_head_dim + text.v_head_dim
+    row = text.num_hidden_layers * heads * both * 2
     wide = max(getattr(text, "intermediate_size", None) or 4 * text.hidden_size, text.hidden_size)
     # Gate, up and their product; logits, p and what is left of it at the nodes of a tree.
     scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * text.hidden_size) + 4 * (MOST_DRAFTS + 1) * text.vocab_size * 4
@@ -208,8 +239,11 @@ def _model(source: str, precision: str, context: int, backend: EngineRuntime) ->
     return ModelPlan(
         source=source,
         parameters=model.num_parameters(),
+        active=active_parameters(model),
         weights=weights,
-        read=read,
+        read=read + round(read_more),
+        read_more=round(read_more),
+        read_most=read + experts,
         cache=row * cache_buckets(context, PREFILL_CHUNK)[-1],
         cache_row=row,
         scratch=scratch,

@@ -10,13 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specexport.checkpoints.checkpoint import Checkpoint
+from specexport.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.checkpoints.quiet import quiet
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
 from specexport.exporter.step_session import StepSession
-from specexport.graphs.attention import ATTENTION_NAME
 
 Array = npt.NDArray[Any]
 
@@ -48,12 +47,8 @@ class Reference:
 def reference(checkpoint: Checkpoint, tokens: list[int]) -> Reference:
     """Runs the model over the start of a text."""
     ids = torch.tensor([tokens[:_TOKENS]]).clamp(max=checkpoint.input_vocab - 1)
-    checkpoint.model.set_attn_implementation("eager")
-    try:
-        with torch.no_grad(), quiet():
-            logits = checkpoint.model(ids, use_cache=False).logits[0].float()
-    finally:
-        checkpoint.model.set_attn_implementation(ATTENTION_NAME)
+    with torch.no_grad(), quiet(), plain_transformers(checkpoint.model):
+        logits = checkpoint.model(ids, use_cache=False).logits[0].float()
     return Reference(ids[0].numpy(), logits.numpy())
 
 

@@ -42,6 +42,21 @@ def pack_int4(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
     return packed
 
 
+def pair_int4(blocks: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
+    """Two integers in -7..7 a byte, ``16 * first + second``; arithmetic takes them apart again, as 16ths are exact.
+
+    The first half of a block's integers ``[R,blocks,block,...]`` are the firsts: ``[R,blocks,block/2,...]`` is made.
+    """
+    first, second = np.split(blocks, 2, axis=2)
+    return first * np.int8(16) + second
+
+
+def split_int4(pairs: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
+    """Undoes :func:`pair_int4`."""
+    first = (pairs + np.int8(8)) >> 4
+    return np.concatenate([first, pairs - first * np.int8(16)], axis=2)
+
+
 def column_scales(largest: npt.NDArray[np.float32], kind: Literal["int8", "fp8"]) -> npt.NDArray[np.float32]:
     """One scale for each column of a matrix, from the largest magnitude in it; none is 0, which TensorRT refuses.
 

@@ -12,7 +12,7 @@ from specexport.checkpoints.locate import locate
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import known, method_type, part
 from specexport.exporter.methods import SMALLER, Device, Suggestion, Wanted
-from specexport.exporter.plan import meta_model
+from specexport.exporter.plan import active_parameters, meta_model
 
 _USABLE = (3.0, 50.0)
 """How many times smaller a draft must be to be proposed at all."""
@@ -20,9 +20,14 @@ _USABLE = (3.0, 50.0)
 
 @dataclass(frozen=True)
 class Advice:
-    """What suits a target, the better ones first, and why drafts that were offered do not do, by name."""
+    """What suits a target, the better ones first, and why drafts that were offered do not do, by name.
+
+    Attributes:
+        active: parameters that one token uses, which sizes are compared by.
+    """
 
     parameters: int
+    active: int
     suggestions: tuple[Suggestion, ...]
     refused: dict[str, str]
 
@@ -39,13 +44,14 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
         BuildError: the target, or a draft, is no checkpoint.
     """
     path = locate(target)
-    size = meta_model(path).num_parameters()
+    model = meta_model(path)
+    size = active_parameters(model)
     found, refused = _drafts(path, size, drafts)
     wanted = Wanted(size, device, tuple(found))
     kinds = map(method_type, known())
     made = [one for kind in kinds if (one := part(kind, "exporter").EXPORTER.suggest(kind, wanted)) is not None]
     made.sort(key=lambda one: one.rank)
-    return Advice(size, tuple(made), refused)
+    return Advice(model.num_parameters(), size, tuple(made), refused)
 
 
 def _drafts(target: Path, size: int, names: Sequence[str]) -> tuple[list[tuple[str, float]], dict[str, str]]:
@@ -55,7 +61,7 @@ def _drafts(target: Path, size: int, names: Sequence[str]) -> tuple[list[tuple[s
     refused: dict[str, str] = {}
     for name in names:
         path = locate(name)
-        ratio = size / meta_model(path).num_parameters()
+        ratio = size / active_parameters(meta_model(path))
         try:
             require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, target, path)
         except BuildError as error:

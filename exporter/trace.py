@@ -16,6 +16,7 @@ from specexport.contract import tensors
 from specexport.contract.engines import AcceptRule
 from specexport.contract.model import OPSETS, CacheLayer, LoweredAs
 from specexport.contract.tensors import cache_names, returned_names
+from specexport.exporter.passes.epsilon import keep_epsilons
 from specexport.exporter.passes.linear import canonical_weights, merge_linear, transposes_weight
 from specexport.exporter.passes.names import name_weights
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
@@ -243,6 +244,7 @@ def _trace(
             raise RuntimeError(str(_root_cause(error))) from error
         assert program is not None
         traced = program.model
+        keep_epsilons(traced)
         # Else a transposed weight would be a constant without a name; canonical_weights transposes them all.
         optimizer.optimize_ir(traced, should_fold=lambda node: False if transposes_weight(node) else None)
     name_weights(traced, _aliases(module))

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from specexport.contract import tensors
 from specexport.contract.model import StoredAs
 from specexport.exporter.passes.editing import constant, needed_only_for, op
-from specexport.exporter.quantize import column_scales, pack_int4, quantize_blocks, quantize_columns
+from specexport.exporter.quantize import column_scales, pack_int4, pair_int4, quantize_blocks, quantize_columns
 
 Precision = StoredAs
 PRECISIONS: tuple[Precision, ...] = get_args(StoredAs)
@@ -39,6 +39,8 @@ class Storage:
     block_size: int | None
 
 
+_EXACT = Storage("fp32", None)
+
 _Half = Literal["fp16", "bf16"]
 _Quantized = Literal["int8", "int4", "fp8"]
 _HALVES: dict[_Half, tuple[ir.DataType, npt.DTypeLike]] = {
@@ -50,6 +52,7 @@ _DTYPES: dict[_Quantized, ir.DataType] = {
     "int4": ir.DataType.INT4,
     "fp8": ir.DataType.FLOAT8E4M3FN,
 }
+_GATHERED = ("lookup", "experts")
 _Matrix = npt.NDArray[np.float32]
 _Chunks = Iterator[npt.NDArray[np.generic]]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
@@ -133,9 +136,11 @@ class WeightsFile:
             heads: how Medusa heads are; None for ``stored``.
         """
         for one in (graph, *graph.subgraphs()):
+            routers = _routers(one)
             of_heads = set() if heads is None else needed_only_for(one, tensors.CANDIDATES)
             for value in list(one.initializers.values()):
-                self._move(one, value, heads if heads is not None and value in of_heads else stored)
+                storage = heads if heads is not None and value in of_heads else stored
+                self._move(one, value, _EXACT if value in routers else storage)
 
     def _move(self, graph: ir.Graph, value: ir.Value, storage: Storage) -> None:
         tensor = value.const_value
@@ -143,7 +148,7 @@ class WeightsFile:
             return
         array = tensor.numpy()
         readers = {_role(node, index) for node, index in value.uses()}
-        if storage.kind == "fp32" or array.dtype != np.float32 or not readers <= {"matmul", "lookup", "tied"}:
+        if storage.kind == "fp32" or array.dtype != np.float32 or "other" in readers:
             value.const_value = self.write(_name(value), tensor.dtype, array.shape, _row_chunks(array))
         elif storage.kind == "fp16" or storage.kind == "bf16":
             restored = self._half(graph, value, array, storage.kind)
@@ -174,34 +179,38 @@ class WeightsFile:
     def _quantize(
         self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: _Quantized, block_size: int | None
     ) -> None:
-        """Stores a matrix once for each way it is read: ``[K,N]`` for multiplication, ``[V,H]`` for look-ups."""
+        """Stores a matrix once for each way it is read: ``[K,N]`` for multiplication, ``[V,H]`` for look-ups.
+
+        A stack of experts, ``[E,K,N]``, is one that is looked up.
+        """
         by_column = kind == "fp8" or block_size is None
         readers = [(node, index, _role(node, index)) for node, index in value.uses()]
         half = None
-        if by_column and any(role == "lookup" for _, _, role in readers):
+        if by_column and any(role in _GATHERED for _, _, role in readers):
             # Compilers that take 8-bit constants only before a DequantizeLinear could not gather from them.
             half = self._half(graph, value, array, "fp16")
             if half is None:
                 return
         for node, index, role in readers:
-            if role == "lookup" and half is not None:
+            if role in _GATHERED and half is not None:
                 node.replace_input_with(index, half)
                 continue
             # A tied head reads Transpose(embedding): quantize the transposed matrix, so that blocks lie along K again.
-            matrix, axis = (array.T, 0) if role == "tied" else (array, int(role == "lookup"))
+            matrix, axis = (array.T, 0) if role == "tied" else (array, int(role in _GATHERED))
             block = None if by_column else _block(matrix.shape[axis], block_size)
             if block is None and not by_column:
                 self._leave(value, array, f"its {matrix.shape[axis]} inputs are not a multiple of {_SMALLEST_BLOCK}")
                 return
-            # Rows are looked up as int8 whatever the precision: no backend gathers four-bit rows.
+            # Rows are looked up as int8 whatever the precision: no backend gathers four-bit rows. Experts, most of a
+            # mixture's weights, are gathered as bytes of two integers.
             width: _Quantized = "int8" if role == "lookup" else kind
             # One name a reader: ONNX Runtime fuses a dequantization only where a single node reads it.
             name = f"{value.name}.{width}.{role}"
             if by_column or name in graph.initializers:
                 name = f"{name}.{len(graph.initializers)}"
             numbers, scales = self._store(graph, name, matrix, axis, block, width)
-            if role == "lookup":
-                restored = _lookup(graph, node, numbers, scales, name)
+            if role in _GATHERED:
+                restored = _lookup(graph, node, numbers, scales, name, pairs=width == "int4")
             else:
                 blocks = {"axis": 1} if block is None else {"axis": 0, "block_size": block}
                 undone = op("DequantizeLinear", [numbers, scales], f"{name}.fp32", **blocks)
@@ -234,14 +243,19 @@ class WeightsFile:
                     integers, scale = quantize_blocks(chunk, axis, block, 127 if kind == "int8" else 7)
                     scales.append(scale)
                     self.report.add_error(chunk, integers.astype(np.float32) * np.repeat(scale, block, axis=axis))
-                    yield integers if kind == "int8" else pack_int4(integers)
+                    if kind == "int4" and axis:
+                        yield pair_int4(integers.reshape(len(chunk), *shape[1:]))
+                    else:
+                        yield integers if kind == "int8" else pack_int4(integers)
 
-        # Rows that are looked up are divided into their blocks, so that scales broadcast.
-        divided = block is not None and axis == 1
-        shape = (*matrix.shape[:1], matrix.shape[1] // block, block) if divided else matrix.shape
-        stored = self._initializer(graph, name, _DTYPES[kind], shape, numbers())
+        dtype, shape, gathered = _DTYPES[kind], matrix.shape, block is not None and axis == 1
+        if block is not None and gathered:
+            # What is looked up is divided into its blocks, so that scales broadcast.
+            dtype, shape = ir.DataType.INT8, (len(matrix), matrix.shape[1] // block, block, *matrix.shape[2:])
+        held = (*shape[:2], shape[2] // 2, *shape[3:]) if gathered and kind == "int4" else shape
+        stored = self._initializer(graph, name, dtype, held, numbers())
         joined = np.concatenate(scales)
-        joined = joined[..., None] if divided else joined
+        joined = np.expand_dims(joined, 2) if gathered else joined
         return stored, self._initializer(graph, f"{name}.scale", ir.DataType.FLOAT, joined.shape, iter([joined]))
 
     def _initializer(
@@ -259,15 +273,48 @@ def _name(value: ir.Value) -> str:
 
 
 def _role(node: ir.Node, index: int) -> str:
-    """How a node reads an initializer: as ``matmul`` weight, row ``lookup``, ``tied`` (transposed head), or other."""
+    """How a node reads an initializer: ``matmul``, row ``lookup``, ``experts``, ``tied`` (transposed head) or other."""
     if node.op_type == "MatMul" and index == 1:
         return "matmul"
     axis = node.attributes.get("axis")
     if node.op_type == "Gather" and index == 0 and (axis is None or axis.as_int() == 0):
-        return "lookup"
+        return "experts" if of_experts(node, 3) else "other" if of_experts(node, 2) else "lookup"
     if node.op_type == "Transpose" and all(use.op_type == "MatMul" and at == 1 for use, at in node.outputs[0].uses()):
         return "tied"
     return "other"
+
+
+def of_experts(node: ir.Node, rank: int) -> bool:
+    """Whether a node gathers experts from a stack of that rank: 3 for their matrices, 2 for their biases."""
+    stack, ids = node.inputs[:2] if node.op_type == "Gather" else (None, None)
+    if stack is None or ids is None or stack.const_value is None or ids.shape is None:
+        return False
+    return len(ids.shape) == 1 and len(stack.const_value.shape) == rank
+
+
+def _routers(graph: ir.Graph) -> set[ir.Value]:
+    """The matrices whose products choose experts: rounded, they would choose others.
+
+    They are those that experts' indices are computed from first, with a column for each expert.
+    """
+    found: set[ir.Value] = set()
+    for node in graph:
+        stack = node.inputs[0].const_value if of_experts(node, 3) and node.inputs[0] is not None else None
+        if stack is None:
+            continue
+        seen, waiting = set[ir.Value](), [node.inputs[1]]
+        while waiting:
+            value = waiting.pop()
+            made_by = value.producer() if value is not None and value not in seen else None
+            if value is None or made_by is None:
+                continue
+            seen.add(value)
+            weight = made_by.inputs[1] if made_by.op_type == "MatMul" else None
+            if weight is None or weight.const_value is None:
+                waiting += made_by.inputs
+            elif weight.const_value.shape[-1] == stack.shape[0]:
+                found.add(weight)
+    return found
 
 
 def _block(length: int, preferred: int | None) -> int | None:
@@ -299,18 +346,34 @@ def _replace(value: ir.Value, by: ir.Value) -> None:
         value.name, by.name, by.type, by.shape = f"{name}.stored", name, value.type, value.shape
 
 
-def _lookup(graph: ir.Graph, gather: ir.Node, numbers: ir.Value, scales: ir.Value, name: str) -> ir.Value:
-    """Looks up integers ``[V,H/block,block]`` and scales, multiplies the rows found: ids ``[B,T]`` make ``[B,T,H]``.
+def _lookup(
+    graph: ir.Graph, gather: ir.Node, numbers: ir.Value, scales: ir.Value, name: str, *, pairs: bool
+) -> ir.Value:
+    """Looks up integers and scales, and multiplies only those found.
+
+    Ids ``[B,T]`` find rows ``[B,T,H]`` in integers ``[V,H/block,block]``; ids ``[L]`` find experts ``[L,K,N]`` in
+    integers ``[E,K/block,block,N]`` or in pairs of four-bit ones, ``[E,K/block,block/2,N]``
+    (:func:`~specexport.exporter.quantize.pair_int4`).
 
     Not by a DequantizeLinear, as ONNX Runtime has none for blocks of int8 on GPUs.
     """
     assert numbers.const_value is not None
-    _, blocks, block = numbers.const_value.shape.numpy()
+    _, blocks, held, *columns = numbers.const_value.shape.numpy()
     rows = op("Gather", [numbers, gather.inputs[1]], f"{name}.rows", axis=0)
     row_scales = op("Gather", [scales, gather.inputs[1]], f"{name}.row_scales", axis=0)
     wide = op("Cast", rows.outputs, f"{name}.wide", to=ir.DataType.FLOAT.value)
+    nodes = [rows, row_scales, wide]
+    if pairs:
+        sixteen, sixteenth = (constant(graph, f"int4.{n}", np.array(n, np.float32)) for n in (16.0, 1 / 16))
+        parts = op("Mul", [*wide.outputs, sixteenth], f"{name}.parts")
+        first = op("Round", parts.outputs, f"{name}.first")
+        shifted = op("Mul", [*first.outputs, sixteen], f"{name}.shifted")
+        second = op("Sub", [*wide.outputs, *shifted.outputs], f"{name}.second")
+        wide = op("Concat", [*first.outputs, *second.outputs], f"{name}.both", axis=2)
+        nodes += [parts, first, shifted, second, wide]
     scaled = op("Mul", [*wide.outputs, *row_scales.outputs], f"{name}.scaled")
-    sizes = constant(graph, f"{name}.sizes", np.array([0, 0, blocks * block], np.int64))
+    length = blocks * held * (2 if pairs else 1)
+    sizes = constant(graph, f"{name}.sizes", np.array([0, length, *columns] if columns else [0, 0, length], np.int64))
     found = op("Reshape", [*scaled.outputs, sizes], f"{name}.found")
-    graph.insert_before(gather, [rows, row_scales, wide, scaled, found])
+    graph.insert_before(gather, [*nodes, scaled, found])
     return found.outputs[0]

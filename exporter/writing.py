@@ -10,8 +10,10 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specexport.checkpoints.checkpoint import Checkpoint
-from specexport.contract.model import CacheLayer, GraphFiles, Model, PrecisionInfo
+from specexport.contract.errors import BuildError
+from specexport.contract.model import CacheLayer, GraphFiles, LoweredAs, Model, PrecisionInfo
 from specexport.contract.shapes import ShapePoint
+from specexport.exporter.sound import require_finite
 from specexport.exporter.weights import QUANTIZED, Storage, WeightsFile, WeightsReport
 
 Progress = Callable[[str, int, int], None]
@@ -35,9 +37,14 @@ def write_models(
     checkpoint: Checkpoint,
     stored: Storage,
     heads: Storage | None,
+    lowering: LoweredAs,
     progress: Progress,
 ) -> list[Model]:
-    """Writes one weights file and masters into ``folder`` and describes them."""
+    """Writes one weights file and masters into ``folder`` and describes them.
+
+    Raises:
+        BuildError: a graph makes numbers that are not finite.
+    """
     folder.mkdir()
     role = folder.name
     total = 4 * checkpoint.parameters
@@ -58,7 +65,12 @@ def write_models(
     made = []
     for part, report in zip(parts, reports, strict=True):
         passes.RemoveUnusedNodesPass()(part.model)
-        ir.save(part.model, folder / f"{part.name}.onnx")
+        master = folder / f"{part.name}.onnx"
+        ir.save(part.model, master)
+        try:
+            require_finite(master, lowering, stored.kind, checkpoint.input_vocab)
+        except BuildError as error:
+            raise BuildError(f"{checkpoint.source}: model family '{checkpoint.family}': {error}") from error
         made.append(
             Model(
                 family=checkpoint.family,

@@ -54,6 +54,7 @@ class AttentionCall(NamedTuple):
         scaling: of the scores.
         softcap: bound of the scores, by tanh.
         window: keys so many positions back, or more, are hidden.
+        sink: ``[1,Hkv,G*T,1]``, a score beside those of the keys that takes its share of the softmax; None for none.
     """
 
     layer: int
@@ -64,6 +65,7 @@ class AttentionCall(NamedTuple):
     scaling: float
     softcap: float | None
     window: int | None
+    sink: torch.Tensor | None = None
 
 
 class Lowering(Protocol):
@@ -96,6 +98,7 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function transformers calls (see ``transformers.AttentionInterface``).
@@ -104,8 +107,8 @@ def attend(
         ``[B,T,H,D]`` and no weights.
 
     Raises:
-        BuildError: the model asks its attention for something the lowerings do not know (a sink, a position bias, a
-            mask of its own).
+        BuildError: the model asks its attention for something the lowerings do not know (a position bias, a mask of its
+            own).
     """
     if _active is None:
         raise BuildError("attention was called outside a lowering; this is a defect of specexport, please report it")
@@ -128,7 +131,11 @@ def attend(
     batch, heads, tokens, size = query.shape
     group = heads // key.shape[1]
     grouped = query.reshape(batch, key.shape[1], group * tokens, size) if group > 1 else query
-    out = _active.attend(AttentionCall(layer, grouped, key, value, group, scale, softcap, sliding_window))
+    sink = None
+    if s_aux is not None:
+        each = s_aux.reshape(1, -1, group, 1).expand(-1, -1, -1, tokens)
+        sink = each.reshape(1, -1, group * tokens, 1)
+    out = _active.attend(AttentionCall(layer, grouped, key, value, group, scale, softcap, sliding_window, sink))
     return (out.reshape(batch, heads, tokens, -1) if group > 1 else out).transpose(1, 2), None
 
 
@@ -232,6 +239,13 @@ def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
+def _weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+    """The softmax of scores ``[B,Hkv,G*T,S]``, of which a sink takes its share."""
+    if sink is None:
+        return scores.softmax(-1)
+    return torch.cat([scores, sink.expand(scores.shape[0], -1, -1, -1)], -1).softmax(-1)[..., :-1]
+
+
 class NativeLowering:
     """TensorScatter into the static cache, then Attention over it with an explicit boolean mask.
 
@@ -265,12 +279,12 @@ class NativeLowering:
         values = tensor_scatter(past_value, call.value, self._past_length)
         self.returned[call.layer] = keys, values
         mask = self._mask(call.group, call.window)
-        if call.softcap is None and call.query.shape[3] == call.value.shape[3]:
+        if call.softcap is None and call.sink is None and call.query.shape[3] == call.value.shape[3]:
             return torch.onnx.ops.attention(call.query, keys, values, mask, scale=call.scaling)[0]
-        # TensorRT's parser knows Attention but not its softcap attribute, and torch takes values to be as wide as keys;
-        # such layers are spelt out.
+        # Attention knows no sinks, TensorRT's parser not its softcap attribute, and torch takes values to be as wide as
+        # keys; such layers are spelt out.
         scores = _capped(torch.matmul(call.query, keys.transpose(2, 3)) * call.scaling, call.softcap)
-        return torch.matmul(torch.where(mask, scores, torch.finfo(scores.dtype).min).softmax(-1), values)
+        return torch.matmul(_weights(torch.where(mask, scores, torch.finfo(scores.dtype).min), call.sink), values)
 
 
 _HIDDEN = torch.finfo(torch.float32).min / 2
@@ -331,7 +345,7 @@ class TwoPartLowering:
         # Each product is scaled by itself, as ONNX Runtime multiplies and scales in one operator.
         parts = [torch.matmul(call.query, k.transpose(2, 3)) * call.scaling for k in (past_key, new_key)]
         scores = _capped(torch.cat(parts, dim=-1), call.softcap)
-        weights = (scores + self._bias(call.group, call.window)).softmax(-1)
+        weights = _weights(scores + self._bias(call.group, call.window), call.sink)
         of_past, of_new = torch.split(weights, [past_key.shape[2], new_key.shape[2]], dim=-1)
         return torch.matmul(of_past, past_value) + torch.matmul(of_new, new_value)
 

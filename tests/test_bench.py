@@ -133,6 +133,21 @@ def test_suggest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.exporter
+def test_a_mixture_is_compared_by_the_parameters_that_a_token_uses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.checkpoints import GROUPED, make_checkpoint
+
+    config = {**GROUPED, "num_hidden_layers": 4, "num_local_experts": 16, "num_experts_per_tok": 1}
+    target = make_checkpoint(tmp_path / "target", "mixtral", **config)
+    draft = make_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1)
+    assert main(["suggest", "--target", str(target), "--draft", str(draft)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "a token uses" in shown and "speculation gains less" in shown
+    assert f"not {draft}: 2." in shown  # by all parameters it is more than 10 times smaller
+
+
+@pytest.mark.exporter
 def test_a_draft_with_another_tokenizer_is_not_suggested(tmp_path: Path) -> None:
     from specexport.exporter.plan import meta_model
     from specexport.exporter.suggest import suggest

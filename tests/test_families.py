@@ -473,7 +473,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_next",
         {**GROUPED, "head_dim": 16, "num_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
     ),
-    "attention sinks": ("gpt_oss", {**GROUPED, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "ALiBi": ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
     "ALiBi, another": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}),
     "attention of its own": ("falcon", {**GROUPED, "alibi": True}),

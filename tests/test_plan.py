@@ -12,7 +12,7 @@ from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.plan import DEVICES, EFFICIENCY, PREFILL_CHUNK, Device, plan
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import GROUPED, make_checkpoint
 
 pytestmark = pytest.mark.exporter
 
@@ -81,6 +81,27 @@ def test_speed_follows_the_bandwidth_and_the_acceptance(tied: Path, untied: Path
     assert found.speeds[2] == pytest.approx((1 + 0.5 + 0.25) / (steps[0] + 2 * steps[1]))
     never = plan(str(untied), str(tied), DEVICE, precision="fp16", context=CONTEXT, acceptance=0.0)
     assert never.best_k == 0
+
+
+def test_a_mixture_reads_the_experts_of_its_tokens(tmp_path: Path, tied: Path) -> None:
+    config = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    folder = make_checkpoint(tmp_path, "qwen3_moe", head_dim=16, **{**GROUPED, **config})
+    found = plan(str(folder), str(tied), DEVICE, precision="int8", context=CONTEXT, acceptance=0.5)
+    mixture, draft = found.models
+    experts = 2 * 8 * 3 * 64 * 32
+    assert mixture.active == mixture.parameters - experts * 6 // 8
+    assert mixture.step(1, 0) == mixture.read == mixture.read_most - 2 * experts * 6 // 8
+    assert mixture.step(3, 0) == mixture.read + 2 * 2 * experts * 2 // 8
+    assert mixture.step(4, 0) == mixture.step(9, 0) == mixture.read_most
+    seconds = (mixture.step(2, CONTEXT / 2) + draft.step(1, CONTEXT / 2)) / (EFFICIENCY * DEVICE.bandwidth)
+    assert found.speeds[1] == pytest.approx(1.5 / seconds)
+
+
+def test_the_cache_of_latent_attention_has_keys_and_values_of_their_own_sizes(tmp_path: Path) -> None:
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    folder = make_checkpoint(tmp_path, "minicpm3", **{**GROUPED, "num_key_value_heads": 4}, **latent)
+    (found,) = plan(str(folder), None, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5).models
+    assert found.cache_row == 2 * 4 * (24 + 16) * 2
 
 
 def test_what_does_not_fit_says_so(tied: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specexport.exporter.options import BuildOptions
+from specexport.exporter.passes.lookup_tables import restore_tables
 from specexport.exporter.quantize import column_scales, pack_int4, quantize_blocks, quantize_columns
 from specexport.exporter.weights import QUANTIZED, Storage, WeightsFile
 from tests.checkpoints import make_checkpoint
@@ -132,6 +133,31 @@ def test_rows_are_looked_up_without_an_operator_that_gpus_lack(tmp_path: Path, p
     assert np.array_equal(found, (integers * np.repeat(scales, 32, axis=1))[ids])
 
 
+@pytest.mark.parametrize("restored", [False, True], ids=["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize(("precision", "largest"), [("int8", 127), ("int4", 7)])
+def test_experts_are_dequantized_exactly(tmp_path: Path, precision: str, largest: int, restored: bool) -> None:
+    experts = np.random.default_rng(0).standard_normal((4, K, N)).astype(np.float32)
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["" : 24]>
+        g (int64[L] ids) => (float[L,K,N] h) { h0 = Gather<axis=0>(stack, ids) h = Identity(h0) }"""
+    )
+    (stack, ids) = model.graph[0].inputs
+    assert stack is not None and ids is not None
+    stack.const_value, stack.shape = ir.Tensor(experts, name="stack"), ir.Shape(experts.shape)
+    model.graph.register_initializer(stack)
+    with WeightsFile(tmp_path / "weights.bin") as weights:
+        weights.externalize(model.graph, Storage(precision, 32))  # type: ignore[arg-type]
+    passes.RemoveUnusedNodesPass()(model)
+    if restored:
+        restore_tables(model, lambda name, dtype, array: ir.tensor(array, dtype, name=name))
+        assert [node.op_type for node in model.graph] == ["Cast", "Gather", "Reshape", "Identity"]
+    ir.save(model, tmp_path / "model.onnx")
+    integers, scales = quantize_blocks(experts, 1, 32, largest)
+    expected = integers * np.repeat(scales, 32, axis=1)
+    found = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"ids": np.array([3, 0])})[0]
+    assert np.array_equal(found, (expected.astype(np.float16).astype(np.float32) if restored else expected)[[3, 0]])
+
+
 def test_a_matrix_that_blocks_do_not_divide_stays_fp32_and_is_reported(tmp_path: Path) -> None:
     model = _model(np.ones((VOCAB, 24), np.float32), np.ones((24, N), np.float32), tied=False)
     with WeightsFile(tmp_path / "weights.bin") as weights:
@@ -153,6 +179,7 @@ from pathlib import Path
 from typing import Any
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
+from specexport.exporter.passes.lookup_tables import restore_tables
 import onnxruntime, torch, transformers
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,16 @@ Trace = Callable[..., ir.Model]
 def once(trace: Trace, folder: Path, largest: int = SMALL) -> Trace:
     """``specexport.exporter.trace._trace`` with a memory in a folder, which processes may share.
 
-    What a trace depends on is its key: every setting and weight of the module, the shapes of the inputs, and all other
-    arguments. Modules of more parameters than ``largest`` are traced each time.
+    What a trace depends on is its key: every setting and weight of the module, the shapes of the inputs, all other
+    arguments, and the functions that tracing calls, of which a test may have replaced some. Modules of more parameters
+    than ``largest`` are traced each time.
     """
+    calls = trace.__globals__
 
     def remembered(model: torch.nn.Module, module: torch.nn.Module, inputs: Any, *arguments: Any) -> ir.Model:
         if sum(parameter.numel() for parameter in module.parameters()) > largest:
             return trace(model, module, inputs, *arguments)
-        path = folder / f"{_key(model, module, inputs, arguments)}.onnx"
+        path = folder / f"{_key(model, module, inputs, (*arguments, _functions(calls)))}.onnx"
         with FileLock(path.with_suffix(".lock")):
             if not path.exists():
                 beside = path.with_suffix(".part")
@@ -59,6 +62,10 @@ def _key(model: torch.nn.Module, module: torch.nn.Module, inputs: Any, arguments
     config = getattr(model, "config", None)
     parts.update(repr((config.to_json_string() if config is not None else None, arguments)).encode())
     return parts.hexdigest()
+
+
+def _functions(names: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [(name, one.__module__, one.__qualname__) for name, one in names.items() if inspect.isfunction(one)]
 
 
 def _plain(value: Any) -> bool:

@@ -52,7 +52,7 @@ def write_source(
             return file.write(name, dtype, array.shape, iter([array.view(np.uint16)]))  # NumPy knows no bfloat16
 
         if compiled:
-            restore_tables(model.graph, store)
+            restore_tables(model, store)
         if compiled and "B" not in sizes:
             flatten_products(model.graph)
         if compute in _NARROW:

@@ -72,7 +72,7 @@ class Eagle3Exporter(ChainDraftExporter[Eagle3]):
         )
         build.progress("tracing the EAGLE-3 draft", 1, 1)
         folder, stored = build.folder / "eagle3", build.options.proposing
-        (model,) = write_models(folder, [part], checkpoint, stored, None, build.progress)
+        (model,) = write_models(folder, [part], checkpoint, stored, None, kind, build.progress)
         return msgspec.structs.replace(method, draft=model, model=model.source)
 
     def suggest(self, kind: type[Eagle3], wanted: Wanted) -> Suggestion | None:

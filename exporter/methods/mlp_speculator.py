@@ -110,6 +110,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculator]):
             checkpoint,
             build.options.proposing,
             None,
+            build.options.lowering,
             build.progress,
         )
         return msgspec.structs.replace(method, stages=len(stages), draft=model, model=model.source)

@@ -28,16 +28,19 @@ def canonical_weights(model: ir.Model) -> None:
     for node in list(model.graph):
         weight = node.inputs[0] if transposes_weight(node) else None
         if weight is not None and weight.const_value is not None and len(weight.uses()) == 1:
-            tensor = ir.Tensor(weight.const_value.numpy().T, name=weight.name)
+            tensor = ir.Tensor(weight.const_value.numpy().swapaxes(-1, -2), name=weight.name)
             weight.const_value, weight.shape = tensor, tensor.shape
             node.outputs[0].replace_all_uses_with(weight)
             model.graph.remove(node, safe=True)
 
 
 def transposes_weight(node: ir.Node) -> bool:
-    """Whether a node transposes a matrix that is constant."""
+    """Whether a node transposes a matrix that is constant, or each of a stack of them."""
     weight = node.inputs[0] if node.op_type == "Transpose" else None
-    return weight is not None and weight.const_value is not None and len(weight.const_value.shape) == 2
+    if weight is None or weight.const_value is None:
+        return False
+    perm = node.attributes.get("perm")
+    return len(weight.const_value.shape) == 2 or (perm is not None and list(perm.as_ints()) == [0, 2, 1])
 
 
 def _split_gemm(graph: ir.Graph, node: ir.Node) -> None:

@@ -5,17 +5,27 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+import onnx_ir.passes.common as passes
 
 from specexport.exporter.passes.compute_type import Store
 from specexport.exporter.passes.editing import op, producer
+from specexport.exporter.quantize import split_int4
+
+_CHUNK_ELEMENTS = 4 << 20
 
 
-def restore_tables(graph: ir.Graph, store: Store) -> None:
-    """``Mul(Cast(Gather(integers, ids)), Gather(scales, ids))`` becomes ``Cast(Gather(fp16 table, ids))``."""
+def restore_tables(model: ir.Model, store: Store) -> None:
+    """``Mul(Cast(Gather(integers, ids)), Gather(scales, ids))`` becomes ``Cast(Gather(fp16 table, ids))``.
+
+    So do experts, of which bytes may hold two integers: then a Concat puts these together before the Mul.
+    """
+    graph = model.graph
     for node in list(graph):
         if node.op_type != "Mul":
             continue
-        wide, scales = producer(node.inputs[0], "Cast"), producer(node.inputs[1], "Gather")
+        scales, pairs = producer(node.inputs[1], "Gather"), producer(node.inputs[0], "Concat")
+        apart = producer(pairs.inputs[1], "Sub") if pairs is not None else None
+        wide = producer(node.inputs[0] if apart is None else apart.inputs[0], "Cast")
         rows = producer(wide.inputs[0], "Gather") if wide is not None else None
         if wide is None or scales is None or rows is None:
             continue
@@ -23,20 +33,22 @@ def restore_tables(graph: ir.Graph, store: Store) -> None:
         assert stored is not None
         name = f"{stored.name}.restored"
         if name not in graph.initializers:
-            tensor = store(name, ir.DataType.FLOAT16, _restored(stored, scales.inputs[0]))
+            array = _restored(stored, scales.inputs[0], pairs=apart is not None)
+            tensor = store(name, ir.DataType.FLOAT16, array)
             graph.register_initializer(ir.val(name, const_value=tensor))
         table = op("Cast", [graph.initializers[name]], f"{node.name}.table", to=ir.DataType.FLOAT.value)
         found = op("Gather", [table.outputs[0], ids], f"{node.name}.restored", axis=0)
-        old = [node, wide, rows, scales]
-        ir.convenience.replace_nodes_and_values(graph, node, old, [table, found], node.outputs, found.outputs)
+        ir.convenience.replace_nodes_and_values(graph, node, [node], [table, found], node.outputs, found.outputs)
+    passes.RemoveUnusedNodesPass()(model)
 
 
-def _restored(stored: ir.Value, scales: ir.Value | None) -> npt.NDArray[np.float16]:
-    """Integers ``[V,H/block,block]`` times their blocks' scales ``[V,H/block,1]``."""
+def _restored(stored: ir.Value, scales: ir.Value | None, *, pairs: bool) -> npt.NDArray[np.float16]:
+    """Integers ``[V,H/block,block,...]``, or pairs of them, times their blocks' scales ``[V,H/block,1,...]``."""
     assert stored.const_value is not None and scales is not None and scales.const_value is not None
     integers, scale = stored.const_value.numpy(), scales.const_value.numpy()
-    table = np.empty(integers.shape, np.float16)
-    for start in range(0, len(table), 4096):
-        rows = slice(start, start + 4096)
-        table[rows] = integers[rows] * scale[rows]
+    rows, blocks, held, *columns = integers.shape
+    table = np.empty((rows, blocks, 2 * held if pairs else held, *columns), np.float16)
+    chunk = max(1, _CHUNK_ELEMENTS // table[0].size)
+    for part in (slice(start, start + chunk) for start in range(0, rows, chunk)):
+        table[part] = (split_int4(integers[part]) if pairs else integers[part]) * scale[part]
     return table

@@ -57,11 +57,11 @@ def main(arguments: argparse.Namespace) -> int:
         print(json.dumps(msgspec.to_builtins(found) | {"fits": found.fits, "best_k": found.best_k}, indent=2))
         return 0 if found.fits else 1
     table = Table(title=f"{arguments.device}, {arguments.precision}, {arguments.max_seq_len} tokens", show_edge=False)
-    for name in ("model", "parameters", "weights", "KV cache", "scratch", "all"):
+    for name in ("model", "parameters", "a token uses", "weights", "KV cache", "scratch", "all"):
         table.add_column(name, justify="left" if name == "model" else "right")
     for model in found.models:
         sizes = map(bytes_text, (model.weights, model.cache, model.scratch, model.total))
-        table.add_row(model.source, f"{model.parameters:,}", *sizes)
+        table.add_row(model.source, f"{model.parameters:,}", f"{model.active:,}", *sizes)
     verdict = "fits" if found.fits else "does not fit"
     said = [
         f"{verdict}: {bytes_text(found.needed)} of {bytes_text(found.available)}",

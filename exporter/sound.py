@@ -1,0 +1,61 @@
+"""Every graph that a build wrote is run once: one whose numbers are not finite is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport.contract import tensors
+from specexport.contract.errors import BuildError
+from specexport.contract.model import LoweredAs, StoredAs
+from specexport.runtime.machine import available_cores
+from specexport.runtime.ort import MINIMUM, open_session
+
+_SIZES = {"B": 1, "T": 16, "R": 16, "K": 1, "S": 24}
+"""First tokens of a vocabulary are special ones, such as padding, whose embedding is often zero."""
+_FLOATS: dict[str, float] = {tensors.TEMPERATURE: 1.0, tensors.TOP_P: 1.0, tensors.UNIFORM: 0.5}
+"""Of inputs that are not zeros."""
+
+
+def require_finite(graph: Path, lowering: LoweredAs, weights: StoredAs, vocab: int) -> None:
+    """Runs a master graph over the first tokens of a vocabulary and an empty cache.
+
+    Without an onnxruntime that can run such graphs, nothing is checked.
+
+    Raises:
+        BuildError: an output holds numbers that are not finite; it names the graph and the output.
+        BackendError: onnxruntime refuses the graph.
+    """
+    try:
+        import onnxruntime
+    except ImportError:
+        return
+    if tuple(int(part) for part in onnxruntime.__version__.split(".")[:2]) < MINIMUM[lowering]:
+        return
+    session = open_session(graph, available_cores(), lowering, weights)
+    given = {value.name: _given(value.name, value.shape, value.type, vocab) for value in session.get_inputs()}
+    names = [value.name for value in session.get_outputs()]
+    for name, made in zip(names, session.run(names, given), strict=True):
+        wrong = int((~np.isfinite(made)).sum()) if made.dtype == np.float32 else 0
+        if wrong:
+            raise BuildError(
+                f"{graph.name}: {wrong} of {made.size} numbers of its output '{name}' are not finite; expected finite "
+                "numbers. Check the checkpoint's weights with transformers; if they are sound there, this model family "
+                "is not supported"
+            )
+
+
+def _given(name: str, shape: Iterable[int | str], kind: str, vocab: int) -> npt.NDArray[Any]:
+    sizes = [size if isinstance(size, int) else _SIZES[size] for size in shape]
+    if kind == "tensor(bool)":
+        return np.tril(np.ones(sizes, np.bool_)) if name == tensors.TREE_MASK else np.zeros(sizes, np.bool_)
+    if kind == "tensor(float)":
+        return np.full(sizes, _FLOATS.get(name, 0.0), np.float32)
+    if name in (tensors.INPUT_IDS, tensors.POSITION_IDS, tensors.LOGITS_ROWS):
+        most = vocab if name == tensors.INPUT_IDS else sizes[-1]
+        return np.broadcast_to(np.arange(sizes[-1]) % most, sizes).copy()
+    return np.full(sizes, int(name == tensors.NUM_DRAFT_TOKENS), np.int64)

@@ -1,0 +1,74 @@
+"""How every mixture of experts of a transformers model is lowered: cost follows the experts that are used.
+
+transformers lets an experts function be registered by name and chosen per model, as it does for attention
+(:mod:`specexport.graphs.attention`): the router stays the model's own, and the experts it chose come here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from specexport.contract.errors import BuildError
+
+EXPERTS_NAME = "specexport"
+
+
+def apply_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts function transformers calls (see ``transformers.integrations.moe.ExpertsInterface``).
+
+    The weights of ``min(E, N*k)`` experts, all that were chosen among them, are gathered from the stacked ones and
+    multiplied by all N tokens: a step of one token reads k experts, a prefill chunk reads each expert once.
+
+    Args:
+        module: holds E experts' stacked weights.
+        hidden_states: ``[N,H]``.
+        top_k_index: int64 ``[N,k]``, each token's experts.
+        top_k_weights: float32 ``[N,k]``.
+
+    Returns:
+        float32 ``[N,H]``.
+
+    Raises:
+        BuildError: the family's experts are made of something else.
+    """
+    if module.has_post_expert_norm:
+        raise BuildError(f"{type(module).__name__} normalizes what each expert makes, which specexport cannot trace")
+    tokens, chosen = top_k_index.shape
+    first = module.gate_up_proj if module.has_gate else module.up_proj
+    count = first.shape[0]
+    # Those that were chosen come first; which of the others fill up does not matter, nobody reads what they make.
+    one_hot = (top_k_index.reshape(-1, 1) == torch.arange(count)).float()
+    used = torch.topk(one_hot.amax(0), torch.sym_min(count, tokens * chosen)).indices  # [L]
+    # onnxruntime multiplies a single row with another kernel than several, whose sums round differently.
+    rows = torch.cat([hidden_states, hidden_states[:1]])[None]
+    made = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", rows, used)
+    made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
+    made = _linear(module, "down_proj", made, used)  # [L,N+1,H]
+    # Each token's own experts, in its own order, so that a row's sum does not depend on the tokens beside it.
+    place = (top_k_index[:, :, None] == used).float().argmax(-1)  # [N,k], in used
+    flat = place * (tokens + 1) + torch.arange(tokens)[:, None]
+    own = made.reshape(-1, made.shape[-1]).index_select(0, flat.reshape(-1)).reshape(tokens, chosen, made.shape[-1])
+    weighted = own * top_k_weights[:, :, None]
+    total = weighted[:, 0]
+    for rank in range(1, chosen):
+        total = total + weighted[:, rank]
+    return total
+
+
+def _linear(module: Any, name: str, rows: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """Rows ``[1 or L,M,K]`` times the weights of the experts in ``used``: ``[L,M,N]``."""
+    weight = getattr(module, name)
+    # Transposed before they are gathered: as stored, not in every step.
+    stacked = weight if module.is_transposed else weight.transpose(1, 2)
+    product = torch.matmul(rows, stacked.index_select(0, used))
+    if module.has_bias:
+        product = product + getattr(module, f"{name}_bias").index_select(0, used)[:, None]
+    return product
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, apply_experts)

@@ -1,0 +1,154 @@
+"""Mixtures of experts and attention sinks: what transformers computes, from the experts that are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specexport.checkpoints import parity
+from specexport.checkpoints.checkpoint import load_checkpoint
+from specexport.contract.errors import BuildError
+from specexport.contract.tree import TokenTree
+from specexport.exporter import build as building
+from specexport.exporter import trace
+from specexport.exporter.options import BuildOptions
+from specexport.exporter.weights import Precision, Storage, WeightsFile
+from specexport.graphs.step import StepModule
+from tests.checkpoints import GROUPED, WINDOW, make_checkpoint
+from tests.test_families import TOLERANCE, Family, Graph, differences, random_text
+
+pytestmark = pytest.mark.exporter
+
+EXPERTS, USED = 8, 2
+_ONE = {**GROUPED, "num_hidden_layers": 1, "head_dim": 16, "num_experts_per_tok": USED}
+_GROUPS = {"n_group": 2, "topk_group": 1, "n_routed_experts": EXPERTS, "moe_intermediate_size": 32}
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_ONE, "num_experts": EXPERTS, "moe_intermediate_size": 32},
+    "mixtral": {**_ONE, "num_local_experts": EXPERTS},
+    "olmoe": {**_ONE, "num_experts": EXPERTS},
+    "phimoe": {
+        **_ONE,
+        "num_local_experts": EXPERTS,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "granitemoe": {**_ONE, "num_local_experts": EXPERTS},
+    "glm4_moe": {**_ONE, **_GROUPS, "first_k_dense_replace": 0},
+    "lfm2_moe": {
+        **_ONE,
+        "num_experts": EXPERTS,
+        "moe_intermediate_size": 32,
+        "layer_types": ["full_attention"],
+        "num_dense_layers": 0,
+    },
+    "gpt_oss": {**_ONE, "num_hidden_layers": 2, "num_local_experts": EXPERTS, "sliding_window": WINDOW},
+    "deepseek_v3": {
+        **{name: value for name, value in _ONE.items() if name != "head_dim"},
+        **_GROUPS,
+        "first_k_dense_replace": 0,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    folder = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **MIXTURES[request.param])
+    loaded = load_checkpoint(str(folder))
+    eager = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    ).eval()
+    ir.save(trace.trace_step(StepModule(loaded.model, len(loaded.cache)), loaded.cache), folder / "step.onnx")
+    return Family(request.param, loaded, eager, folder)
+
+
+def test_step_graph_computes_what_transformers_does(family: Family) -> None:
+    parity.same_as_eager(family.checkpoint, "portable")
+    worst = differences(family, family.folder / "step.onnx", (2 * WINDOW + 5, WINDOW + 3), 8, 40)
+    assert max(worst.values()) < TOLERANCE, worst
+
+
+def test_greedy_text_is_that_of_transformers(family: Family) -> None:
+    graph, text = Graph(family.folder / "step.onnx", family.checkpoint, 1, 40), random_text(12, 3)
+    logits, written = graph.step(np.array([text]), [0], TokenTree.chain(12))[0, -1], list(text)
+    for _ in range(12):
+        written.append(int(logits.argmax()))
+        logits = graph.step(np.array([written[-1:]]), [len(written) - 1], TokenTree.chain(1))[0, -1]
+    assert written[12:] == family.greedy(text, 12)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_experts_are_gathered_before_they_are_dequantized(family: Family, tmp_path: Path, kind: Precision) -> None:
+    """And the router stays in fp32."""
+    model = ir.load(family.folder / "step.onnx")
+    with WeightsFile(tmp_path / "weights.bin") as weights:
+        weights.externalize(model.graph, Storage(kind, 32))
+    passes.RemoveUnusedNodesPass()(model)
+    ir.save(model, tmp_path / "step.onnx")
+    assert not weights.report.left
+    stored = {str(value.name): value for value in model.graph.initializers.values()}
+    integers = [value for name, value in stored.items() if name.endswith(f".{kind}.experts")]
+    scales = [value for name, value in stored.items() if name.endswith(f".{kind}.experts.scale")]
+    assert len(integers) == len(scales) == 2 * len(family.checkpoint.cache)
+    stacked = sum(parameter.numel() for parameter in family.eager.parameters() if parameter.ndim == 3)
+    assert sum(value.const_value.nbytes for value in integers) == stacked * {"int8": 1, "int4": 0.5}[kind]
+    assert all({node.op_type for node, _ in value.uses()} == {"Gather"} for value in (*integers, *scales))
+    routers = [
+        value
+        for value in model.graph.initializers.values()
+        if value.dtype == ir.DataType.FLOAT and value.shape is not None and list(value.shape) == [64, EXPERTS]
+    ]
+    assert len(routers) == len(family.checkpoint.cache)
+    text = random_text(12, 0)
+    ours = Graph(tmp_path / "step.onnx", family.checkpoint, 1, 16).step(np.array([text]), [0], TokenTree.chain(12))[0]
+    theirs = family.logits(text)
+    # A token whose experts are nearly equally good may take others; most do not.
+    assert 1e-5 < np.median(np.abs(ours - theirs)) / np.abs(theirs).mean() < {"int8": 0.1, "int4": 0.6}[kind]
+
+
+def test_a_row_is_the_same_whatever_runs_beside_it(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "mixtral", **MIXTURES["mixtral"])
+    loaded = load_checkpoint(str(folder))
+    ir.save(trace.trace_step(StepModule(loaded.model, 1), loaded.cache), folder / "step.onnx")
+    text = random_text(16, 5)
+    wide = Graph(folder / "step.onnx", loaded, 1, 32).step(np.array([text]), [0], TokenTree.chain(16))[0]
+    for width in (1, 2, 3, 4, 8):
+        graph = Graph(folder / "step.onnx", loaded, 1, 32)
+        rows = [
+            graph.step(np.array([text[at : at + width]]), [at], TokenTree.chain(len(text[at : at + width])))[0]
+            for at in range(0, 16, width)
+        ]
+        difference = np.abs(np.concatenate(rows) - wide).max()
+        assert difference < TOLERANCE, width
+
+
+def test_a_graph_that_is_not_finite_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helium's padding is embedded as zero, and its norms add 1e-8, which the optimizer would take for zero."""
+    make_checkpoint(tmp_path / "helium", "helium", **{**GROUPED, "num_hidden_layers": 1, "head_dim": 16})
+    from safetensors.torch import load_file, save_file
+
+    stored = tmp_path / "helium" / "model.safetensors"
+    weights = load_file(stored)
+    weights["model.embed_tokens.weight"][2] = 0
+    save_file(weights, stored, {"format": "pt"})
+    options = BuildOptions(target=str(tmp_path / "helium"), output=tmp_path / "bundle", methods=(), precision="fp32")
+    building.build(options)
+    with monkeypatch.context() as patched:
+        patched.setattr(trace, "keep_epsilons", lambda model: None)
+        refused = BuildOptions(target=options.target, output=tmp_path / "refused", methods=(), precision="fp32")
+        with pytest.raises(BuildError, match=r"model family 'helium': step.onnx: \d+ of \d+ numbers .* not finite"):
+            building.build(refused)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "helium"]
