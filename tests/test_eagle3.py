@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from specexport import LLM
-from specexport.checkpoints.eagle3 import as_checkpoint, load_eagle3, read_eagle3, require_fit
+from specexport.checkpoints.drafts import as_checkpoint
+from specexport.checkpoints.eagle3 import load_eagle3, read_eagle3, require_fit
 from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
@@ -148,7 +149,7 @@ def test_the_graph_drafts_what_the_formulas_say(
     outline = read_eagle3(str(folder))
     require_fit(outline, hidden=H, vocab=VOCAB, layers=LAYERS)
     draft = load_eagle3(outline, target, LAYERS, 512)
-    cache = as_checkpoint(outline, "here", draft, 512).cache
+    cache = as_checkpoint(outline, "eagle3", "here", draft, 512).cache
     start, one_pass = trace.trace_eagle3(draft, cache, lowering)
     ir.save(propose_graph(one_pass, cache, lowering, start), tmp_path / "propose.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "propose.onnx")
@@ -350,7 +351,7 @@ def test_build_inspect_verify_and_bench(
     manifest = read_manifest(out)
     (method,) = manifest.methods
     assert isinstance(method, Eagle3)
-    assert (method.states, method.hidden, method.rows, method.candidates) == ((0, 1, 2), H, 5, 64)
+    assert (method.states, method.hidden, method.rows, method.candidates) == ((0, 1, 2), H, 9, 64)
     assert {tensors.layer_states(count) for count in (0, 1, 2)} <= manifest.target_signature.outputs.keys()
     assert main(["inspect", str(out)]) == 0
     assert "eagle3, states after 0, 1, 2 of the target's layers" in capsys.readouterr().out
@@ -378,7 +379,7 @@ def test_its_graphs_become_engines(tmp_path: Path) -> None:
     out = tmp_path / "bundle"
     build(BuildOptions(str(target), out, methods=ways(eagle3=draft), max_seq_len=192, max_batch_size=2))
     manifest, library = read_manifest(out), load_library("tensorrt-rtx")
-    for role, widths in (("target", {1, 2, 3, 5, 9, 64}), ("eagle3", {5, 64})):
+    for role, widths in (("target", {1, 2, 3, 5, 7, 9, 64}), ("eagle3", {9, 64})):
         model = manifest.models[role]
         (job,) = model_jobs(model, manifest, manifest.batch_sizes, plain=True)
         assert {profile.tokens for profile in job.profiles} == widths
