@@ -10,6 +10,8 @@ other one describes them in ``transformer_layer_config``.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +19,9 @@ from typing import Annotated, Any
 import msgspec
 import torch
 from msgspec import Meta
+from safetensors.torch import save_file
 
+from specexport.checkpoints.config import SINGLE
 from specexport.checkpoints.drafts import (
     EMBEDDING,
     HEAD,
@@ -242,3 +246,37 @@ def load_dflash(outline: DFlashOutline, target: Path, layers: int, positions: in
         made = outline.make(layers)
     fill(made, outline, parts_of(outline), target, positions, tied=False)
     return made
+
+
+def save_dflash(
+    folder: Path, draft: DFlashDraft, states: Sequence[int], layers: int, *, dtype: torch.dtype = torch.float16
+) -> None:
+    """Writes a draft as ``z-lab`` publishes them, without embedding and head, which are the target's.
+
+    Args:
+        folder: made if it is not there.
+        draft: of full attention, which proposes all of the target's tokens.
+        states: after how many of the target's layers it sees the residual stream, at least one.
+        layers: the target's.
+        dtype: of the stored tensors.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shape, layer = draft.shape, draft.shape.config.to_dict()
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        **{name: layer[name] for name in Layer.__struct_fields__ if name in layer},
+        "rope_theta": layer["rope_parameters"]["rope_theta"],
+        "block_size": shape.block_size,
+        "dflash_config": {
+            "mask_token_id": shape.mask_token,
+            "target_layer_ids": [count - 1 for count in states],
+        },
+        "num_target_layers": layers,
+        "tie_word_embeddings": True,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    state = {
+        name: tensor.detach().to(dtype) for name, tensor in draft.named_parameters() if name not in (EMBEDDING, HEAD)
+    }
+    save_file(state, folder / SINGLE, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

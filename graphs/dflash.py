@@ -186,10 +186,25 @@ def block_lowering(
     # All rows of a block see the same of the context and of the block, or none behind themselves.
     real = torch.cat([at <= last_row[:, None], own < block_rows[:, None]], 1)[:, None, :].expand(-1, rows, -1)
     behind = torch.cat([torch.zeros_like(at), own])[None, :] > own[:, None]
+    return each_layer(causal, past, past_length, real, behind, positions), block_positions, positions
+
+
+def each_layer(
+    causal: Sequence[bool],
+    past: KeyValues,
+    past_length: torch.Tensor,
+    seen: torch.Tensor,
+    behind: torch.Tensor,
+    positions: torch.Tensor,
+) -> EachLayer:
+    """A lowering of layers, see :class:`~specexport.graphs.attention.TwoPartLowering`.
+
+    In layers that are ``causal`` rows do not see what is ``behind`` them, bool ``[T,F]``.
+    """
     kinds = {
-        one: TwoPartLowering(past, past_length, real & ~behind if one else real, positions) for one in sorted({*causal})
+        one: TwoPartLowering(past, past_length, seen & ~behind if one else seen, positions) for one in sorted({*causal})
     }
-    return EachLayer([kinds[one] for one in causal]), block_positions, positions
+    return EachLayer([kinds[one] for one in causal])
 
 
 class DFlashModule(torch.nn.Module):
