@@ -72,10 +72,11 @@ def fit(source: str) -> None:
 class Paper:
     """A draft by the formulas of arXiv 2602.06036, a row and a head at a time, from the names in its file."""
 
-    def __init__(self, folder: Path, target: Path) -> None:
+    def __init__(self, folder: Path, target: Path, theta: float = 5000.0) -> None:
         self.config = json.loads((folder / "config.json").read_text())
         self.layer = self.config.get("transformer_layer_config", self.config)
         self.more = {**self.config, **self.config.get("dflash_config", {})}
+        self.theta = theta
         theirs = load_file(target / "model.safetensors")
         self.weights = {
             "embed_tokens.weight": theirs["model.embed_tokens.weight"],
@@ -89,8 +90,8 @@ class Paper:
         )
 
     def _rotated(self, x: torch.Tensor, position: int) -> torch.Tensor:
-        theta, half = 5000.0, x.shape[-1] // 2
-        angle = position * theta ** (-torch.arange(half) / half)
+        half = x.shape[-1] // 2
+        angle = position * self.theta ** (-torch.arange(half) / half)
         first, second = x[:, :half], x[:, half:]
         return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], 1)
 

@@ -219,6 +219,10 @@ def method(name: str, **options: Any) -> Method:
             {"method": "eagle3", "model": "e", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1},
             method("eagle3", model="e", num_speculative_tokens=3),
         ),
+        (
+            {"method": "dflash", "model": "d", "num_speculative_tokens": 7},
+            method("dflash", model="d", num_speculative_tokens=7),
+        ),
         ({"method": "medusa_draft", "model": "d", "medusa": "h"}, method("medusa_draft", model="d", medusa="h")),
         ({"method": "suffix"}, method("suffix")),
         ({"method": "suffix", "store_tokens": 100}, method("suffix", store_tokens=100)),
