@@ -162,7 +162,7 @@ def _losses(
     with torch.no_grad(), noted_states(model, states) as noted:
         _, logits = run_model(model, batch.ids, rows)
     context = draft.context(torch.cat([noted[count] for count in states], -1))
-    made = [_blocks(draft, context, batch.ids, part) for part in anchors.split(_AT_ONCE, 1)]
+    made = [_blocks(draft, context, batch.ids, part) for part in torch.split(anchors, _AT_ONCE, 1)]
     output = torch.cat(made, 1)
     at = rows.flatten().cumsum(0).view_as(rows) - 1
     for ahead in range(output.shape[2]):
@@ -196,5 +196,5 @@ def _blocks(draft: DFlashDraft, context: torch.Tensor, ids: torch.Tensor, anchor
     empty = context.new_zeros(batch, config.num_key_value_heads, 0, config.head_dim)
     past, none = [(empty, empty)] * len(draft.layers), torch.zeros(batch, dtype=torch.int64, device=ids.device)
     with lowering(each_layer(draft.shape.causal, past, none, seen, behind, positions)):
-        output = draft(block, context, block_positions, positions)
+        output: torch.Tensor = draft(block, context, block_positions, positions)
     return output.view(batch, count, rows, -1)[:, :, 1:]
