@@ -48,6 +48,9 @@ OWN_STATE = "own_state"  # float32 [B,H]  what the first row sees instead, where
 READS_OWN = "reads_own"  # bool [B]
 NEXT_STATE = "next_state"  # float32 [B,1,H]  what the row after the last one may see
 
+# --- propose graph of a DFlash draft (also takes INPUT_IDS [B,1], a tree's root, and LAYER_STATES as EAGLE-3's does) --
+BLOCK_ROWS = "block_rows"  # int64 [B]  rows of the slot's block: the root and its draft tokens, at most 1 + K
+
 DRAFTED = (DRAFT_TOKENS, DRAFT_IDS, DRAFT_PROBS)
 """What a draft says of its tokens."""
 

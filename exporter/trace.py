@@ -21,6 +21,7 @@ from specexport.exporter.passes.linear import canonical_weights, merge_linear, t
 from specexport.exporter.passes.names import name_weights
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
 from specexport.graphs.accept import AcceptModule, GreedyModule, TypicalModule
+from specexport.graphs.dflash import DFlashDraft, DFlashModule
 from specexport.graphs.eagle3 import Eagle3Draft, Eagle3Pass, Eagle3Start
 from specexport.graphs.mlp_speculator import SpeculatorModule, SpeculatorStages
 from specexport.graphs.ops import translations
@@ -110,6 +111,32 @@ def trace_eagle3(draft: Eagle3Draft, shapes: Sequence[CacheLayer], lowering: Low
     }
     outputs = [*tensors.DRAFTED, "hidden.next", "real.next", *(f"{name}.grown" for name in names)]
     return first, _trace(attention, Eagle3Pass(draft), inputs, outputs, lowering)
+
+
+def trace_dflash(draft: DFlashDraft, shapes: Sequence[CacheLayer], lowering: LoweredAs) -> ir.Model:
+    """The propose graph of a DFlash draft (:class:`~specexport.graphs.dflash.DFlashModule`)."""
+    b, t, k = (torch.export.Dim(name) for name in "BTK")
+    drafted = 7
+    inputs: _Inputs = {
+        tensors.INPUT_IDS: (torch.ones(_B, 1, dtype=torch.int64), {0: b}),
+        tensors.LAYER_STATES: (torch.ones(_B, _T, draft.fc.in_features), {0: b, 1: t}),
+        tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
+        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
+        tensors.BLOCK_ROWS: (torch.tensor([4, 8]), {0: b}),
+        tensors.UNIFORM: (torch.full((_B, drafted), 0.5), {0: b, 1: k}),
+        **_sampling(b),
+        **_caches(cache_names(len(shapes)), shapes, _S, b, "S"),
+    }
+    outputs = [*tensors.DRAFTED, *returned_names(len(shapes), lowering)]
+    attention = draft.layers[0].get_submodule("self_attn")
+    traced = _trace(attention, DFlashModule(draft, lowering), inputs, outputs, lowering)
+    for value in traced.graph.outputs:
+        dims = list(value.shape or ())
+        if value.name in tensors.DRAFTED:
+            value.shape = ir.Shape(["K", "B", *dims[2:]])
+        elif lowering == "portable":
+            value.shape = ir.Shape([*dims[:2], "F", dims[3]])  # T + K - 1
+    return traced
 
 
 def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native") -> ir.Model:

@@ -16,7 +16,12 @@ from specexport.runtime.speculative import PLAIN
 
 _PROMPT = 'class Server:\n    """Handle requests."""\n\n    def __init__(self, host, port):\n        self.host = host\n'
 _ROUNDS = 3
-_HELPERS = {"draft_model": "demo-draft", "medusa": "demo-medusa", "eagle3": "demo-eagle3"}
+_HELPERS = {
+    "draft_model": "demo-draft",
+    "medusa": "demo-medusa",
+    "eagle3": "demo-eagle3",
+    "dflash": "demo-dflash",
+}
 """By method: the demo model that goes with it."""
 
 

@@ -232,6 +232,130 @@ def make_speculator(
     return folder
 
 
+def make_dflash(
+    folder: Path,
+    checkpoint: Path,
+    *,
+    published: Literal["z-lab", "speculators"] = "z-lab",
+    states: Sequence[int] = (1, 2),
+    layers: int = 2,
+    windows: Sequence[bool] = (),
+    block: int = 8,
+    draft_vocab: int | None = None,
+    size: int = 8,
+    **more: Any,
+) -> Path:
+    """Writes a random DFlash draft for a model, in the files and under the names of who publishes such.
+
+    Args:
+        folder: made.
+        checkpoint: the model.
+        published: whose layout.
+        states: after how many of the model's layers it sees the residual stream.
+        layers: of the draft.
+        windows: which of them see a block's length back at most; by default none do.
+        block: tokens of a block.
+        draft_vocab: tokens it may propose, every other one of the model's first; None for all.
+        size: of its attention heads.
+        more: keys of its configuration; z-lab's of ``dflash_config``.
+    """
+    config = AutoConfig.from_pretrained(checkpoint)
+    generator = torch.Generator().manual_seed(9)
+    H, V, inner = config.hidden_size, config.vocab_size, 48
+    heads, shared, Vd = 4, 2, draft_vocab or config.vocab_size
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return 2 * torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    def norm(width: int) -> torch.Tensor:
+        return 1 + 0.1 * torch.randn(width, generator=generator)
+
+    tensors = {"fc.weight": matrix(H, len(states) * H), "hidden_norm.weight": norm(H), "norm.weight": norm(H)}
+    for at in range(layers):
+        tensors |= {
+            f"layers.{at}.input_layernorm.weight": norm(H),
+            f"layers.{at}.post_attention_layernorm.weight": norm(H),
+            f"layers.{at}.self_attn.q_proj.weight": matrix(heads * size, H),
+            f"layers.{at}.self_attn.k_proj.weight": matrix(shared * size, H),
+            f"layers.{at}.self_attn.v_proj.weight": matrix(shared * size, H),
+            f"layers.{at}.self_attn.o_proj.weight": matrix(H, heads * size),
+            f"layers.{at}.self_attn.q_norm.weight": norm(size),
+            f"layers.{at}.self_attn.k_norm.weight": norm(size),
+            f"layers.{at}.mlp.gate_proj.weight": matrix(inner, H),
+            f"layers.{at}.mlp.up_proj.weight": matrix(inner, H),
+            f"layers.{at}.mlp.down_proj.weight": matrix(H, inner),
+        }
+    if Vd != V:
+        tensors |= {"lm_head.weight": matrix(Vd, H), **_vocabulary(V, Vd)}
+    sizes: dict[str, Any] = {
+        "model_type": "qwen3",
+        "hidden_size": H,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": shared,
+        "head_dim": size,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": V,
+        "attention_bias": False,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in windows or [False] * layers],
+        "sliding_window": block if any(windows) else None,
+        "use_sliding_window": any(windows),
+        "max_window_layers": layers,
+    }
+    mask = V - 1
+    folder.mkdir(parents=True)
+    if published == "z-lab":
+        whole = {
+            "architectures": ["DFlashDraftModel"],
+            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+            **sizes,
+            "rope_theta": 5000.0,
+            "rope_scaling": None,
+            "block_size": block,
+            "dflash_config": {"mask_token_id": mask, "target_layer_ids": [one - 1 for one in states], **more},
+            "num_target_layers": config.num_hidden_layers,
+            "tie_word_embeddings": True,
+            "dtype": "float32",
+        }
+    else:
+        whole = {
+            "architectures": ["DFlashSpeculator"],
+            "speculators_model_type": "dflash",
+            "speculators_version": "0.5.0",
+            "speculators_config": {
+                "algorithm": "dflash",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": block - 1}],
+                "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": str(checkpoint)},
+            },
+            "transformer_layer_config": sizes | {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}},
+            "draft_vocab_size": Vd,
+            "block_size": block,
+            "target_hidden_size": None,
+            "aux_hidden_state_layer_ids": list(states),
+            "mask_token_id": mask,
+            "sliding_window_non_causal": False,
+            "projector_type": "dflash",
+            "sample_from_anchor": False,
+            "shift_label": False,
+            "torch_dtype": "float32",
+            **more,
+        }
+    (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _vocabulary(vocab: int, kept: int) -> dict[str, torch.Tensor]:
+    """``d2t`` and ``t2d`` of a draft that proposes so many of a model's tokens, every other one first."""
+    ids = torch.cat([torch.arange(0, vocab, 2), torch.arange(1, vocab, 2)])[:kept].sort().values
+    known = torch.zeros(vocab, dtype=torch.bool).scatter_(0, ids, torch.ones(kept, dtype=torch.bool))
+    return {"d2t": ids - torch.arange(kept), "t2d": known}
+
+
 def make_eagle3(
     folder: Path,
     checkpoint: Path,
@@ -293,9 +417,7 @@ def make_eagle3(
     if switches.get("fc_norm"):
         tensors |= {f"fc_norm.{at}.weight": norm(H) for at in range(len(states))}
     if Vd != V:
-        ids = torch.cat([torch.arange(0, V, 2), torch.arange(1, V, 2)])[:Vd].sort().values
-        tensors["d2t"] = ids - torch.arange(Vd)
-        tensors["t2d"] = torch.zeros(V, dtype=torch.bool).scatter_(0, ids, torch.ones(Vd, dtype=torch.bool))
+        tensors |= _vocabulary(V, Vd)
     sizes = {
         "model_type": model_type,
         "hidden_size": H,

@@ -41,7 +41,16 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from tests.checkpoints import EOS, VOCAB, make_checkpoint, make_eagle3, make_heads, make_speculator, tokenizer
+from tests.checkpoints import (
+    EOS,
+    VOCAB,
+    make_checkpoint,
+    make_dflash,
+    make_eagle3,
+    make_heads,
+    make_speculator,
+    tokenizer,
+)
 from tests.traces import once
 from tests.ways import ways
 
@@ -79,6 +88,7 @@ class Recipe:
         self_draft: how many of the target's layers draft.
         speculator: whether it has an MLP speculator.
         eagle3: whether it has an EAGLE-3 draft.
+        dflash: whether it has a DFlash draft.
         batch: most requests that run at once.
         embeds: whether prompts may hold embeddings.
     """
@@ -96,6 +106,7 @@ class Recipe:
     self_draft: int | None = None
     speculator: bool = False
     eagle3: bool = False
+    dflash: bool = False
     batch: int = 1
     embeds: bool = False
 
@@ -138,6 +149,7 @@ RECIPES = {
     "dice-medusa-draft": Recipe("llama", "near", config=DICE, heads="draft", trees=(_BUSHY,)),
     "dice-mlp": Recipe("llama", None, config=DICE, trees=(_BUSHY,), speculator=True),
     "dice-eagle3": Recipe("llama", None, config=DICE, trees=(_SPINE, _SMALL_SPINE), eagle3=True),
+    "dice-dflash": Recipe("llama", None, config=DICE, trees=(_BUSHY, _SMALL), dflash=True),
     "dice-ngram": Recipe("llama", None, (1, 3), 5, DICE, lookups=("ngram",)),
     "dice-suffix": Recipe("llama", None, (1, 3), 5, DICE, lookups=("suffix",)),
     "dice-hypothesis": Recipe("llama", None, (1, 3), 5, DICE, lookups=("hypothesis",)),
@@ -153,6 +165,7 @@ BATCHED = (
     "dice-medusa",
     "dice-mlp",
     "dice-eagle3",
+    "dice-dflash",
 )
 RECIPES |= {f"{name}-batch": dataclasses.replace(RECIPES[name], batch=8) for name in BATCHED}
 """With eight slots."""
@@ -166,6 +179,7 @@ PORTABLE = (
     "dice-mixed",
     "dice-mixed-batch",
     "dice-eagle3",
+    "dice-dflash",
 )
 """These are there lowered portably too, as ``{name}-portable``."""
 _CHAINS = (3, 2, 1)
@@ -186,6 +200,8 @@ LOSSLESSNESS = {
     "mlp-tree": Recipe("llama", None, config=DICE, trees=_ANY, speculator=True),
     "eagle3": Recipe("llama", None, config=DICE, trees=_HEAD_CHAINS, eagle3=True),
     "eagle3-tree": Recipe("llama", None, config=DICE, trees=_SPINES, eagle3=True),
+    "dflash": Recipe("llama", None, config=DICE, trees=_HEAD_CHAINS, dflash=True),
+    "dflash-tree": Recipe("llama", None, config=DICE, trees=_ANY, dflash=True),
     "texts": Recipe("llama", None, _CHAINS[1:], _CHAINS[0], DICE, lookups=("ngram", "suffix", "hypothesis")),
     "lookahead": Recipe("llama", None, config=DICE, lookahead=(3, 3, 3)),
 }
@@ -224,6 +240,7 @@ def _options(name: str, root: Path, recipe: Recipe) -> BuildOptions:
         draft_medusa = _heads(recipe, draft, root) if recipe.heads == "draft" and draft else None
         mlp_speculator = _speculator(target, root) if recipe.speculator else None
         eagle3 = _eagle3(target, root) if recipe.eagle3 else None
+        dflash = _dflash(target, root) if recipe.dflash else None
     sizes = (*([] if recipe.default is None else [recipe.default]), *recipe.choices)
     return BuildOptions(
         target=str(target),
@@ -235,6 +252,7 @@ def _options(name: str, root: Path, recipe: Recipe) -> BuildOptions:
             draft_medusa=draft_medusa,
             mlp_speculator=mlp_speculator,
             eagle3=eagle3,
+            dflash=dflash,
             lookups=recipe.lookups,
             prompt_lookup_min=1 if recipe.config else 2,
             lookahead=recipe.lookahead,
@@ -278,6 +296,12 @@ def _eagle3(model: Path, root: Path) -> Path:
     """For targets of one layer and few tokens: a random one is right often enough."""
     folder = root / "checkpoints" / f"{model.name}-eagle3"
     return folder if folder.exists() else make_eagle3(folder, model, states=(0, 1), draft_vocab=DICE_VOCAB - 3)
+
+
+def _dflash(model: Path, root: Path) -> Path:
+    """Likewise."""
+    folder = root / "checkpoints" / f"{model.name}-dflash"
+    return folder if folder.exists() else make_dflash(folder, model, states=(0, 1), layers=2, published="speculators")
 
 
 def _draft(recipe: Recipe, target: Path, root: Path) -> Path:

@@ -434,7 +434,9 @@ def test_trees_must_be_ones_the_method_can_fill(copy: Path, trees: list[list[lis
 
 def test_a_method_that_is_not_known_is_named_with_those_that_are(copy: Path) -> None:
     rewritten(copy, lambda document: document["methods"][0].update(method="magic"))
-    refused(copy, "method is 'magic'; expected one of draft_model", "install the package that adds it", "methods[0]")
+    refused(
+        copy, "method is 'magic'; expected one of dflash, draft_model", "install the package that adds it", "methods[0]"
+    )
 
 
 def test_a_method_is_there_once(copy: Path) -> None:

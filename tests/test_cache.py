@@ -92,6 +92,7 @@ def test_other_content_or_other_options_are_built_anew(model: Path) -> None:
         ("medusa_draft", "medusa"),
         ("mlp_speculator", "model"),
         ("eagle3", "model"),
+        ("dflash", "model"),
     ):
         other = shutil.copytree(model, model.parent / f"{method}-{key}")
         mapping = {"method": method, key: str(other)}
@@ -103,7 +104,7 @@ def test_other_content_or_other_options_are_built_anew(model: Path) -> None:
         found |= {before, cached_bundle(options, builds)}
     assert len(found) == len(builds.options)
     # Heads that are the same as those before are the same: where a checkpoint lies does not count.
-    assert len(found) == 5 + 2 * 7 - 1
+    assert len(found) == 5 + 2 * 8 - 1
 
 
 def test_a_tree_counts_by_what_its_file_holds_not_by_its_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

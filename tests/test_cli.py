@@ -210,6 +210,7 @@ def test_a_method_is_spelled_in_one_way_everywhere(text: str, mapping: dict[str,
         (["--medusa", "h", "--draft", "d", "--tree", "mc_sim_7b_63"], ["medusa:h,trees=mc_sim_7b_63", "draft_model:d"]),
         (["--mlp-speculator", "s"], ["mlp_speculator:s"]),
         (["--eagle3", "e"], ["eagle3:e"]),
+        (["--dflash", "d"], ["dflash:d"]),
         (["--self-draft-layers", "8"], ["self_draft:8"]),
         (["--ngram"], ["ngram"]),
         (["--suffix"], ["suffix"]),
@@ -235,8 +236,8 @@ def test_every_method_can_be_asked_for_by_a_flag_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--method", "magic"], "--method magic: method is 'magic'; expected one of draft_model, eagle3, hypothesis"),
-        (["--method", "magic:4"], "method is 'magic'; expected one of draft_model, eagle3, hypothesis"),
+        (["--method", "magic"], "--method magic: method is 'magic'; expected one of dflash, draft_model, eagle3"),
+        (["--method", "magic:4"], "method is 'magic'; expected one of dflash, draft_model, eagle3"),
         (["--method", "ngram:top=1"], "'top' is no key of method 'ngram'; expected some of num_speculative_tokens"),
         (["--method", "ngram:prompt_lookup_max=many"], "Expected `int`, got `str` - at `$.prompt_lookup_max`"),
         (["--method", "ngram:prompt_lookup_max=3,5"], "'5' is not key=value"),

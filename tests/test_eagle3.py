@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from specexport import LLM
-from specexport.checkpoints.eagle3 import as_checkpoint, load_eagle3, read_eagle3, require_fit
+from specexport.checkpoints.drafts import as_checkpoint
+from specexport.checkpoints.eagle3 import load_eagle3, read_eagle3, require_fit
 from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
@@ -148,7 +149,7 @@ def test_the_graph_drafts_what_the_formulas_say(
     outline = read_eagle3(str(folder))
     require_fit(outline, hidden=H, vocab=VOCAB, layers=LAYERS)
     draft = load_eagle3(outline, target, LAYERS, 512)
-    cache = as_checkpoint(outline, "here", draft, 512).cache
+    cache = as_checkpoint(outline, "eagle3", "here", draft, 512).cache
     start, one_pass = trace.trace_eagle3(draft, cache, lowering)
     ir.save(propose_graph(one_pass, cache, lowering, start), tmp_path / "propose.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "propose.onnx")

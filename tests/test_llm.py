@@ -168,7 +168,10 @@ def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
             "model was given with a bundle, which is built already; name method and num_speculative_tokens alone",
         ),
         ({"bundle": "{}", "speculative_config": "medusa:heads/"}, "its options belong to the build"),
-        ({"bundle": "{}", "speculative_config": {"method": "magic"}}, "method is 'magic'; expected one of draft_model"),
+        (
+            {"bundle": "{}", "speculative_config": {"method": "magic"}},
+            "method is 'magic'; expected one of dflash, draft_model",
+        ),
         ({"bundle": "{}", "speculative_config": {"method": "suffix", "top": 1}}, "'top' is no key of method 'suffix'"),
         ({"bundle": "{}", "speculative_config": {"method": "suffix", "store_tokens": -1}}, "store_tokens"),
         (
@@ -218,6 +221,10 @@ def method(name: str, **options: Any) -> Method:
         (
             {"method": "eagle3", "model": "e", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1},
             method("eagle3", model="e", num_speculative_tokens=3),
+        ),
+        (
+            {"method": "dflash", "model": "d", "num_speculative_tokens": 7},
+            method("dflash", model="d", num_speculative_tokens=7),
         ),
         ({"method": "medusa_draft", "model": "d", "medusa": "h"}, method("medusa_draft", model="d", medusa="h")),
         ({"method": "suffix"}, method("suffix")),

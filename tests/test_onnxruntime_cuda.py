@@ -30,7 +30,7 @@ from specexport.exporter.engines.options import EngineOptions
 from specexport.runtime import EmbedsPrompt, Engine
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda import api, ort
-from specexport.runtime.speculative import PLAIN
+from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.stream import Completion, completed
 from specexport.verify.graphs import check_graphs
 from tests.checkpoints import make_checkpoint
@@ -113,6 +113,17 @@ def test_eagle3_drafts_for_several_at_once(load: Callable[..., Engine], engine: 
         said = [completed(stream) for stream in streams]
     assert [one.token_ids for one in said] == [engine(name).generate(one, GREEDY, PLAIN).token_ids for one in prompts]
     assert sum(one.stats.accepted for one in said) > 0
+
+
+@traces
+@pytest.mark.parametrize("name", ["dice-dflash", "dice-dflash-portable"])
+def test_dflash_drafts_in_one_call(name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]) -> None:
+    """The host hands the target's states over, and writes what a block says into trees of both sizes."""
+    with load(name) as there, Engine.load(bundle(name), threads=1, exactness="fast") as cpu:
+        for params in (GREEDY, SAMPLED):
+            for prompt in ([7, 9, 11], [7, 9, 11, 5, 8], list(range(3, 12)) * 4):
+                for how in ("dflash", Speculative(method="dflash", num_speculative_tokens=5)):
+                    same(there.generate(prompt, params, how), cpu.generate(prompt, params, how))
 
 
 @traces

@@ -17,7 +17,7 @@ from specexport.contract.methods import TextMethod, known, method_type
 ROOT = Path(specexport.contract.__file__).parent.parent
 SOURCES = ("checkpoints", "contract", "exporter", "graphs", "runtime", "specexport", "training", "tuning", "verify")
 ROOMS = ("contract/methods/", "exporter/methods/", "runtime/proposers/")
-FORMATS = ("checkpoints/eagle3.py", "checkpoints/mlp_speculator.py", "training/options.py")
+FORMATS = ("checkpoints/dflash.py", "checkpoints/drafts.py", "checkpoints/mlp_speculator.py", "training/options.py")
 """They read and write a method's checkpoints, and take its limits from its room."""
 
 

@@ -81,7 +81,8 @@ class SourceRunner(BaseRunner):  # type: ignore[misc]
         if tensors.LEVEL_RANKS in given:
             assert given[tensors.LEVEL_RANKS].shape == (point.batch, point.drafts, point.tokens)
         elif tensors.INPUT_IDS in given:
-            assert given[tensors.INPUT_IDS].shape == (point.batch, point.tokens)
+            tokens = 1 if tensors.BLOCK_ROWS in given else point.tokens
+            assert given[tensors.INPUT_IDS].shape == (point.batch, tokens)
         names = [value.name for value in self._session.get_outputs()]
         outputs = dict(zip(names, self._session.run(names, given), strict=True))
         self._spoil(outputs)
@@ -195,16 +196,17 @@ def test_every_engine_is_compared_and_a_wrong_one_is_found(
             assert f"{row} before" in compare([first], spoiled(row, touch)).wrong[0]
 
 
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
 def test_a_draft_over_the_target_s_states_is_compared(
-    compiled: Bundles, gpu: Callable[[tuple[int, int]], None]
+    method: str, compiled: Bundles, gpu: Callable[[tuple[int, int]], None]
 ) -> None:
-    folder = compiled("dice-eagle3")
+    folder = compiled(f"dice-{method}")
     gpu((8, 9))
     subjects = runnable(read_manifest(folder))[1]
     run = lambda engine: SourceRunner(folder, engine, _right)  # noqa: E731
     found = compare_engines(Bundle.open(folder), subjects, run, lambda *_: None)
     assert (found.wrong, found.engines) == ([], len(subjects))
-    assert any(subject.master.startswith("eagle3/") for subject in subjects)
+    assert any(subject.master.startswith(f"{method}/") for subject in subjects)
 
 
 def _session(path: Path) -> onnxruntime.InferenceSession:

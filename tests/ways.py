@@ -18,6 +18,7 @@ def ways(
     draft_medusa: object = None,
     mlp_speculator: object = None,
     eagle3: object = None,
+    dflash: object = None,
     lookups: Sequence[str] = (),
     prompt_lookup_min: int | None = None,
     lookahead: tuple[int, int, int] | str | None = None,
@@ -34,6 +35,7 @@ def ways(
         draft_medusa: heads of the draft.
         mlp_speculator: of the target.
         eagle3: draft of the target.
+        dflash: likewise.
         lookups: names of methods that look in text.
         prompt_lookup_min: of ``ngram``.
         lookahead: W, N and G, or a preset.
@@ -55,6 +57,8 @@ def ways(
         found.append({"method": "mlp_speculator", "model": str(mlp_speculator)})
     if eagle3 is not None:
         found.append({"method": "eagle3", "model": str(eagle3)})
+    if dflash is not None:
+        found.append({"method": "dflash", "model": str(dflash)})
     found += [{"method": name} for name in lookups]
     for one in found:
         if sizes:

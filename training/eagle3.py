@@ -21,7 +21,7 @@ from specexport.training.hidden import measured, run_model, summed_loss, weighte
 from specexport.training.loop import Loss, Watch, adamw, muon_and_adamw
 from specexport.training.mlp_speculator import chain_length
 from specexport.training.options import LEARNING_RATES, Eagle3Options, within
-from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run
+from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, seen_states
 
 
 def train_eagle3(options: Eagle3Options, watch: Watch) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def train_eagle3(options: Eagle3Options, watch: Watch) -> dict[str, Any]:
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
     layers = int(target.model.config.get_text_config().num_hidden_layers)
-    states = _seen(options, layers)
+    states = seen_states(options.states or usual_states(layers), layers)
     with open_run("train eagle3", options, place, target, watch) as run:
         within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")
         if options.self_distill:
@@ -58,17 +58,6 @@ def train_eagle3(options: Eagle3Options, watch: Watch) -> dict[str, Any]:
             require_fit(outline, hidden=hidden, vocab=vocab, layers=layers)
             load_eagle3(outline, target.path, layers, target.max_positions)
     return run.record
-
-
-def _seen(options: Eagle3Options, layers: int) -> tuple[int, ...]:
-    """After how many of the target's layers the draft sees its residual stream."""
-    states = tuple(options.states or usual_states(layers))
-    if not all(0 <= count <= layers for count in states) or len(set(states)) != len(states):
-        raise TrainError(
-            f"--states: {' '.join(map(str, states))}; expected different numbers of layers, from 0 to the target's "
-            f"{layers}"
-        )
-    return states
 
 
 def new_draft(options: Eagle3Options, target: TrainingModel, states: tuple[int, ...], windows: Windows) -> Eagle3Draft:

@@ -260,6 +260,34 @@ class Eagle3Options(RunOptions):
     optimizer: str = _draft(_OPTIMIZER, "adamw", choices=tuple(LEARNING_RATES))
 
 
+@dataclass(frozen=True, kw_only=True)
+class DFlashOptions(RunOptions):
+    """What ``specexport train dflash`` is asked for."""
+
+    lr: float | None = _training(_RATE, None, "RATE", above=0, high=1)
+    self_distill: int = _draft(
+        "learn so many texts sampled from the target, half of them greedy, instead of the data, which give prompts",
+        0,
+        "TEXTS",
+        low=0,
+    )
+    layers: int = _draft("of the draft", 5, "N", low=1, high=16)
+    states: Sequence[int] | None = _draft(
+        "after how many of the target's layers the draft sees its residual stream (default: one for each of its own "
+        "layers, spread evenly)",
+        None,
+        "N",
+    )
+    intermediate_size: int | None = _draft("width of the draft's MLPs (default: the target's)", None, "I", low=16)
+    draft_block: int = _draft("tokens of a block, of which all but the first are drafted", 16, "N", low=2, high=33)
+    mask_token_id: int | None = _draft(
+        "token that stands for one to be drafted (default: the tokenizer's mask, padding or end)", None, "ID", low=0
+    )
+    anchors: int = _draft("blocks learnt in each window, drawn anew for each batch", 32, "N", low=1)
+    decay: float = _draft("token i of a block counts D**i in the loss", 0.8, "D", above=0, high=1)
+    optimizer: str = _draft(_OPTIMIZER, "adamw", choices=tuple(LEARNING_RATES))
+
+
 Options = TypeVar("Options", bound=RunOptions)
 
 

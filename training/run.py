@@ -148,6 +148,20 @@ def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
     )
 
 
+def seen_states(states: Sequence[int], layers: int) -> tuple[int, ...]:
+    """After how many of a target's layers a draft sees its residual stream, if it has so many.
+
+    Raises:
+        TrainError: it has fewer, or one is there twice.
+    """
+    if not all(0 <= count <= layers for count in states) or len(set(states)) != len(states):
+        raise TrainError(
+            f"--states: {' '.join(map(str, states))}; expected different numbers of layers, from 0 to the target's "
+            f"{layers}"
+        )
+    return tuple(states)
+
+
 def save_model(folder: Path, model: Any, tokenizer: Any, more: Mapping[str, torch.Tensor] | None = None) -> None:
     """Writes a Hugging Face folder, with ``more`` tensors among the weights."""
     with quiet():

@@ -107,13 +107,16 @@ def _model(call: Call) -> _Values:
             tensors.LEVEL_PARENTS: parents,
             tensors.LEVEL_RANKS: call.random.integers(0, FIRST_CHOICES, levels),
         }
+    (ids,) = (value for value in call.graph.input if value.name == tensors.INPUT_IDS)
+    read = ids.type.tensor_type.shape.dim[1].dim_value or tokens  # a block begins with one token
     return known | {
-        tensors.INPUT_IDS: call.random.integers(0, min(call.vocab, call.of.vocab_size), tokens),
+        tensors.INPUT_IDS: call.random.integers(0, min(call.vocab, call.of.vocab_size), read),
         tensors.POSITION_IDS: call.past + call.tree.depths,
         tensors.TREE_MASK: call.tree.mask,
         tensors.PAST_LENGTH: call.past,
         tensors.LOGITS_ROWS: np.arange(tokens)[tokens - call.point.rows :],
         tensors.LAST_ROW: tokens - 1,
+        tensors.BLOCK_ROWS: call.point.drafts + 1,
         tensors.READS_OWN: False,
         tensors.NUM_DRAFT_TOKENS: call.point.drafts,
     }

@@ -96,6 +96,8 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
     """Whether its steps follow from options of its own, so that no number of draft tokens can be asked for."""
     drafts_chain: ClassVar[bool] = False
     """Whether its model drafts a chain that a device can keep; leaves beside it are put in by a fill graph."""
+    one_pass: ClassVar[bool] = False
+    """Whether its model drafts all tokens of a chain at once, in one pass of a width of its own for each K."""
 
     @property
     def name(self) -> str:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
 
 from specexport.contract import tensors
 from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, RankedMethod, SourceKind
-from specexport.contract.model import Model
-from specexport.contract.signature import SAMPLING, GraphSignature, Spec
+from specexport.contract.model import Model, Size
+from specexport.contract.signature import SAMPLING, GraphSignature, Signature, Spec
 from specexport.contract.tree import TokenTree
 
 _SIZES = (DEFAULT_DRAFT_TOKENS, 6, 8)
 """Draft tokens of a step where nobody says: the first, or up to the most where it is known what they cost."""
+
+MAX_STATES = 16
 
 
 class ChainDraft(RankedMethod, frozen=True, kw_only=True):
@@ -64,6 +68,37 @@ class ChainDraft(RankedMethod, frozen=True, kw_only=True):
 
     def drafted_lengths(self) -> frozenset[int] | None:
         return frozenset(point.drafts for point in self.draft.graph.points) if self.draft is not None else None
+
+
+class StatesDraft(ChainDraft, frozen=True, kw_only=True):
+    """A draft of the target's that goes on from states between the target's layers.
+
+    Attributes:
+        model: folder or hub id of the draft.
+        states: after how many of the target's layers it sees the residual stream.
+        hidden: the target's hidden size.
+        rows: that a run which drafts makes of a text, at most: as many as a step of its deepest tree can accept.
+    """
+
+    model: str
+    states: Annotated[tuple[Annotated[int, Meta(ge=0, le=4096)], ...], Meta(max_length=MAX_STATES)] = ()
+    hidden: Size = 1
+    rows: Size = 1
+
+    main: ClassVar[str] = "model"
+    built: ClassVar[frozenset[str]] = ChainDraft.built | {"states", "hidden", "rows"}
+    sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
+
+    @property
+    def target_outputs(self) -> Signature:
+        return {tensors.layer_states(count): Spec("float32", ("B", "T", self.hidden)) for count in self.states}
+
+    @property
+    def catch_up(self) -> int:
+        return self.rows
+
+    def describe(self) -> str:
+        return f"{self.name}, states after {', '.join(map(str, self.states))} of the target's layers"
 
 
 class DraftModel(ChainDraft, frozen=True, kw_only=True, tag="draft_model"):

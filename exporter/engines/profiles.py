@@ -28,8 +28,9 @@ class Job:
 
     @property
     def drafts(self) -> int:
-        """K of a propose graph, else 0."""
-        return self.profiles[0].drafts
+        """K of a propose graph that drafts the same number in every profile, else 0."""
+        numbers = {profile.drafts for profile in self.profiles}
+        return numbers.pop() if len(numbers) == 1 else 0
 
     @property
     def several(self) -> bool:
@@ -64,6 +65,8 @@ def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plai
         kept = points if plain or not wide else [point for point in points if point.tokens > 1]
         return [Job(tuple(kept))]
     owner = next((one for one in manifest.methods if model in one.models.values()), None)
+    if owner is not None and owner.one_pass:
+        return [Job(tuple(points))]
     tokens = {CATCH_UP_TOKENS} if owner is None else {owner.catch_up, owner.follow_up}
     # One token a call, K calls a step. Unrolled, TensorRT keeps the weights for each of the K passes (5.4 times their
     # size at K = 4), and passes over one token would want them in yet another order: a draft's call sees two tokens.

@@ -15,12 +15,15 @@ from specexport.exporter.passes.editing import constant, op
 
 
 def fix_drafts(model: ir.Model, drafts: int) -> None:
-    """Makes a propose graph draft a fixed number of tokens: one, or as many as a speculator has stages."""
+    """Makes a propose graph draft a fixed number of tokens: one, or as many as a speculator has stages.
+
+    One that drafts all in one pass is left as it is.
+    """
     loop = next((node for node in model.graph if node.op_type == "Loop"), None)
     if loop is not None:
         assert drafts == 1
         _first_pass(model, loop)
-    else:
+    elif model.graph.outputs[0].name not in tensors.DRAFTED:
         kept = {tensors.of_stage(kind, stage) for kind in tensors.DRAFTED for stage in range(drafts)}
         model.graph.outputs[:] = [value for value in model.graph.outputs if value.name in kept]
     passes.RemoveUnusedNodesPass()(model)

@@ -2,199 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Mapping
 
 from specexport.contract import tensors
-from specexport.contract.manifest import Manifest
 from specexport.contract.methods.eagle3 import Eagle3
-from specexport.contract.shapes import window
-from specexport.runtime.buffers import write_sampling
-from specexport.runtime.graph import Array, Graph
-from specexport.runtime.proposal import DeviceDraft, Proposal, Proposer, SlotView
-from specexport.runtime.proposers.draft_model import chain_proposal
+from specexport.runtime.graph import Array
+from specexport.runtime.proposal import DeviceDraft, SlotView
 from specexport.runtime.proposers.opening import Opening
-from specexport.runtime.proposers.reader import common_prefix
-from specexport.runtime.sampling import Floats
+from specexport.runtime.proposers.states import StatesProposer
 
 
-@dataclass
-class _Shown:
-    """What the target said at some tokens of a slot's text.
-
-    Attributes:
-        start: position of the first.
-        states: float32 ``[N,n*H]``.
-    """
-
-    start: int
-    states: Floats
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.states)
-
-
-class Eagle3Proposer(Proposer):
+class Eagle3Proposer(StatesProposer):
     """Drafts a chain from what the target said at each token of the text; see :mod:`specexport.graphs.eagle3`.
 
-    The draft's row of a token is made of the target's states there and of the token after it. So a text of n tokens has
-    n - 1 rows, those of a text that begins alike are the same as far as both go, and which are right is read off the
-    tokens. Rows that the draft makes of its own output are dropped after each call.
-
-    States are kept until the draft has read them, and it reads whenever a chunk of them is there. What it has not been
-    shown, as another request's text was taken over by the target, the target reads once more: the last token of a text
-    that begins alike, and all of one that the draft never saw.
+    The draft's row of a token is made of the target's states there and of the token after it. Rows that the draft makes
+    of its own output are dropped after each call.
     """
 
-    def __init__(self, graph: Graph, manifest: Manifest, method: Eagle3) -> None:
-        self.graph = graph
-        self._chunk = manifest.prefill_chunk
-        self._width = method.catch_up
-        self._names = [tensors.layer_states(count) for count in method.states]
-        self.observes = frozenset(self._names)
-        self._texts: dict[int, list[int]] = {}
-        self._shown: dict[int, _Shown] = {}
-
-    # --- what the target says -----------------------------------------------------------------------------------------
-    def observe_text(self, view: SlotView, outputs: Mapping[str, Array], past: int, rows: Sequence[int]) -> None:
-        states: Floats = np.concatenate([outputs[name][list(rows)] for name in self._names], 1)
-        before = self._shown.get(view.slot)
-        if before is not None and before.start <= past <= before.end:
-            kept = before.states[: past - before.start]
-            self._shown[view.slot] = _Shown(before.start, np.concatenate([kept, states]))
-        else:
-            self._shown[view.slot] = _Shown(past, states)
-        # However long it is not asked to propose, no more than a chunk of states is kept.
-        while self._unread(view) >= self._chunk:
-            self._read(view)
-
-    def needs_from(self, view: SlotView) -> int:
-        row, shown = self._next_row(view), self._shown.get(view.slot)
-        return shown.end if shown is not None and shown.start <= row <= shown.end else row
-
-    def _next_row(self, view: SlotView) -> int:
-        """How many rows of a text the draft has; the last one is made again, as what comes after it is asked for."""
-        alike = common_prefix(self._texts.get(view.slot, ()), view.tokens) - 1
-        return max(0, min(alike, self.graph.filled(view.slot), len(view.tokens) - 2))
-
-    def _unread(self, view: SlotView) -> int:
-        """How many rows can be made next, of those there are no states missing before."""
-        row, shown = self._next_row(view), self._shown.get(view.slot)
-        if shown is None or not shown.start <= row:
-            return 0
-        return max(0, min(shown.end, len(view.tokens) - 1) - row)
-
-    # --- the draft's runs ---------------------------------------------------------------------------------------------
-    def prefill(self, view: SlotView) -> bool:
-        """See :class:`Proposer`; what one call may take together with drafting is left."""
-        if self._unread(view) > self._width:
-            self._read(view)
-        return self._unread(view) > self._width
-
-    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`; texts of one token, and those whose states were not all shown, are left out.
-
-        So are slots that the draft is far behind in, as after plain steps: it reads one chunk of one of them.
-        """
-        left = {view.slot: len(view.tokens) - 1 - self._next_row(view) for view in views}
-        known = [view for view in views if 0 < left[view.slot] == self._unread(view)]
-        behind = [view for view in known if left[view.slot] > self._width]
-        if behind:
-            self._read(behind[0])
-        ready = [view for view in known if self._unread(view) <= self._width]
-        return self._draft(ready) if ready else {}
-
-    def _draft(self, ready: Sequence[SlotView]) -> dict[int, Proposal]:
-        K = max(view.tree.depth for view in ready)
-        if self._rows(ready, K) > self.graph.cache_sizes[-1]:
-            return {}
-        slots = self.ask(ready, K)
-        made = self.graph.run(self._width, drafts=K, slots=slots)
-        for view in ready:
-            self._keep(view, self._unread(view))
-        return {view.slot: chain_proposal(view, made, view.slot - slots.start) for view in ready}
-
-    def _rows(self, ready: Sequence[SlotView], K: int) -> int:
-        """Of a cache for a run that drafts."""
-        return max(map(self._next_row, ready)) + self._width + K - 1
-
-    # --- as a part of a device's step ---------------------------------------------------------------------------------
     @property
     def device_draft(self) -> DeviceDraft:
         return self
 
-    def is_ready(self, view: SlotView) -> bool:
-        """Whether one run makes all rows that are missing, and drafts; see :class:`DeviceDraft`."""
-        left = len(view.tokens) - 1 - self._next_row(view)
-        room = self._rows([view], view.tree.depth) <= self.graph.cache_sizes[-1]
-        return 0 < left == self._unread(view) <= self._width and room
-
-    def ask(self, views: Sequence[SlotView], K: int) -> range:
-        """Writes the graph's inputs for slots that are ready, for which it is to draft K tokens; returns the window."""
-        slots = window([view.slot for view in views], self.graph.sizes)
-        given = self._inputs(views, self._width, K, slots, self._rows(views, K))
-        for view in views:
-            at = view.slot - slots.start
-            write_sampling(given, at, view.params)
-            if not view.params.greedy:
-                # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
-                depth = view.tree.depth
-                given[tensors.UNIFORM][at, :depth] = view.random.random(depth, np.float32)
-        return slots
-
-    def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
-        """Keeps the rows of a run but those of drafted tokens, which were made of the draft's own states."""
-        self._keep(view, self._unread(view))
-
-    def _read(self, view: SlotView) -> None:
-        """Makes as many of a text's next rows as a chunk holds."""
-        slots, count = range(view.slot, view.slot + 1), min(self._chunk, self._unread(view))
-        self._inputs([view], self._chunk, 1, slots, self._next_row(view) + self._chunk)
-        self.graph.run(self._chunk, drafts=1, slots=slots)
-        self._keep(view, count)
-
-    def _inputs(self, views: Sequence[SlotView], width: int, K: int, slots: range, rows: int) -> dict[str, Array]:
-        """Writes which rows a run is to make, at most ``width`` of each slot, into a cache of ``rows``; its inputs."""
-        self.graph.reserve(rows)
-        given = self.graph.inputs(width, drafts=K, slots=slots)
-        self.graph.protect_rows(width, drafts=K, slots=slots)
-        for view in views:
-            at, row, shown = view.slot - slots.start, self._next_row(view), self._shown[view.slot]
-            count = min(width, self._unread(view))
-            given[tensors.INPUT_IDS][at, :count] = view.tokens[row + 1 : row + 1 + count]
-            given[tensors.LAYER_STATES][at, :count] = shown.states[row - shown.start :][:count]
-            given[tensors.PAST_LENGTH][at] = row
-            given[tensors.LAST_ROW][at] = count - 1
-        return given
-
-    def _keep(self, view: SlotView, count: int) -> None:
-        """Keeps the rows that a run made of a text, and of the states those that are needed again."""
-        row, shown = self._next_row(view), self._shown[view.slot]
-        self.graph.commit(view.slot, row, range(count))
-        self._texts[view.slot] = view.tokens[: row + 1 + count]
-        start = row + count - 1
-        self._shown[view.slot] = _Shown(start, shown.states[start - shown.start :])
-
-    # --- slots --------------------------------------------------------------------------------------------------------
-    def move(self, source: int, to: int) -> None:
-        self.share(source, to, len(self._texts.get(source, ())))
-        self._shown.pop(to, None)
-        if source in self._shown:
-            self._shown[to] = self._shown.pop(source)
-
-    def share(self, source: int, to: int, tokens: int) -> None:
-        text = self._texts.get(source, [])[:tokens]
-        self.graph.copy(source, to, max(0, min(len(text) - 1, self.graph.filled(source))))
-        self._texts[to] = text
-
-    def shrink_cache(self, rows: int) -> None:
-        self.graph.shrink_cache(rows)
-
-    def release(self, slot: int) -> None:
-        self._shown.pop(slot, None)
+    def _write_tokens(self, given: Mapping[str, Array], at: int, view: SlotView, rows: range) -> None:
+        given[tensors.INPUT_IDS][at, : len(rows)] = view.tokens[rows.start + 1 : rows.stop + 1]
 
 
 def open_proposer(method: Eagle3, opening: Opening) -> Eagle3Proposer:

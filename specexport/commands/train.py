@@ -1,4 +1,4 @@
-"""Train what a target speculates with: Medusa heads, an MLP speculator, an EAGLE-3 draft or a draft model."""
+"""Train what a target speculates with: Medusa heads, an MLP speculator, an EAGLE-3 or DFlash draft, a draft model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.table import Table
 
 from specexport.contract.errors import TrainError
 from specexport.training.options import (
+    DFlashOptions,
     DraftOptions,
     Eagle3Options,
     MedusaOptions,
@@ -85,10 +86,10 @@ def _report_speculator(record: dict[str, Any], console: Console) -> None:
     console.print(f"a chain of {len(stages)} would commit {length:.2f} tokens a step of these texts")
 
 
-def _report_eagle3(record: dict[str, Any], console: Console) -> None:
+def _report_states_draft(record: dict[str, Any], console: Console) -> None:
     accuracy, length = record["accuracy"], record["acceptance_length"]
     output = record["options"]["output"]
-    console.print(f"{output}: {len(accuracy)} drafted tokens; share of held-out tokens they are after right ones")
+    console.print(f"{output}: {len(accuracy)} drafted tokens; share of held-out tokens they are")
     console.print(_shares("token", accuracy))
     console.print(f"a chain of {len(accuracy)} would commit {length:.2f} tokens a step of these texts")
 
@@ -113,6 +114,7 @@ class _Kind:
 _KINDS = {
     "medusa": _Kind("Train Medusa heads for a target, alone or together with it.", MedusaOptions, _report_medusa),
     "mlp-speculator": _Kind("Train an MLP speculator for a target.", SpeculatorOptions, _report_speculator),
-    "eagle3": _Kind("Train an EAGLE-3 draft for a target.", Eagle3Options, _report_eagle3),
+    "eagle3": _Kind("Train an EAGLE-3 draft for a target.", Eagle3Options, _report_states_draft),
+    "dflash": _Kind("Train a DFlash draft for a target.", DFlashOptions, _report_states_draft),
     "draft": _Kind("Distil a target into a draft model.", DraftOptions, _report_draft),
 }

@@ -1,0 +1,60 @@
+"""Speculation by a DFlash draft."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
+
+from specexport.contract import tensors
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, RankedMethod
+from specexport.contract.methods.draft_model import StatesDraft
+from specexport.contract.signature import GraphSignature, Spec
+from specexport.contract.tree import TokenTree
+
+MAX_BLOCK = 33
+_SIZES = (DEFAULT_DRAFT_TOKENS, 7, 15)
+"""Draft tokens of a step where nobody says, as far as the block goes: the first, or what pays."""
+
+
+class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
+    """A few layers draft a block of tokens in one pass, from states between the target's layers (arXiv 2602.06036).
+
+    Attributes:
+        block_size: tokens of the longest block; the first of them is the tree's root.
+    """
+
+    block_size: Annotated[int, Meta(ge=2, le=MAX_BLOCK)] = 2
+
+    built: ClassVar[frozenset[str]] = StatesDraft.built | {"block_size"}
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag("--dflash", "model", "DFlash draft of the target (z-lab's or the speculators library's)", "DIR_OR_ID"),
+    )
+    needs_training: ClassVar[str | None] = "a DFlash draft"
+    role: ClassVar[str] = "dflash"
+    branching: ClassVar[Literal[0, 1, 2]] = 2
+    drafts_chain: ClassVar[bool] = False  # the host hands the target's states over
+    one_pass: ClassVar[bool] = True
+
+    def default_trees(self) -> tuple[TokenTree, ...]:
+        sizes = [size for size in _SIZES if size < self.block_size] or [self.block_size - 1]
+        return tuple(TokenTree.chain(size + 1) for size in sizes)
+
+    @property
+    def signatures(self) -> dict[str, GraphSignature]:
+        """See :class:`Method`: the propose graph, rows of T tokens and a block of 1 + K."""
+        (chain,) = super().signatures.values()
+        inputs = chain.inputs | {
+            tensors.INPUT_IDS: Spec("int64", ("B", 1)),
+            tensors.LAYER_STATES: Spec("float32", ("B", "T", len(self.states) * self.hidden)),
+            tensors.BLOCK_ROWS: Spec("int64", ("B",)),
+        }
+        del inputs[tensors.NUM_DRAFT_TOKENS]
+        return {self.role: GraphSignature(inputs, chain.outputs, chain.fed)}
+
+    def validate_tree(self, tree: TokenTree) -> str | None:
+        short = (
+            f"depth {tree.depth}, with a block of {self.block_size} tokens" if tree.depth >= self.block_size else None
+        )
+        # What it knows at a depth does not depend on the tokens before it, so that any node may have children.
+        return RankedMethod.validate_tree(self, tree) or short

@@ -1,0 +1,63 @@
+"""A DFlash draft in a bundle: its propose graph, and what the checkpoint says, run plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import msgspec
+import onnx_ir as ir
+import torch
+
+from specexport.checkpoints import dflash
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
+from specexport.contract.methods.dflash import DFlash
+from specexport.contract.model import CacheLayer, LoweredAs
+from specexport.exporter import trace
+from specexport.exporter.methods import Suggestion, TargetOutline, Wanted
+from specexport.exporter.methods.states import StatesDraftExporter
+from specexport.graphs.attention import lowering
+from specexport.graphs.dflash import DFlashDraft, block_lowering
+
+
+class DFlashExporter(StatesDraftExporter[DFlash]):
+    """A few layers that draft a block in one pass."""
+
+    stage: ClassVar[str | None] = "dflash"
+    title: ClassVar[str] = "DFlash draft"
+    read = staticmethod(dflash.read_dflash)
+    require_fit = staticmethod(dflash.require_fit)
+    load = staticmethod(dflash.load_dflash)
+
+    def outline(self, method: DFlash, target: TargetOutline) -> DFlash:
+        block = self.read(method.model).block_size
+        return msgspec.structs.replace(super().outline(method, target), block_size=block)
+
+    def trace(self, draft: DFlashDraft, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
+        return trace.trace_dflash(draft, cache, kind)
+
+    def said(
+        self, draft: DFlashDraft, text: list[int], states: torch.Tensor, drafted: list[int]
+    ) -> Sequence[torch.Tensor]:
+        """See :class:`StatesDraftExporter`; the context's rows are made again for every block."""
+        config: Any = draft.shape.config
+        empty = torch.zeros(1, config.num_key_value_heads, 0, config.head_dim)
+        past, count = torch.zeros(1).long(), torch.tensor([len(drafted) + 1])
+        caches = [(empty, empty)] * len(draft.layers)
+        active, block_positions, positions = block_lowering(
+            draft.shape.causal, caches, past, torch.tensor([len(text) - 2]), count, len(text) - 1, len(drafted) + 1
+        )
+        with lowering(active):
+            block = draft.block(torch.tensor([text[-1]]), len(drafted) + 1)
+            output = draft(block, draft.context(states), block_positions, positions)
+        return list(draft.logits(output[0, 1:]))
+
+    def suggest(self, kind: type[DFlash], wanted: Wanted) -> Suggestion | None:
+        why = (
+            "a few layers over the target's own states draft a whole block in one pass; published for many targets "
+            "(z-lab, speculators)"
+        )
+        return Suggestion("dflash", f"K = {DEFAULT_DRAFT_TOKENS} to 15", why, 1)
+
+
+EXPORTER = DFlashExporter()
