@@ -197,7 +197,8 @@ def expert_shares(model: Any) -> dict[int, float]:
 def active_parameters(model: Any) -> int:
     """How many parameters one token uses; tied ones are counted once."""
     shares = expert_shares(model)
-    return round(sum(shares.get(id(parameter), 1) * parameter.numel() for parameter in model.parameters()))
+    active: float = sum(shares.get(id(parameter), 1) * parameter.numel() for parameter in model.parameters())
+    return round(active)
 
 
 def _model(source: str, precision: str, context: int, backend: EngineRuntime) -> ModelPlan:

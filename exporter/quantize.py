@@ -48,7 +48,8 @@ def pair_int4(blocks: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
     The first half of a block's integers ``[R,blocks,block,...]`` are the firsts: ``[R,blocks,block/2,...]`` is made.
     """
     first, second = np.split(blocks, 2, axis=2)
-    return first * np.int8(16) + second
+    pairs: npt.NDArray[np.int8] = first * np.int8(16) + second
+    return pairs
 
 
 def split_int4(pairs: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:

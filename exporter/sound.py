@@ -57,5 +57,6 @@ def _given(name: str, shape: Iterable[int | str], kind: str, vocab: int) -> npt.
         return np.full(sizes, _FLOATS.get(name, 0.0), np.float32)
     if name in (tensors.INPUT_IDS, tensors.POSITION_IDS, tensors.LOGITS_ROWS):
         most = vocab if name == tensors.INPUT_IDS else sizes[-1]
-        return np.broadcast_to(np.arange(sizes[-1]) % most, sizes).copy()
+        ids: npt.NDArray[Any] = np.broadcast_to(np.arange(sizes[-1]) % most, sizes).copy()
+        return ids
     return np.full(sizes, int(name == tensors.NUM_DRAFT_TOKENS), np.int64)

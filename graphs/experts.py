@@ -43,7 +43,8 @@ def apply_experts(
     count = first.shape[0]
     # Those that were chosen come first; which of the others fill up does not matter, nobody reads what they make.
     one_hot = (top_k_index.reshape(-1, 1) == torch.arange(count)).float()
-    used = torch.topk(one_hot.amax(0), torch.sym_min(count, tokens * chosen)).indices  # [L]
+    most = torch.sym_min(count, tokens * chosen)  # type: ignore[no-untyped-call]
+    used = torch.topk(one_hot.amax(0), most).indices  # [L]
     # onnxruntime multiplies a single row with another kernel than several, whose sums round differently.
     rows = torch.cat([hidden_states, hidden_states[:1]])[None]
     made = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", rows, used)
