@@ -225,17 +225,27 @@ class AcceptModule(torch.nn.Module):
 
         # u * q(x) of every draft token
         needed = uniform[:, :-1] * torch.where(draft_ids == draft_tokens[..., None], draft_probs, 0.0).sum(-1)
-        tokens, ids = of_child(draft_tokens), of_child(draft_ids).unbind(2)
-        q = torch.where(has_child[..., None], of_child(draft_probs), 0.0).unbind(2)
-        left, p_x, masses, rest = p, [], [mass], p
-        for turn, token in enumerate(tokens.chunk(self.max_children, -1)):
-            p_x.append(left.gather(2, token))
-            rest = (left.gather(2, ids[turn]) - masses[-1] * q[turn]).clamp(min=0.0)
-            if turn + 1 < self.max_children:
-                left = left.scatter(2, ids[turn], rest)
-                masses.append(left.sum(-1, keepdim=True))
-        mass = torch.cat(masses, -1)
-        chance = torch.where(greedy, torch.where(tokens == best, mass, 0.0), torch.cat(p_x, -1))
+        if draft_ids.shape[2] == 1:
+            # Each child was chosen, q = 1: its p is what is taken from those after it, which are all decided at once.
+            tokens = of_child(draft_ids.squeeze(2))
+            tokens = torch.where(has_child, tokens, tokens[..., :1])
+            of_x, earlier = p.gather(2, tokens), torch.ones(self.max_children, self.max_children).tril(-1) > 0
+            again = (tokens[..., None] == tokens[..., None, :]) & earlier
+            p_x = torch.where(torch.where(again, 1.0, 0.0).sum(-1) > 0, 0.0, of_x)
+            mass = (mass - (p_x.cumsum(-1) - p_x)).clamp(min=0.0)
+            before, others, rest = p, tokens, torch.where(has_child[..., :1], 0.0, of_x)
+        else:
+            tokens, ids = of_child(draft_tokens), of_child(draft_ids).unbind(2)
+            q = torch.where(has_child[..., None], of_child(draft_probs), 0.0).unbind(2)
+            before, each, masses, rest = p, [], [mass], p
+            for turn, token in enumerate(tokens.chunk(self.max_children, -1)):
+                each.append(before.gather(2, token))
+                rest = (before.gather(2, ids[turn]) - masses[-1] * q[turn]).clamp(min=0.0)
+                if turn + 1 < self.max_children:
+                    before = before.scatter(2, ids[turn], rest)
+                    masses.append(before.sum(-1, keepdim=True))
+            p_x, mass, others = torch.cat(each, -1), torch.cat(masses, -1), ids[-1]
+        chance = torch.where(greedy, torch.where(tokens == best, mass, 0.0), p_x)
         # u < p/q without dividing: p >= q always accepts, p = 0 never does.
         stays = has_child & (of_child(needed) * mass < chance)
         first = torch.where(stays, 1.0, 0.0).argmax(-1, keepdim=True)
@@ -244,7 +254,7 @@ class AcceptModule(torch.nn.Module):
         accepted, path = _walk(_levels(stayed, tree_mask))
         last = path.gather(1, accepted)
         # What the last child leaves is only needed where it is drawn from.
-        at_last = (_rows(of_node, last).squeeze(1) for of_node in (p, left, ids[-1], rest))
+        at_last = (_rows(of_node, last).squeeze(1) for of_node in (p, before, others, rest))
         whole, before, others, rest = at_last
         after = before.scatter(1, others, rest)
         # Where q covers p up to rounding nothing is left, and p itself is drawn from: a rejection has probability 0.
