@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -28,6 +29,8 @@ from specexport.runtime.widths import Widths
 
 SECONDS = 3.0
 """About how long it may take, unless single steps are slower than that allows."""
+MOST_NOISE = 1.5
+"""A machine that is so busy is measured again when the bundle is opened the next time; see ``CostCurve.noise``."""
 _ROUNDS = 25
 _APART = 1.15
 """Widths that are measured are apart by this factor at least: what lies between is interpolated."""
@@ -87,6 +90,7 @@ def measure(
     steps: list[Cost] = []
     proposals: dict[str, list[Cost]] = {name: [] for name in speculations}
     reads = {name: _first_read(manifest, one, text, target.sizes[-1]) for name, one in speculations.items()}
+    noise: list[float] = []
     end, turn = time.perf_counter() + seconds, 0.0
     for batch in target.sizes:
         began = time.perf_counter()
@@ -99,7 +103,7 @@ def measure(
             for tree in one.method.smaller_trees(manifest.target):
                 trials[name, len(tree)] = _propose(one.proposer, _views(text, batch, tree, name))
         share = (end - began) / (len(target.sizes) - target.sizes.index(batch))
-        found = _in_turns(trials, share, f"timing steps of {batch}", progress)
+        found = _in_turns(trials, share, f"timing steps of {batch}", noise, progress)
         for (name, nodes), least in found.items():
             (proposals[name] if name else steps).append(Cost(batch=batch, tokens=nodes, seconds=least))
         turn = sum(found.values())
@@ -109,7 +113,7 @@ def measure(
     if larger > rows:
         target.reserve(larger)
         ends = {("", width): _step(program, _views(text, 1, TokenTree.chain(width), _FIXED)) for width in _ends(tokens)}
-        longer = _in_turns(ends, seconds / 8, f"timing steps with {larger} cache rows", progress)
+        longer = _in_turns(ends, seconds / 8, f"timing steps with {larger} cache rows", noise, progress)
     for slot in range(target.sizes[-1]):
         target.copy(slot, slot, 0)
         for one in speculations.values():
@@ -125,6 +129,7 @@ def measure(
             for name, costs in proposals.items()
             if costs
         ),
+        noise=statistics.median(noise),
     )
 
 
@@ -202,9 +207,9 @@ def _first_read(manifest: Manifest, one: Speculation, text: Sequence[int], slots
 
 
 def _in_turns(
-    trials: Mapping[tuple[str, int], Trial], seconds: float, name: str, progress: Progress | None
+    trials: Mapping[tuple[str, int], Trial], seconds: float, name: str, noise: list[float], progress: Progress | None
 ) -> dict[tuple[str, int], float]:
-    """The least time of each trial."""
+    """The least time of each trial; by what factor its median is above that is added to ``noise``."""
     times: dict[tuple[str, int], list[float]] = {key: [] for key in trials}
     end = time.perf_counter() + seconds
     for turn in range(_ROUNDS + 1):
@@ -218,7 +223,9 @@ def _in_turns(
             break
     if progress is not None:
         progress(name, 1, 1)
-    return {key: max(min(taken), 1e-9) for key, taken in times.items()}
+    least = {key: max(min(taken), 1e-9) for key, taken in times.items()}
+    noise += [statistics.median(taken) / least[key] for key, taken in times.items()]
+    return least
 
 
 def _rising(costs: Sequence[Cost]) -> list[Cost]:

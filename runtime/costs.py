@@ -51,6 +51,8 @@ class CostCurve(Strict, frozen=True):
         more_rows: of the larger cache of ``longer``.
         longer: c(1, T) with the larger cache; none if there was no room for one.
         methods: of every method that was measured.
+        noise: by what factor the median time of a call was above its least, for the middle one of the calls: what else
+            the machine did.
     """
 
     rows: Size
@@ -58,6 +60,7 @@ class CostCurve(Strict, frozen=True):
     more_rows: Size
     longer: tuple[Cost, ...]
     methods: tuple[MethodCosts, ...]
+    noise: float = 1.0
 
 
 class Costs:

@@ -24,7 +24,7 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Backend
 from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.calibration import SECONDS, Progress, measure, remembered
+from specexport.runtime.calibration import MOST_NOISE, SECONDS, Progress, measure, remembered
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.costs import CostCurve, Costs
 from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt, encoded
@@ -362,7 +362,7 @@ class Engine:
     def calibrate(self, seconds: float = SECONDS, progress: Progress | None = None) -> CostCurve:
         """Measures what steps cost on this machine and remembers it, for engines that are opened after this.
 
-        Nothing else may use the engine meanwhile.
+        Nothing is remembered where the machine was too busy. Nothing else may use the engine meanwhile.
 
         Args:
             seconds: about how long it may take.
@@ -370,7 +370,8 @@ class Engine:
         """
         built = {name: self.speculations[name] for name in self._built if self.methods[name].needs_graph}
         found = measure(self.manifest, self._target, built, self.widths, seconds, progress)
-        remembered(self.manifest, self.backend, self.slots, self.widths).save(found)
+        if found.noise <= MOST_NOISE:
+            remembered(self.manifest, self.backend, self.slots, self.widths).save(found)
         return found
 
     def _calibrated(self) -> CostCurve | None:

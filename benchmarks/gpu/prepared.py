@@ -50,6 +50,7 @@ TINY = (
     "universal_draft-int8-portable",
     "draft_model-int8-native",
     "eagle3-int8-native",
+    "dflash-int8-native",
     "medusa-fp16-portable",
     "mlp_speculator-int4-native",
     "self_draft-int8-portable",

@@ -15,7 +15,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.options import LOWERINGS, BuildOptions
-from tests.checkpoints import VOCAB, make_checkpoint, make_eagle3, make_heads, make_speculator
+from tests.checkpoints import VOCAB, make_checkpoint, make_dflash, make_eagle3, make_heads, make_speculator
 from tests.make_bundles import reversed_tokenizer
 from tests.ways import ways
 
@@ -37,6 +37,7 @@ KINDS = (
     "universal_draft",
     "draft_model",
     "eagle3",
+    "dflash",
     "medusa",
     "mlp_speculator",
     "self_draft",
@@ -48,6 +49,7 @@ CHOSEN = (
     "draft_model-fp32-native",
     "draft_model-int8-native",
     "eagle3-int8-native",
+    "dflash-int8-native",
     "medusa-fp16-portable",
     "mlp_speculator-int4-native",
     "self_draft-int8-portable",
@@ -94,11 +96,13 @@ def make(name: str, root: Path) -> Path:
 
 def methods(kind: str, checkpoints: Path) -> tuple[Method, ...]:
     """What a kind of bundle was built with; ways to look text up are in every bundle."""
-    draft, heads, stages, eagle3 = (checkpoints / name for name in ("draft", "heads", "speculator", "eagle3"))
+    draft, heads, stages = (checkpoints / name for name in ("draft", "heads", "speculator"))
+    eagle3, dflash = (checkpoints / name for name in ("eagle3", "dflash"))
     return {
         "hybrid": (
             *ways(draft=draft, trees=(_TREE,)),
             *ways(eagle3=eagle3, trees=(_TREE,)),
+            *ways(dflash=dflash, trees=(_TREE,)),
             *ways(medusa=heads, trees=(_TREE,)),
             *ways(mlp_speculator=stages, sizes=(_STAGES,)),
             *ways(self_draft=1, sizes=(2,)),
@@ -109,6 +113,7 @@ def methods(kind: str, checkpoints: Path) -> tuple[Method, ...]:
         "universal_draft": ways(universal_draft=checkpoints / "other", sizes=(2,)),
         "draft_model": ways(draft=draft, sizes=(4, 2)),
         "eagle3": ways(eagle3=eagle3, sizes=(3,)),
+        "dflash": ways(dflash=dflash, sizes=(3,)),
         "medusa": ways(medusa=heads, sizes=(_STAGES,)),
         "mlp_speculator": ways(mlp_speculator=stages, trees=(_TREE,)),
         "self_draft": ways(self_draft=1, trees=(_TREE,)),
@@ -122,6 +127,7 @@ def _checkpoints(root: Path) -> None:
     make_heads(part / "heads", target, _STAGES, tied=True)
     make_speculator(part / "speculator", target, _STAGES)
     make_eagle3(part / "eagle3", target, states=(0, 1), size=_CONFIG["head_dim"])
+    make_dflash(part / "dflash", target, size=_CONFIG["head_dim"])
     draft = make_checkpoint(part / "draft", "qwen3", seed=1, num_hidden_layers=1, **_CONFIG)
     make_heads(part / "draft-heads", draft, _STAGES, tied=True)
     other = make_checkpoint(part / "other", "qwen3", seed=2, num_hidden_layers=1, **_CONFIG)
