@@ -16,6 +16,8 @@ _LOWEST, _RANGE = -39.0, 40.0
 _ROUNDS, _PARTS = 5, 8
 """Narrow a threshold to 40 / 8^5 = 0.0012, within which tokens are sorted."""
 _CHUNK, _BLOCK = 4096, 512
+_NOTHING = 1e-30
+"""What nothing weighs beside a token, where there is any."""
 _FAR = 2.0**20
 """Added to the level of a node for each ancestor that does not stay: above all depths."""
 
@@ -40,7 +42,7 @@ def _weight_above(scores: torch.Tensor, weights: torch.Tensor, thresholds: torch
 
 def _bracket(scores: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bounds ``[B,N,1]`` of the greatest score such that those not below it weigh at least ``wanted`` ``[B,N,1]``."""
-    low, step = torch.full_like(wanted, _LOWEST), _RANGE
+    low, step = torch.full((1, 1, 1), _LOWEST), _RANGE
     for _ in range(_ROUNDS):
         step /= _PARTS
         pivots = low + torch.arange(1, _PARTS) * step
@@ -203,7 +205,8 @@ class AcceptModule(torch.nn.Module):
             parents: int64 ``[B,N]``; -1 for the root.
             tree_mask: bool ``[B,N,N]``, ancestors and itself.
             draft_tokens: int64 ``[B,N-1]``, those of nodes 1 to N-1.
-            draft_ids: int64 ``[B,N-1,M]``, the tokens each was drawn from; all different within a row.
+            draft_ids: int64 ``[B,N-1,M]``, the tokens each was drawn from; all different within a row. For M > 1 those
+                of siblings are the same.
             draft_probs: float32 ``[B,N-1,M]``, their q; a token chosen without drawing has q = 1.
             uniform: float32 ``[B,N]`` noise in [0,1): one number a draft token, the last for the final draw.
             temperature: see :func:`target_weights`, as are the others.
@@ -223,8 +226,8 @@ class AcceptModule(torch.nn.Module):
         def of_child(of_row: torch.Tensor) -> torch.Tensor:
             return _rows(of_row, row).reshape(*child.shape, *of_row.shape[2:])
 
-        # u * q(x) of every draft token
-        needed = uniform[:, :-1] * torch.where(draft_ids == draft_tokens[..., None], draft_probs, 0.0).sum(-1)
+        noise = of_child(uniform[:, :-1])
+        q = torch.where(has_child[..., None], of_child(draft_probs), 0.0)  # [B,N,C,M]
         if draft_ids.shape[2] == 1:
             # Each child was chosen, q = 1: its p is what is taken from those after it, which are all decided at once.
             tokens = of_child(draft_ids.squeeze(2))
@@ -232,33 +235,33 @@ class AcceptModule(torch.nn.Module):
             of_x, earlier = p.gather(2, tokens), torch.ones(self.max_children, self.max_children).tril(-1) > 0
             again = (tokens[..., None] == tokens[..., None, :]) & earlier
             p_x = torch.where(torch.where(again, 1.0, 0.0).sum(-1) > 0, 0.0, of_x)
-            mass = (mass - (p_x.cumsum(-1) - p_x)).clamp(min=0.0)
-            before, others, rest = p, tokens, torch.where(has_child[..., :1], 0.0, of_x)
+            mass, q_x = (mass - (p_x.cumsum(-1) - p_x)).clamp(min=0.0), q.squeeze(3)
+            others, known, rest = tokens, of_x, torch.where(has_child[..., :1], 0.0, of_x)
         else:
-            tokens, ids = of_child(draft_tokens), of_child(draft_ids).unbind(2)
-            q = torch.where(has_child[..., None], of_child(draft_probs), 0.0).unbind(2)
-            before, each, masses, rest = p, [], [mass], p
-            for turn, token in enumerate(tokens.chunk(self.max_children, -1)):
-                each.append(before.gather(2, token))
-                rest = (before.gather(2, ids[turn]) - masses[-1] * q[turn]).clamp(min=0.0)
-                if turn + 1 < self.max_children:
-                    before = before.scatter(2, ids[turn], rest)
-                    masses.append(before.sum(-1, keepdim=True))
-            p_x, mass, others = torch.cat(each, -1), torch.cat(masses, -1), ids[-1]
+            # Siblings have the same ids, so what is left of p is followed at those of the first child alone.
+            tokens, others = of_child(draft_tokens), of_child(draft_ids)[:, :, 0]
+            known = rest = p.gather(2, others)
+            beside, each, masses = (mass - rest.sum(-1, keepdim=True)).clamp(min=0.0), [rest], [mass]
+            for q_of_child in q.unbind(2):
+                rest = (rest - masses[-1] * q_of_child).clamp(min=0.0)
+                each.append(rest)
+                masses.append(beside + rest.sum(-1, keepdim=True))
+            is_x = tokens[..., None] == others[:, :, None]
+            left, mass = torch.cat(each[:-1], -1).reshape(q.shape), torch.cat(masses[:-1], -1)
+            p_x, q_x = (torch.where(is_x, of_id, 0.0).sum(-1) for of_id in (left, q))
         chance = torch.where(greedy, torch.where(tokens == best, mass, 0.0), p_x)
-        # u < p/q without dividing: p >= q always accepts, p = 0 never does.
-        stays = has_child & (of_child(needed) * mass < chance)
+        # u < p/q without dividing: p >= q always accepts, p = 0 never does. Children that are not there come last, as 0.
+        stays = noise * q_x * mass < chance
         first = torch.where(stays, 1.0, 0.0).argmax(-1, keepdim=True)
         chosen = torch.where(stays, child, 0).gather(2, first).squeeze(2)  # of each node: who stays, 0 for none
         stayed = chosen.gather(1, parents.clamp(min=0)) == nodes
         accepted, path = _walk(_levels(stayed, tree_mask))
         last = path.gather(1, accepted)
-        # What the last child leaves is only needed where it is drawn from.
-        at_last = (_rows(of_node, last).squeeze(1) for of_node in (p, before, others, rest))
-        whole, before, others, rest = at_last
-        after = before.scatter(1, others, rest)
-        # Where q covers p up to rounding nothing is left, and p itself is drawn from: a rejection has probability 0.
-        after = torch.where(after.sum(-1, keepdim=True) > 0, after, whole)
+        # What the last child leaves is only needed where it is drawn from. Where q covers p up to rounding nothing is
+        # left, and p itself is drawn from: a rejection has probability 0.
+        at_last = (_rows(of_node, last).squeeze(1) for of_node in (p, others, rest + _NOTHING * known))
+        whole, others, rest = at_last
+        after = whole.scatter(1, others, rest)
         drawn = torch.where(greedy.squeeze(2), best.squeeze(2).gather(1, last), _draw(after, uniform[:, -1:]))
         return _outcome(draft_tokens, path, accepted, drawn)
 

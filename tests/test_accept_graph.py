@@ -113,11 +113,15 @@ def run(session: Any, slots: list[dict[str, np.ndarray]]) -> list[tuple[list[int
 def drafted(
     tree: TokenTree, logits: np.ndarray, params: SamplingParams, random: np.random.Generator
 ) -> tuple[np.ndarray, Distributions]:
-    """Draft tokens drawn from a q that is near p at the parent of each node."""
+    """Draft tokens drawn from a q that is near p at the parent of each node, or chosen of what it knows (q = 1).
+
+    Siblings may be the same token.
+    """
     parents = np.array(tree.parents[1:])
-    near = (logits[parents] + random.normal(0, 0.7, (len(parents), logits.shape[1]))).astype(np.float32)
+    near = (logits + random.normal(0, 0.7, logits.shape)).astype(np.float32)[parents]  # siblings know the same tokens
     tokens, ids, probs = draw_candidates(near, random.random(len(parents), np.float32), params, CANDIDATES)
-    return tokens, Distributions(ids, probs)
+    chosen = random.random(len(parents)) < 0.4
+    return tokens, Distributions(ids, np.where(chosen[:, None], ids == tokens[:, None], probs).astype(np.float32))
 
 
 @settings(max_examples=150, deadline=None)
@@ -281,7 +285,8 @@ def test_typical_acceptance_takes_what_numpy_takes(typical: Any, tree: TokenTree
     if params.greedy:
         params = params.replace(temperature=1.0)
     logits = random.normal(0, 1.5, (len(tree), 30)).astype(np.float32)
-    tokens, _ = drafted(tree, logits, params, random)
+    near = logits[np.array(tree.parents[1:])] + random.normal(0, 0.7, (len(tree) - 1, 30))
+    tokens = near.argmax(-1)
     noise = random.random(1, np.float32)
     path, bonus = accept_typical(logits, tree, tokens, params, float(noise[0]))
     slot = feed(tree, logits, tokens, Distributions(tokens[:, None], np.ones((len(tokens), 1))), params, noise)
