@@ -250,7 +250,7 @@ class AcceptModule(torch.nn.Module):
             left, mass = torch.cat(each[:-1], -1).reshape(q.shape), torch.cat(masses[:-1], -1)
             p_x, q_x = (torch.where(is_x, of_id, 0.0).sum(-1) for of_id in (left, q))
         chance = torch.where(greedy, torch.where(tokens == best, mass, 0.0), p_x)
-        # u < p/q without dividing: p >= q always accepts, p = 0 never does. Children that are not there come last, as 0.
+        # u < p/q without dividing: p >= q always accepts, p = 0 never does. Children that are not there come last: 0.
         stays = noise * q_x * mass < chance
         first = torch.where(stays, 1.0, 0.0).argmax(-1, keepdim=True)
         chosen = torch.where(stays, child, 0).gather(2, first).squeeze(2)  # of each node: who stays, 0 for none
