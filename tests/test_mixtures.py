@@ -15,13 +15,18 @@ from transformers import AutoModelForCausalLM
 from specexport.checkpoints import parity
 from specexport.checkpoints.checkpoint import load_checkpoint
 from specexport.contract.errors import BuildError
+from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter import build as building
 from specexport.exporter import trace
+from specexport.exporter.engines.bundle import compile_bundle
+from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.options import BuildOptions
+from specexport.exporter.plan import active_parameters
 from specexport.exporter.weights import Precision, Storage, WeightsFile
 from specexport.graphs.step import StepModule
 from tests.checkpoints import GROUPED, WINDOW, make_checkpoint
+from tests.engine_bundles import SMALL
 from tests.test_families import TOLERANCE, Family, Graph, differences, random_text
 
 pytestmark = pytest.mark.exporter
@@ -117,6 +122,46 @@ def test_experts_are_gathered_before_they_are_dequantized(family: Family, tmp_pa
     theirs = family.logits(text)
     # A token whose experts are nearly equally good may take others; most do not.
     assert 1e-5 < np.median(np.abs(ours - theirs)) / np.abs(theirs).mean() < {"int8": 0.1, "int4": 0.6}[kind]
+
+
+@pytest.mark.parametrize(("kind", "size"), [("fp32", 4), ("int8", 1 + 4 / 32), ("int4", 0.5 + 4 / 32)])
+def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: Precision, size: float) -> None:
+    """And no more than half as many bytes again, counted over the weights that the graph reads."""
+    sizes = {"num_experts": 16, "hidden_size": 128, "moe_intermediate_size": 128}
+    folder = make_checkpoint(tmp_path, "qwen3_moe", **{**MIXTURES["qwen3_moe"], **sizes})
+    loaded = load_checkpoint(str(folder))
+    model = trace.trace_step(StepModule(loaded.model, 1), loaded.cache)
+    with WeightsFile(tmp_path / "weights.bin") as weights:
+        weights.externalize(model.graph, Storage(kind, 32))
+    passes.RemoveUnusedNodesPass()(model)
+    read = 0.0
+    for value in model.graph.initializers.values():
+        held, readers = value.const_value, {(node.op_type, index) for node, index in value.uses()}
+        assert held is not None
+        found = USED if "experts" in str(value.name) else 1
+        gathered = readers == {("Gather", 0)} and len(held.shape) > 1
+        read += held.nbytes * (found / held.shape.numpy()[0] if gathered else 1)
+    table = loaded.model.get_input_embeddings().weight.numel()
+    assert 1 <= read / ((active_parameters(loaded.model) - table) * size) < 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_mixture_compiles(tmp_path: Path, kind: Precision) -> None:
+    """With TensorRT-RTX itself, to which experts are given in fp16."""
+    config = {**SMALL, "num_experts": EXPERTS, "num_experts_per_tok": USED, "moe_intermediate_size": 96}
+    target = make_checkpoint(tmp_path / "target", "qwen3_moe", **config)
+    options = BuildOptions(
+        str(target), tmp_path / "bundle", precision=kind, max_seq_len=192, max_batch_size=1, backend="tensorrt-rtx"
+    )
+    building.build(options)
+    report = compile_bundle(options.output, EngineOptions("tensorrt-rtx", capabilities=((8, 9),)))
+    assert report.engines[0].attentions == 1 and report.engines[0].decomposed is None
+    (engine,) = read_manifest(options.output).target.engines
+    graph = ir.load(options.output / engine.source).graph
+    stacks = [value for name, value in graph.initializers.items() if ".experts.restored" in name]
+    experts = [value for value in stacks if value.dtype == ir.DataType.FLOAT16]
+    assert len(experts) == 2 and all({node.op_type for node, _ in value.uses()} == {"Gather"} for value in experts)
 
 
 def test_a_row_is_the_same_whatever_runs_beside_it(tmp_path: Path) -> None:
