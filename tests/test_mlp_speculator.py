@@ -42,7 +42,7 @@ from specexport.runtime.buffers import buffers
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.mlp_speculator import MlpSpeculatorProposer
 from specexport.runtime.speculative import PLAIN
-from specexport.tuning.batch import _show
+from specexport.tuning.record import recorded
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint, make_speculator
 from tests.reference import draw_candidates
@@ -395,12 +395,12 @@ def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Callable[[str], Path
         done = engine.generate([5, 9, 17], GREEDY, "mlp_speculator")
         assert done.token_ids == plain.token_ids
         assert done.stats.drafted == 12 * done.stats.steps_with_draft
-        # What its proposals cost is measured from any state.
-        proposer, shapes = engine.speculations["mlp_speculator"].proposer, buffers(manifest.target_signature)
-        view = SlotView(2, [5, 9], GREEDY, np.random.default_rng(0), wide)
-        assert proposer.propose([view]) == {}
-        _show(proposer, [view], shapes(ShapePoint(1, 1, 256, 1))[1])
-        assert set(proposer.propose([view])) == {2}
+        # What its proposals cost is measured from any state, which is forgotten then.
+        with recorded(engine, "mlp_speculator") as made:
+            (costs,) = engine.calibrate(seconds=0.1).methods
+        assert {len(proposal.tree) for _, proposal in made} == {cost.tokens for cost in costs.propose}
+        view = SlotView(0, [5, 9], GREEDY, np.random.default_rng(0), wide)
+        assert engine.speculations["mlp_speculator"].proposer.propose([view]) == {}
     assert verify(out, prompts=("the words",), max_tokens=4).passed
 
 
