@@ -97,15 +97,18 @@ class Accept(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="ac
 
 
 class Fill(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="fill"):
-    """The tokens of a draft model's tree and q of each, from what was drafted.
+    """The tokens of a tree and q of each, from what was drafted.
 
-    In a profile, ``tokens`` is N and ``drafts`` is K. Chains need none: a chain's tokens are the draft's.
+    In a profile, ``tokens`` is N, ``drafts`` is K, and ``rows`` are those of a stage after the first, if there are
+    stages. The chains of a draft without stages need none: their tokens are the draft's.
 
     Attributes:
         candidates: M.
+        stages: outputs that say what was drafted; 0 for one of K rows.
     """
 
     candidates: _Width
+    stages: Annotated[int, Meta(ge=0, le=16)] = 0
 
 
 class Commit(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="commit"):

@@ -62,8 +62,8 @@ NUM_ACCEPTED = "num_accepted"  # int64 [B]      draft tokens accepted
 TOKENS = "tokens"  # int64 [B,N]    accepted tokens, then the bonus token at index num_accepted, then 0
 PATH = "path"  # int64 [B,N]    their nodes: the root, then the accepted ones, then 0
 
-# --- fill graph (a draft model's tree, from DRAFT_TOKENS, DRAFT_IDS and DRAFT_PROBS as propose gives them) ------------
-TREE_DEPTHS = "tree_depths"  # int64 [B,N-1]  of each node but the root; the root's children have 1
+# --- fill graph (a tree, from DRAFT_TOKENS, DRAFT_IDS and DRAFT_PROBS as propose gives them) --------------------------
+TREE_ROWS = "tree_rows"  # int64 [B,N-1]  of each node but the root, which of the drafted rows says its q
 TREE_RANKS = "tree_ranks"  # int64 [B,N-1]  of each among its siblings
 TREE_TOKENS = "tree_tokens"  # int64 [B,N-1]  into accept as DRAFT_TOKENS, and into the step as INPUT_IDS
 TREE_IDS = "tree_ids"  # int64 [B,N-1,M]  into accept as DRAFT_IDS

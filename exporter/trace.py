@@ -25,7 +25,7 @@ from specexport.graphs.dflash import DFlashDraft, DFlashModule
 from specexport.graphs.eagle3 import Eagle3Draft, Eagle3Pass, Eagle3Start
 from specexport.graphs.mlp_speculator import SpeculatorModule, SpeculatorStages
 from specexport.graphs.ops import translations
-from specexport.graphs.program import CommitModule, FillModule
+from specexport.graphs.program import CommitModule, FillModule, StagesFillModule
 from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule
@@ -188,20 +188,30 @@ def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Mod
     return _trace(module, module, inputs, outputs, "native", PROGRAM_OPSET)
 
 
-def trace_fill(candidates: int) -> ir.Model:
+def trace_fill(candidates: int, stages: int = 0) -> ir.Model:
     """The fill graph (see ``specexport.graphs.program``); ``candidates`` is M."""
     depth, nodes = 3, 6
-    b, k, drafts = (torch.export.Dim(name) for name in ("B", "K", "drafts"))
-    ids = torch.arange(candidates).repeat(depth, _B, 1)
-    inputs: _Inputs = {
-        tensors.DRAFT_TOKENS: (torch.zeros(depth, _B, dtype=torch.int64), {0: k, 1: b}),
-        tensors.DRAFT_IDS: (ids, {0: k, 1: b}),
-        tensors.DRAFT_PROBS: (torch.full(ids.shape, 1 / candidates), {0: k, 1: b}),
-        tensors.TREE_DEPTHS: (torch.ones(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
+    b, drafts = torch.export.Dim("B"), torch.export.Dim("drafts")
+
+    def made(*shape: int) -> list[torch.Tensor]:
+        ids = torch.arange(candidates).repeat(*shape, 1)
+        return [torch.zeros(shape, dtype=torch.int64), ids, torch.full(ids.shape, 1 / candidates)]
+
+    inputs: _Inputs
+    if stages:
+        rows = [{0: b}] + [{0: b, 1: torch.export.Dim("R")}] * (stages - 1)
+        of_stages = zip(*(made(_B, depth if stage else 1) for stage in range(stages)), strict=True)
+        names = [tuple(tensors.of_stage(kind, stage) for stage in range(stages)) for kind in tensors.DRAFTED]
+        inputs = {name: (list(of_kind), rows) for name, of_kind in zip(names, of_stages, strict=True)}
+    else:
+        k = torch.export.Dim("K")
+        inputs = {name: (tensor, {0: k, 1: b}) for name, tensor in zip(tensors.DRAFTED, made(depth, _B), strict=True)}
+    inputs |= {
+        tensors.TREE_ROWS: (torch.ones(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
         tensors.TREE_RANKS: (torch.zeros(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
     }
     outputs = [tensors.TREE_TOKENS, tensors.TREE_IDS, tensors.TREE_PROBS]
-    module = FillModule()
+    module = StagesFillModule() if stages else FillModule()
     return _trace(module, module, inputs, outputs, "native", PROGRAM_OPSET)
 
 

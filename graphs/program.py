@@ -1,4 +1,4 @@
-"""What a step does on the device besides its models and acceptance: fill a draft's tree, commit the accepted path."""
+"""What a step does on the device besides its models and acceptance: fill a tree, commit the accepted path."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from specexport.graphs.propose import place_of_rank
 
 
 class FillModule(torch.nn.Module):
-    """The tokens of a draft model's tree, and q of each.
+    """The tokens of a tree, and q of each, from the tokens that were drawn and what they were drawn from.
 
-    The drawn chain is the tree's spine (rank 0); beside each of its tokens are the most probable others, which are
-    chosen, not drawn (q = 1). ``runtime.proposal.drawn`` does the same in NumPy.
+    Of the children of a node the one of rank 0 is the drawn token; the others are the most probable beside it, which
+    are chosen, not drawn (q = 1). ``runtime.proposal.drawn`` does the same in NumPy.
     """
 
     def forward(
@@ -20,30 +20,50 @@ class FillModule(torch.nn.Module):
         draft_tokens: torch.Tensor,
         draft_ids: torch.Tensor,
         draft_probs: torch.Tensor,
-        tree_depths: torch.Tensor,
+        tree_rows: torch.Tensor,
         tree_ranks: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Fills the nodes of a tree but the root.
 
         Args:
-            draft_tokens: int64 ``[K,B]``, the drawn chain, as the propose graph gives it.
+            draft_tokens: int64 ``[K,B]``, drawn, as the propose graph gives them.
             draft_ids: int64 ``[K,B,M]``, the tokens q gives probability to, most probable first.
             draft_probs: float32 ``[K,B,M]``, q of them.
-            tree_depths: int64 ``[B,N-1]``, at most K; the root's children have 1.
+            tree_rows: int64 ``[B,N-1]``, which of the K rows is each node's.
             tree_ranks: int64 ``[B,N-1]``, each among its siblings.
 
         Returns:
             Tokens int64 ``[B,N-1]``, and ids int64 and q float32 ``[B,N-1,M]`` as the accept graph takes them.
         """
-        row = tree_depths - 1
-        of_node = row[..., None].expand(-1, -1, draft_ids.shape[-1])
-        ids = draft_ids.transpose(0, 1).gather(1, of_node)
-        probs = draft_probs.transpose(0, 1).gather(1, of_node)
-        drawn = draft_tokens.transpose(0, 1).gather(1, row)
-        index = place_of_rank(ids, drawn, tree_ranks)
-        tokens = ids.gather(2, index[..., None])
-        chosen = torch.where(ids == tokens, 1.0, 0.0)
-        return tokens[..., 0], ids, torch.where((tree_ranks == 0)[..., None], probs, chosen)
+        made = (draft_tokens.transpose(0, 1), draft_ids.transpose(0, 1), draft_probs.transpose(0, 1))
+        return _filled(*made, tree_rows, tree_ranks)
+
+
+class StagesFillModule(torch.nn.Module):
+    """The same of what several stages drew, each in tensors of its own: one row at first, and T each after that."""
+
+    def forward(
+        self,
+        draft_tokens: list[torch.Tensor],
+        draft_ids: list[torch.Tensor],
+        draft_probs: list[torch.Tensor],
+        tree_rows: torch.Tensor,
+        tree_ranks: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See :class:`FillModule`; a stage's tensors are ``[B,T]``, and ``[B,T,M]`` of q."""
+        made = (torch.cat(draft_tokens, 1), torch.cat(draft_ids, 1), torch.cat(draft_probs, 1))
+        return _filled(*made, tree_rows, tree_ranks)
+
+
+def _filled(
+    drawn: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, rows: torch.Tensor, ranks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See :class:`FillModule`; what was drafted is ``[B,R]``, and ``[B,R,M]`` of q."""
+    of_node = rows[..., None].expand(-1, -1, ids.shape[-1])
+    ids, probs, drawn = ids.gather(1, of_node), probs.gather(1, of_node), drawn.gather(1, rows)
+    tokens = ids.gather(2, place_of_rank(ids, drawn, ranks)[..., None])
+    chosen = torch.where(ids == tokens, 1.0, 0.0)
+    return tokens[..., 0], ids, torch.where((ranks == 0)[..., None], probs, chosen)
 
 
 class CommitModule(torch.nn.Module):

@@ -99,7 +99,7 @@ class DeviceDraft(Protocol):
     """A draft whose run may be a part of a step on a device.
 
     Attributes:
-        graph: the propose graph; it drafts a chain.
+        graph: the propose graph.
     """
 
     graph: Graph
@@ -107,8 +107,11 @@ class DeviceDraft(Protocol):
     def is_ready(self, view: SlotView) -> bool:
         """Whether the draft has read all of a text that it needs to go on with it."""
 
-    def ask(self, views: Sequence[SlotView], K: int, /) -> range:
-        """Writes the graph's inputs for slots that are ready, for which it is to draft K tokens; returns the window."""
+    def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
+        """Writes the inputs of a run of T tokens and K drafts for slots that are ready; returns the window."""
+
+    def rows(self, tree: TokenTree, tokens: int) -> Ints:
+        """Which row of what a run of T tokens drafted says q of each node of a tree but the root, int64 ``[N-1]``."""
 
     def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
         """Keeps the rows of a run: those of the text, and of the first of the tokens it drafted."""

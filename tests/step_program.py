@@ -25,6 +25,7 @@ WAYS = {
     "dice-medusa-draft": ("medusa_draft",),
     "dice-mlp": ("mlp_speculator",),
     "dice-eagle3": ("eagle3",),
+    "dice-dflash": ("dflash",),
 }
 """Bundles, and the methods of theirs whose steps stay on the device."""
 

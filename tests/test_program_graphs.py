@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +14,7 @@ from specexport.contract.model import CacheLayer
 from specexport.contract.tree import TokenTree
 from specexport.exporter.trace import trace_commit, trace_fill
 from specexport.runtime.proposal import drawn
+from specexport.runtime.proposers.mlp_speculator import MlpSpeculatorProposer
 
 pytestmark = pytest.mark.exporter
 
@@ -52,7 +53,7 @@ def test_filling_a_tree_is_what_the_proposer_does(fill: Any, choices: list[list[
                 tensors.DRAFT_TOKENS: drafted[:, None],
                 tensors.DRAFT_IDS: ids[:, None],
                 tensors.DRAFT_PROBS: probs[:, None],
-                tensors.TREE_DEPTHS: tree.depths[None, 1:],
+                tensors.TREE_ROWS: tree.depths[None, 1:] - 1,
                 tensors.TREE_RANKS: np.array([tree.ranks[1:]]),
             },
         )
@@ -63,6 +64,31 @@ def test_filling_a_tree_is_what_the_proposer_does(fill: Any, choices: list[list[
             # A distribution is the same in any order; a chain's has one row a depth, as a tree's has one a node.
             there = dict(zip(expected.ids[node].tolist(), expected.probs[node].tolist(), strict=True))
             assert dict(zip(node_ids[node].tolist(), q[node].tolist(), strict=True)) == there
+
+
+def test_filling_a_tree_from_stages_is_what_the_proposer_does() -> None:
+    choices = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]
+    tree, random, stages = TokenTree.from_choices(choices), np.random.default_rng(0), 4
+    fill, width = _session(trace_fill(CANDIDATES, stages)), tree.level_width + 1
+    rows = MlpSpeculatorProposer(cast(Any, None)).rows(tree, width)
+    for _ in range(40):
+        count = 1 + (stages - 1) * width
+        ids = np.stack([random.permutation(50)[:CANDIDATES] for _ in range(count)])
+        probs = random.dirichlet(np.ones(CANDIDATES), count).astype(np.float32)
+        drafted = np.array([random.choice(row) for row in ids])
+        given = {tensors.TREE_ROWS: rows[None], tensors.TREE_RANKS: np.array([tree.ranks[1:]])}
+        for kind, made in zip(tensors.DRAFTED, (drafted, ids, probs), strict=True):
+            parts = np.split(made, [1 + stage * width for stage in range(stages - 1)])
+            given |= {tensors.of_stage(kind, stage): part[None] for stage, part in enumerate(parts)}
+        tokens, node_ids, q = (array[0] for array in fill.run(None, given))
+        for node, (row, rank) in enumerate(zip(rows, tree.ranks[1:], strict=True)):
+            others = [token for token in ids[row] if token != drafted[row]]
+            assert tokens[node] == (others[rank - 1] if rank else drafted[row])
+            np.testing.assert_array_equal(node_ids[node], ids[row])
+            np.testing.assert_array_equal(q[node], probs[row] if rank == 0 else ids[row] == tokens[node])
+    # Siblings share a row, and children of different nodes do not.
+    pairs = set(zip(tree.parents[1:], rows.tolist(), strict=True))
+    assert len(pairs) == len(set(tree.parents[1:])) == len(set(rows.tolist()))
 
 
 def test_a_commit_moves_the_rows_of_the_path_and_no_others_that_are_seen() -> None:

@@ -149,15 +149,18 @@ def _accept(call: Call) -> _Values:
 
 def _fill(call: Call) -> _Values:
     assert isinstance(call.of, Fill)
-    depth, candidates = call.point.drafts, call.of.candidates
-    ids = np.stack([call.random.permutation(call.vocab)[:candidates] for _ in range(depth)])
-    return {
-        tensors.DRAFT_TOKENS: ids[:, call.random.integers(candidates)][:, None],
-        tensors.DRAFT_IDS: ids[:, None],
-        tensors.DRAFT_PROBS: call.random.dirichlet(np.ones(candidates), depth)[:, None],
-        tensors.TREE_DEPTHS: call.tree.depths[1:],
+    stages, candidates = call.of.stages, call.of.candidates
+    known: _Values = {
+        tensors.TREE_ROWS: call.tree.depths[1:] - 1,  # the first row of each stage, where there are some
         tensors.TREE_RANKS: np.array(call.tree.ranks[1:], np.int64),
     }
+    for stage in range(max(1, stages)):
+        rows = 1 if stages and not stage else call.point.rows if stages else call.point.drafts
+        ids = np.stack([call.random.permutation(call.vocab)[:candidates] for _ in range(rows)])
+        drawn, probs = ids[:, call.random.integers(candidates)], call.random.dirichlet(np.ones(candidates), rows)
+        for kind, values in zip(tensors.DRAFTED, (drawn, ids, probs), strict=True):
+            known |= {tensors.of_stage(kind, stage): values} if stages else {kind: values[:, None]}
+    return known
 
 
 def _commit(call: Call) -> _Values:

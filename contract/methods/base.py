@@ -94,8 +94,8 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
     """Trees it fills: 0 chains only, 1 leaves beside a chain, 2 any."""
     own_widths: ClassVar[bool] = False
     """Whether its steps follow from options of its own, so that no number of draft tokens can be asked for."""
-    drafts_chain: ClassVar[bool] = False
-    """Whether its model drafts a chain that a device can keep; leaves beside it are put in by a fill graph."""
+    drafts_on_device: ClassVar[bool] = False
+    """Whether its model's run may be a part of a device's step; but for chains, a fill graph makes the tree of it."""
     one_pass: ClassVar[bool] = False
     """Whether its model drafts all tokens of a chain at once, in one pass of a width of its own for each K."""
 
@@ -148,6 +148,15 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
     def stored_in_target(self) -> StoredAs | None:
         """How the matrices are stored that it adds to the target's graph; None where it adds none."""
         return None
+
+    @property
+    def drafted_stages(self) -> int:
+        """How many outputs say what was drafted, each of a level of the tree; 0 where one does, a row a token."""
+        return 0
+
+    def device_run(self, tree: TokenTree) -> tuple[int, int]:
+        """T and K of the run of its model that drafts for one of its trees as a part of a device's step."""
+        return self.catch_up, tree.depth
 
     def describe(self) -> str:
         """A few words for people."""

@@ -33,7 +33,6 @@ class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
     needs_training: ClassVar[str | None] = "a DFlash draft"
     role: ClassVar[str] = "dflash"
     branching: ClassVar[Literal[0, 1, 2]] = 2
-    drafts_chain: ClassVar[bool] = False  # the host hands the target's states over
     one_pass: ClassVar[bool] = True
 
     def default_trees(self) -> tuple[TokenTree, ...]:

@@ -31,7 +31,7 @@ class ChainDraft(RankedMethod, frozen=True, kw_only=True):
     built: ClassVar[frozenset[str]] = RankedMethod.built | {"draft"}
     role: ClassVar[str] = "draft"
     branching: ClassVar[Literal[0, 1, 2]] = 1
-    drafts_chain: ClassVar[bool] = True
+    drafts_on_device: ClassVar[bool] = True
 
     def default_trees(self) -> tuple[TokenTree, ...]:
         return tuple(TokenTree.chain(size + 1) for size in _SIZES)

@@ -9,6 +9,7 @@ from msgspec import Meta
 from specexport.contract import tensors
 from specexport.contract.methods.base import Flag, RankedMethod, SourceKind
 from specexport.contract.model import Model, Size
+from specexport.contract.shapes import uncached_points
 from specexport.contract.signature import SAMPLING, GraphSignature, Signature, Spec
 from specexport.contract.tree import TokenTree
 
@@ -45,6 +46,7 @@ class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator
     sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
     needs_training: ClassVar[str | None] = "a speculator"
     branching: ClassVar[Literal[0, 1, 2]] = 2
+    drafts_on_device: ClassVar[bool] = True
 
     @property
     def models(self) -> dict[str, Model]:
@@ -53,6 +55,15 @@ class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator
     @property
     def support(self) -> int:
         return self.candidates
+
+    @property
+    def drafted_stages(self) -> int:
+        return self.stages
+
+    def device_run(self, tree: TokenTree) -> tuple[int, int]:
+        """See :class:`Method`: the narrowest run that holds its levels, of those that a device has."""
+        points = uncached_points(self.draft.graph.points) if self.draft is not None else []
+        return next((point.tokens, point.drafts) for point in points if point.tokens >= tree.level_width)
 
     @property
     def target_outputs(self) -> Signature:

@@ -261,12 +261,12 @@ def _this_device() -> Capability:
 
 
 def _traced_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...]:
-    """The step program of a bundle that was built without one."""
-    if not manifest.methods:
-        return ()
+    """The step program of a bundle that was built without one; plain steps can do without, where torch is not there."""
     try:
         from specexport.exporter.engines.program import write_program
     except ImportError as error:
+        if not manifest.methods:
+            return ()
         raise BuildError(
             f"{folder}: was built for {manifest.backend} and lacks the step program's graphs, which torch traces "
             f"({error}); build it with --backend tensorrt --no-compile, or compile where the [export] extra is"

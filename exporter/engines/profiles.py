@@ -57,7 +57,7 @@ def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plai
     chunk = manifest.prefill_chunk
     if not model.cache:
         return [Job(tuple(point for point in uncached_points(model.graph.points) if point.batch in batches))]
-    points = [p for p in model.graph.points if p.batch in batches or (p.batch, p.tokens, p.rows) == (1, chunk, 1)]
+    points = [p for p in model.graph.points if p.batch in batches or (p.batch, p.tokens) == (1, chunk)]
     caches = engine_caches(sorted({point.cache for point in points}), manifest.lowering)
     points = sorted(point for point in points if point.cache in caches)
     if not any(point.drafts for point in points):

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from specexport.contract.engines import Accept, AcceptRule, Commit, Fill, ProgramGraph
 from specexport.contract.methods import Method
 from specexport.contract.model import CacheLayer, LoweredAs
+from specexport.contract.program import filled_trees, fills
 from specexport.exporter import trace
 
 FOLDER = "program"
@@ -26,16 +27,14 @@ def _accept(rule: AcceptRule, max_children: int, candidates: int) -> bytes:
 def write_program(
     folder: Path, methods: Sequence[Method], cache: Sequence[CacheLayer], lowering: LoweredAs
 ) -> tuple[ProgramGraph, ...]:
-    """Traces what the methods need into a folder ``program`` of the bundle.
+    """Traces what the methods need, and those that every bundle has, into a folder ``program`` of the bundle.
 
     Portable graphs write no cache: their rows are copied by the runtime.
 
     Returns:
-        The graphs, without engines; none for plain decoding.
+        The graphs, without engines.
     """
     trees = [tree for method in methods for tree in method.token_trees()]
-    if not trees:
-        return ()
     (folder / FOLDER).mkdir(exist_ok=True)
 
     def save(name: str, model: ir.Model) -> str:
@@ -43,9 +42,9 @@ def write_program(
         ir.save(model, folder / file)
         return file
 
-    children = max(max(tree.parents.count(node) for node in range(len(tree))) for tree in trees)
+    children = max((tree.parents.count(node) for tree in trees for node in range(len(tree))), default=1)
     drawn = [method.support for method in methods if method.support]
-    supports = {*drawn, *([1] if len(drawn) < len(methods) else [])}
+    supports = {*drawn, *([1] if len(drawn) < len(methods) or not methods else [])}
     accepts: list[tuple[str, AcceptRule, int]] = [
         ("greedy", "greedy", 1),
         *((f"m{support}", "lossless", support) for support in sorted(supports)),
@@ -57,9 +56,10 @@ def write_program(
         (folder / file).write_bytes(_accept(rule, children if rule == "lossless" else 1, support))
         made.append(Accept(file=file, rule=rule, candidates=support, max_children=children))
     for method in methods:
-        if method.drafts_chain and not all(tree.is_chain for tree in method.token_trees()):
-            file = save("fill", trace.trace_fill(method.support))
-            made.append(Fill(file=file, candidates=method.support))
+        if filled_trees(method) and not any(isinstance(graph, Fill) and fills(graph, method) for graph in made):
+            support, stages = method.support, method.drafted_stages
+            file = save(f"fill.m{support}" + (f".s{stages}" if stages else ""), trace.trace_fill(support, stages))
+            made.append(Fill(file=file, candidates=support, stages=stages))
     if lowering == "native" and not all(tree.is_chain for tree in trees):
         made.append(Commit(file=save("commit", trace.trace_commit(cache)), model="target"))
     return tuple(made)

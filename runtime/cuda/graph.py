@@ -116,9 +116,9 @@ class DeviceGraph(Graph):
     def self_contained(self) -> bool:
         """Whether a run needs nothing of the host once it is given to the stream.
 
-        A draft lowered portably that is called for each token does: its rows are copied to where the host says.
+        A draft lowered portably does: its rows are copied to where the host says.
         """
-        return self.in_place or not self._repeated
+        return self.in_place or not self.cache.nbytes
 
     @property
     def cache_bytes(self) -> int:

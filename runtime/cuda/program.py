@@ -48,8 +48,8 @@ class DeviceProgram:
 
     A step is waited for once: a draft proposes, the target verifies, acceptance is decided and the rows of the
     accepted path are put together before the host reads what was accepted. Where the host proposes (by looking in text,
-    from heads, with an MLP speculator, or with a draft whose rows or states it has to copy first) it writes the draft
-    tokens and q of each, and the rest is the same; a model that it asks is a call of its own, with a wait of its own.
+    from heads, or with a draft whose rows it has to copy first) it writes the draft tokens and q of each, and the rest
+    is the same; a model that it asks is a call of its own, with a wait of its own.
 
     Steps that the host has to look into are driven from there, over the same graphs and caches: those of requests
     with a schema, log-probabilities or relaxed acceptance, and of lookahead decoding, which reads all logits.
@@ -114,9 +114,9 @@ class DeviceProgram:
             self._host.write(given, part.view.slot, part.view, part.tree, tokens)
         drafted = [part for part in parts if part.draft is not None]
         if drafted and drafted[0].draft is not None and variant.drafting is not None:
-            K = variant.drafting.tree.depth
-            drafted[0].draft.ask([part.view for part in drafted], K)
-            variant.drafting.graph.begin(variant.drafting.tokens, drafts=K, slots=slots)
+            drafting = variant.drafting
+            drafted[0].draft.ask([part.view for part in drafted], drafting.tokens, drafting.drafts)
+            drafting.graph.begin(drafting.tokens, drafts=drafting.drafts, slots=slots)
         self._target.begin(T, T, slots=slots)
         for part in parts:
             self._write_acceptance(variant, part)
@@ -137,8 +137,8 @@ class DeviceProgram:
             _write_noise(inputs[tensors.UNIFORM][slot], noise)
         if variant.drafting is None:
             _write_drafted({name: array[slot] for name, array in inputs.items()}, part.proposal)
-        elif variant.drafting.fill is not None:
-            inputs[tensors.TREE_DEPTHS][slot, : len(tree) - 1] = tree.depths[1:]
+        elif variant.drafting.fill is not None and part.draft is not None:
+            inputs[tensors.TREE_ROWS][slot, : len(tree) - 1] = part.draft.rows(tree, variant.drafting.tokens)
             inputs[tensors.TREE_RANKS][slot, : len(tree) - 1] = tree.ranks[1:]
 
     def _read(self, variant: StepVariant, part: _Part) -> Outcome:

@@ -11,6 +11,7 @@ import numpy as np
 from specexport.contract import tensors
 from specexport.contract.engines import LARGEST_TOP_K, Accept, Commit, Fill, ProgramGraph
 from specexport.contract.manifest import Manifest
+from specexport.contract.program import fill_point, filled_trees, fills
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.runtime.cuda.executor import Executor
@@ -40,27 +41,29 @@ class Drafting:
 
     Attributes:
         tokens: T of the draft's run.
-        fill: the graph that fills the tree; None for chains, which need none.
+        drafts: K of it.
+        candidates: M of q.
+        at: the shape of the fill graph.
+        fill: the graph that fills the tree; None for a chain whose tokens are the draft's.
     """
 
     graph: DeviceGraph
     tokens: int
+    drafts: int
+    candidates: int
     tree: TokenTree
+    at: ShapePoint
     fill: Fill | None
 
     @property
     def width(self) -> Width:
         """What runs the draft, for all slots."""
-        return self.graph.width(self.tokens, drafts=self.tree.depth, batch=self.graph.sizes[-1])
-
-    @property
-    def candidates(self) -> int:
-        """M of q."""
-        return self.width.outputs.device[tensors.DRAFT_IDS].shape[-1]
+        return self.graph.width(self.tokens, drafts=self.drafts, batch=self.graph.sizes[-1])
 
     def holds(self, tree: TokenTree) -> bool:
         """Whether it can fill a tree too, which may be smaller: what it proposes beyond that never stays."""
-        fits = len(tree) <= len(self.tree) and tree.depth <= self.tree.depth
+        own = self.tree
+        fits = len(tree) <= len(own) and tree.depth <= own.depth and tree.level_width <= own.level_width
         return fits and (tree.is_chain or self.fill is not None)
 
 
@@ -106,7 +109,7 @@ class StepVariant:
                 arrays[tensors.DRAFT_IDS] = np.broadcast_to(np.arange(support[-1]), support).copy()
                 arrays[tensors.DRAFT_PROBS] = np.broadcast_to(np.eye(1, support[-1], dtype=np.float32), support).copy()
         elif self.drafting.fill is not None:
-            arrays[tensors.TREE_DEPTHS] = self.drafting.tree.depths[None, 1:]
+            arrays[tensors.TREE_ROWS] = np.zeros((1, drafts), np.int64)
             arrays[tensors.TREE_RANKS] = np.array([self.drafting.tree.ranks[1:]], np.int64)
         return arrays
 
@@ -223,14 +226,15 @@ class StepVariants:
         self, name: str, speculation: Speculation, trees: Collection[TokenTree], graphs: ProgramGraphs
     ) -> list[Drafting]:
         """The trees of a method that its draft can fill on the device, the smallest first."""
-        draft, found = speculation.proposer.device_draft, list[Drafting]()
+        draft, method, found = speculation.proposer.device_draft, speculation.method, list[Drafting]()
         graph = draft.graph if draft is not None else None
         if not isinstance(graph, DeviceGraph) or not graph.self_contained:
             return []
+        own = filled_trees(method)
         for tree in sorted(trees, key=len):
-            point = ShapePoint(self._slots, len(tree), 0, 0, tree.depth)
-            fills = [fill for fill, executor in graphs_of(graphs, Fill) if point in executor.points]
-            fill = next((fill for fill in fills if fill.candidates == self._support[name]), None)
-            if tree.is_chain or fill is not None:
-                found.append(Drafting(graph, speculation.method.catch_up, tree, None if tree.is_chain else fill))
+            point = fill_point(method, tree, self._slots)
+            known = [fill for fill, made in graphs_of(graphs, Fill) if fills(fill, method) and point in made.points]
+            fill = known[0] if known and tree in own else None
+            if fill is not None or (tree.is_chain and not method.drafted_stages):
+                found.append(Drafting(graph, *method.device_run(tree), method.support, tree, point, fill))
         return found

@@ -148,7 +148,7 @@ class Steps:
         self, drafting: Drafting, verify: Width, step: DeviceStep, filled: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], list[list[Enqueue]]]:
         """What the accept graph is given of the draft, and what proposes it and tells the target."""
-        made, nodes = drafting.width.outputs.device, len(drafting.tree) - 1
+        made = drafting.width.outputs.device
         run = drafting.width.enqueues[drafting.graph.cache.rows, 0]
         if drafting.fill is None:  # a chain's nodes are the draft's tokens
             sort: list[Enqueue] = []
@@ -157,9 +157,8 @@ class Steps:
             else:
                 sort = [functools.partial(self._by_slot, made[name], to) for name, to in filled.items()]
             return dict(filled), [[run, *sort, functools.partial(self._tell, verify, filled[tensors.DRAFT_TOKENS])]]
-        point = ShapePoint(self._slots, nodes + 1, 0, 0, drafting.tree.depth)
-        given = {name: step.inputs.device[name] for name in (tensors.TREE_DEPTHS, tensors.TREE_RANKS)}
-        fill = self._prepare(drafting.fill, point, {**made, **given, **filled})
+        given = {name: step.inputs.device[name] for name in (tensors.TREE_ROWS, tensors.TREE_RANKS)}
+        fill = self._prepare(drafting.fill, drafting.at, {**made, **given, **filled})
         tell = functools.partial(self._tell, verify, filled[tensors.TREE_TOKENS])
         names = (tensors.TREE_TOKENS, tensors.TREE_IDS, tensors.TREE_PROBS)
         drafted = {as_drafted: filled[name] for as_drafted, name in zip(tensors.DRAFTED, names, strict=True)}

@@ -19,10 +19,10 @@ class DFlashProposer(StatesProposer):
     ones, and acceptance stays exact. One call makes the context's rows of what was accepted and those of the block.
     """
 
-    def ask(self, views: Sequence[SlotView], K: int) -> range:
+    def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         """See :class:`StatesProposer`; a block is as long as its own tree takes, whatever else is in the batch."""
-        slots = super().ask(views, K)
-        given = self.graph.inputs(self._width, drafts=K, slots=slots)
+        slots = super().ask(views, tokens, drafts)
+        given = self.graph.inputs(tokens, drafts=drafts, slots=slots)
         for view in views:
             given[tensors.BLOCK_ROWS][view.slot - slots.start] = view.tree.depth + 1
         return slots

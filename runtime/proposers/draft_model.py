@@ -10,9 +10,10 @@ from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods.draft_model import ChainDraft
 from specexport.contract.shapes import CATCH_UP_TOKENS, window
+from specexport.contract.tree import TokenTree
 from specexport.runtime.buffers import write_sampling
 from specexport.runtime.graph import Array, Graph
-from specexport.runtime.proposal import DeviceDraft, Proposal, SlotView, drawn, fill
+from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, SlotView, drawn, fill
 from specexport.runtime.proposers.opening import Opening
 from specexport.runtime.proposers.reader import Reader, ReadingProposer
 
@@ -45,7 +46,7 @@ class DraftModelProposer(ReadingProposer):
 
     def _draft(self, ready: Sequence[SlotView]) -> dict[int, Proposal]:
         K = max(view.tree.depth for view in ready)
-        slots = self.ask(ready, K)
+        slots = self.ask(ready, CATCH_UP_TOKENS, K)
         made = self.graph.run(CATCH_UP_TOKENS, drafts=K, slots=slots)
         return {view.slot: self._take(view, made, view.slot - slots.start) for view in ready}
 
@@ -54,14 +55,14 @@ class DraftModelProposer(ReadingProposer):
         text = view.tokens[:-CATCH_UP_TOKENS]
         return len(view.tokens) >= CATCH_UP_TOKENS and self._reader.known(view.slot, text) == len(text)
 
-    def ask(self, ready: Sequence[SlotView], K: int) -> range:
-        """Writes the graph's inputs for slots that are ready, for which it is to draft K tokens; returns the window."""
-        longest = max(len(view.tokens) for view in ready)
-        self.graph.reserve(longest + K - 1)
-        slots = window([view.slot for view in ready], self.graph.sizes)
-        given = self.graph.inputs(CATCH_UP_TOKENS, drafts=K, slots=slots)
-        self.graph.protect_rows(CATCH_UP_TOKENS, drafts=K, slots=slots)
-        for view in ready:
+    def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
+        """See :class:`DeviceDraft`."""
+        longest = max(len(view.tokens) for view in views)
+        self.graph.reserve(longest + drafts - 1)
+        slots = window([view.slot for view in views], self.graph.sizes)
+        given = self.graph.inputs(tokens, drafts=drafts, slots=slots)
+        self.graph.protect_rows(tokens, drafts=drafts, slots=slots)
+        for view in views:
             at = view.slot - slots.start
             given[tensors.INPUT_IDS][at] = view.tokens[-CATCH_UP_TOKENS:]
             given[tensors.PAST_LENGTH][at] = len(view.tokens) - CATCH_UP_TOKENS
@@ -71,6 +72,9 @@ class DraftModelProposer(ReadingProposer):
                 depth = view.tree.depth
                 given[tensors.UNIFORM][at, :depth] = view.random.random(depth, np.float32)
         return slots
+
+    def rows(self, tree: TokenTree, tokens: int) -> Ints:
+        return chain_rows(tree)
 
     def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
         """Keeps the rows of a run: those of the text, and of the tokens it drafted and was then given."""
@@ -97,6 +101,12 @@ class DraftModelProposer(ReadingProposer):
         self.graph.commit(slot, past, range(len(tokens)))
 
 
+def chain_rows(tree: TokenTree) -> Ints:
+    """Of each node but the root the row of a chain's draft that says its q, int64 ``[N-1]``: that of its depth."""
+    rows: Ints = tree.depths[1:] - 1
+    return rows
+
+
 def chain_proposal(view: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
     """What a propose graph drafted for the slot at a place of the window, with other likely tokens beside the chain."""
     tree = view.tree
@@ -105,7 +115,7 @@ def chain_proposal(view: SlotView, made: Mapping[str, Array], at: int) -> Propos
         return Proposal(fill(tree, ids), tree, None, ids)
     drafted = made[tensors.DRAFT_TOKENS][: tree.depth, at].astype(np.int64)
     probs = made[tensors.DRAFT_PROBS][: tree.depth, at].astype(np.float32)
-    tokens, q, candidates = drawn(tree, tree.depths[1:] - 1, drafted, ids, probs)
+    tokens, q, candidates = drawn(tree, chain_rows(tree), drafted, ids, probs)
     return Proposal(tokens, tree, q, candidates)
 
 

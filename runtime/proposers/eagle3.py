@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from specexport.contract import tensors
 from specexport.contract.methods.eagle3 import Eagle3
 from specexport.runtime.graph import Array
-from specexport.runtime.proposal import DeviceDraft, SlotView
+from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.opening import Opening
 from specexport.runtime.proposers.states import StatesProposer
 
@@ -18,10 +18,6 @@ class Eagle3Proposer(StatesProposer):
     The draft's row of a token is made of the target's states there and of the token after it. Rows that the draft makes
     of its own output are dropped after each call.
     """
-
-    @property
-    def device_draft(self) -> DeviceDraft:
-        return self
 
     def _write_tokens(self, given: Mapping[str, Array], at: int, view: SlotView, rows: range) -> None:
         given[tensors.INPUT_IDS][at, : len(rows)] = view.tokens[rows.start + 1 : rows.stop + 1]

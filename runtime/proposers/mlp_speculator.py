@@ -15,7 +15,7 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.buffers import write_sampling
 from specexport.runtime.embeds import is_embedding
 from specexport.runtime.graph import Array, Graph
-from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotProposer, SlotView, drawn
+from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, Proposer, SlotProposer, SlotView, drawn
 from specexport.runtime.proposers.opening import Opening
 from specexport.runtime.sampling import Floats
 
@@ -31,21 +31,35 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
 
     def __init__(self, graph: Graph) -> None:
         super().__init__()
-        self._graph = graph
+        self.graph = graph
+
+    @property
+    def device_draft(self) -> DeviceDraft:
+        return self
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`; slots the target has not run in yet, and whose root is an embedding, are left out."""
-        ready = [view for view in views if view.slot in self._slots and not is_embedding(view.tokens[-1])]
+        """See :class:`Proposer`; slots that are not ready are left out."""
+        ready = [view for view in views if self.is_ready(view)]
         if not ready:
             return {}
         deepest, widest = max(view.tree.depth for view in ready), max(view.tree.level_width for view in ready)
-        slots = window([view.slot for view in ready], self._graph.sizes)
-        stages, nodes = next((k, w) for k, w in self._graph.drafts(len(slots)) if k >= deepest and w >= widest)
-        given = self._graph.inputs(nodes, drafts=stages, slots=slots)
-        for view in ready:
-            self._give(given, view.slot - slots.start, view)
-        made = self._graph.run(nodes, drafts=stages, slots=slots)
+        slots = window([view.slot for view in ready], self.graph.sizes)
+        drafts, tokens = next((k, w) for k, w in self.graph.drafts(len(slots)) if k >= deepest and w >= widest)
+        self.ask(ready, tokens, drafts)
+        made = self.graph.run(tokens, drafts=drafts, slots=slots)
         return {view.slot: _proposal(view, made, view.slot - slots.start) for view in ready}
+
+    def is_ready(self, view: SlotView) -> bool:
+        """Whether the target has run in a slot, and its root is no embedding; see :class:`DeviceDraft`."""
+        return view.slot in self._slots and not is_embedding(view.tokens[-1])
+
+    def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
+        """See :class:`DeviceDraft`; K are the stages and T the nodes of a level."""
+        slots = window([view.slot for view in views], self.graph.sizes)
+        given = self.graph.inputs(tokens, drafts=drafts, slots=slots)
+        for view in views:
+            self._give(given, view.slot - slots.start, view)
+        return slots
 
     def _give(self, given: Mapping[str, Array], at: int, view: SlotView) -> None:
         levels = _levels(view.tree)
@@ -59,6 +73,15 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
         if not view.params.greedy:
             # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
             given[tensors.UNIFORM][at, :depth, :width] = view.random.random((depth, width), np.float32)
+
+    def rows(self, tree: TokenTree, tokens: int) -> Ints:
+        """See :class:`DeviceDraft`: one row of the first stage, then T of each."""
+        place = {node: at for level in tree.levels for at, node in enumerate(level)}
+        below = [(tree.depths[parent], place[parent]) for parent in tree.parents[1:]]
+        return np.array([1 + (stage - 1) * tokens + at if stage else 0 for stage, at in below], np.int64)
+
+    def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
+        """See :class:`DeviceDraft`: it has no rows."""
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:
         self._slots[slot] = outputs[tensors.HIDDEN][row].copy()

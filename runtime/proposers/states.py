@@ -12,10 +12,11 @@ from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods.draft_model import StatesDraft
 from specexport.contract.shapes import window
+from specexport.contract.tree import TokenTree
 from specexport.runtime.buffers import write_sampling
 from specexport.runtime.graph import Array, Graph
-from specexport.runtime.proposal import Proposal, Proposer, SlotView
-from specexport.runtime.proposers.draft_model import chain_proposal
+from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, Proposer, SlotView
+from specexport.runtime.proposers.draft_model import chain_proposal, chain_rows
 from specexport.runtime.proposers.reader import common_prefix
 from specexport.runtime.sampling import Floats
 
@@ -86,6 +87,10 @@ class StatesProposer(Proposer):
             return 0
         return max(0, min(shown.end, len(view.tokens) - 1) - row)
 
+    @property
+    def device_draft(self) -> DeviceDraft:
+        return self
+
     # --- the draft's runs ---------------------------------------------------------------------------------------------
     def prefill(self, view: SlotView) -> bool:
         """See :class:`Proposer`; what one call may take together with drafting is left."""
@@ -110,7 +115,7 @@ class StatesProposer(Proposer):
         K = max(view.tree.depth for view in ready)
         if self._rows(ready, K) > self.graph.cache_sizes[-1]:
             return {}
-        slots = self.ask(ready, K)
+        slots = self.ask(ready, self._width, K)
         made = self.graph.run(self._width, drafts=K, slots=slots)
         for view in ready:
             self._keep(view, self._unread(view))
@@ -126,10 +131,10 @@ class StatesProposer(Proposer):
         room = self._rows([view], view.tree.depth) <= self.graph.cache_sizes[-1]
         return 0 < left == self._unread(view) <= self._width and room
 
-    def ask(self, views: Sequence[SlotView], K: int) -> range:
-        """Writes the graph's inputs for slots that are ready, for which it is to draft K tokens; returns the window."""
+    def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
+        """See :class:`DeviceDraft`."""
         slots = window([view.slot for view in views], self.graph.sizes)
-        given = self._inputs(views, self._width, K, slots, self._rows(views, K))
+        given = self._inputs(views, tokens, drafts, slots, self._rows(views, drafts))
         for view in views:
             at = view.slot - slots.start
             write_sampling(given, at, view.params)
@@ -138,6 +143,9 @@ class StatesProposer(Proposer):
                 depth = view.tree.depth
                 given[tensors.UNIFORM][at, :depth] = view.random.random(depth, np.float32)
         return slots
+
+    def rows(self, tree: TokenTree, tokens: int) -> Ints:
+        return chain_rows(tree)
 
     def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
         """Keeps the rows of a run but those of drafted tokens, which were not made of the target's states."""
