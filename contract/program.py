@@ -12,15 +12,15 @@ from specexport.contract.tree import TokenTree
 def program_points(graph: ProgramGraph, manifest: Manifest, batch: int, cache: int) -> tuple[ShapePoint, ...]:
     """The shapes of a graph of the step program, one for every size of a tree that needs it; ascending.
 
-    Acceptance is decided at every width of a step, so that methods which need no graph have theirs too. Logits of one
-    slot are those of its first N tokens, whatever the target saw behind them. Those of several slots lie as far apart
-    as the target saw tokens: there N is T.
+    Acceptance is decided for the widest step too, so that it can be for methods which need no graph. Logits of one slot
+    are those of its first N tokens, whatever the target saw behind them. Those of several slots lie as far apart as the
+    target saw tokens: there N is T.
     """
     trees = {tree for method in manifest.methods for tree in method.token_trees()}
     verified = {point for point in manifest.target.graph.points if point.batch == batch}
     widths = {point.tokens for point in verified if point.rows == point.tokens > 1}
     if isinstance(graph, Accept):
-        sizes = widths if batch > 1 else widths | set(map(len, trees))
+        sizes = widths if batch > 1 or not widths else {max(widths), *map(len, trees)}
         points = {ShapePoint(batch, nodes, 0, nodes) for nodes in sizes}
     elif isinstance(graph, Fill):
         methods = [method for method in manifest.methods if fills(graph, method)]

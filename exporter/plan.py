@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specexport.checkpoints.config import read_model_config
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
+from specexport.contract.methods.draft_model import DraftModel
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.engines.options import capability, check_stored
 
@@ -23,6 +24,8 @@ EFFICIENCY = 0.7
 """Share of the bandwidth a step is taken to reach; our bar for GPUs, not a measurement."""
 PREFILL_CHUNK = 64
 MOST_DRAFTS = 8
+_DECIDING = 18
+"""Arrays of a tree's logits that onnxruntime keeps to decide by all rules; counted over null CUDA libraries."""
 _BLOCK = 32
 _SCALE_BYTES = 2
 _UNDONE = {"int8": 5, "int4": 16}
@@ -162,7 +165,10 @@ def plan(
         raise BuildError(f"acceptance is {acceptance}; expected 0 or more and less than 1")
     if context < 2:
         raise BuildError(f"max_seq_len is {context}; expected at least 2")
-    models = [_model(source, precision, context, backend) for source in (target, draft) if source is not None]
+    # Sizes of the trees that acceptance is decided for.
+    nodes = [MOST_DRAFTS + 1] if draft is None else [len(tree) for tree in DraftModel(model=draft).default_trees()]
+    models = [_model(target, precision, context, backend, sum(nodes))]
+    models += [] if draft is None else [_model(draft, precision, context, backend)]
     speeds = []
     for k in range(MOST_DRAFTS + 1 if draft is not None else 1):
         read = models[0].step(k + 1, context / 2) + (k * models[1].step(1, context / 2) if k else 0)
@@ -201,7 +207,8 @@ def active_parameters(model: Any) -> int:
     return round(active)
 
 
-def _model(source: str, precision: str, context: int, backend: EngineRuntime) -> ModelPlan:
+def _model(source: str, precision: str, context: int, backend: EngineRuntime, nodes: int = 0) -> ModelPlan:
+    """What a model needs; ``nodes`` are those of all trees that acceptance is decided for, of a target."""
     model = meta_model(source)
     text = model.config.get_text_config()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
@@ -234,6 +241,8 @@ def _model(source: str, precision: str, context: int, backend: EngineRuntime) ->
     wide = max(getattr(text, "intermediate_size", None) or 4 * text.hidden_size, text.hidden_size)
     # Gate, up and their product; logits, p and what is left of it at the nodes of a tree.
     scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * text.hidden_size) + 4 * (MOST_DRAFTS + 1) * text.vocab_size * 4
+    if by_onnxruntime:
+        scratch += _DECIDING * nodes * text.vocab_size * 4
     if by_onnxruntime and precision in _UNDONE:
         widest = max(2 * wide, text.vocab_size if _UNDONE[precision] <= MOST_DRAFTS else 0)
         scratch += 2 * 2 * widest * text.hidden_size
