@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specexport.checkpoints.config import read_model_config
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.draft_model import DraftModel
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.engines.options import capability, check_stored
 
@@ -24,6 +23,8 @@ EFFICIENCY = 0.7
 """Share of the bandwidth a step is taken to reach; our bar for GPUs, not a measurement."""
 PREFILL_CHUNK = 64
 MOST_DRAFTS = 8
+_DEFAULT_TREES = (5, 7, 9)
+"""Nodes of the chains that a draft is built for where nobody says."""
 _DECIDING = 18
 """Arrays of a tree's logits that onnxruntime keeps to decide by all rules; counted over null CUDA libraries."""
 _BLOCK = 32
@@ -165,9 +166,8 @@ def plan(
         raise BuildError(f"acceptance is {acceptance}; expected 0 or more and less than 1")
     if context < 2:
         raise BuildError(f"max_seq_len is {context}; expected at least 2")
-    # Sizes of the trees that acceptance is decided for.
-    nodes = [MOST_DRAFTS + 1] if draft is None else [len(tree) for tree in DraftModel(model=draft).default_trees()]
-    models = [_model(target, precision, context, backend, sum(nodes))]
+    nodes = MOST_DRAFTS + 1 if draft is None else sum(_DEFAULT_TREES)
+    models = [_model(target, precision, context, backend, nodes)]
     models += [] if draft is None else [_model(draft, precision, context, backend)]
     speeds = []
     for k in range(MOST_DRAFTS + 1 if draft is not None else 1):

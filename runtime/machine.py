@@ -50,6 +50,11 @@ def _cpuinfo(field: str) -> str:
     return next(found, "")
 
 
+def machine_key(about: Sequence[str]) -> str:
+    """A name for what depends on these texts and on what this machine is."""
+    return hashlib.sha256("\n".join((cpu_name(), cpu_features(), *about)).encode()).hexdigest()[:32]
+
+
 class Remembered(Generic[Found]):
     """What was found out about one thing on this machine, kept in a file of the cache folder.
 
@@ -63,8 +68,7 @@ class Remembered(Generic[Found]):
     """
 
     def __init__(self, name: str, about: Sequence[str], kind: type[Found], limit: int = 1 << 20) -> None:
-        key = "\n".join((cpu_name(), cpu_features(), *about))
-        self._path = cache_folder() / name / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        self._path = cache_folder() / name / f"{machine_key(about)}.json"
         self._kind = kind
         self._limit = limit
 

@@ -13,7 +13,9 @@ DEFAULT_UTILIZATION = 0.9
 """Of a device's memory; the rest is left to what drivers and libraries take without saying."""
 
 
-def open_backend(bundle: Bundle, name: str | None, threads: int | None, gpu_memory_utilization: float) -> Backend:
+def open_backend(
+    bundle: Bundle, name: str | None, threads: int | None, gpu_memory_utilization: float, keep: bool = False
+) -> Backend:
     """Opens what a bundle runs on.
 
     Args:
@@ -22,6 +24,7 @@ def open_backend(bundle: Bundle, name: str | None, threads: int | None, gpu_memo
         threads: for CPU backends; None for every core this process may use.
         gpu_memory_utilization: for GPU backends, the part of the device's memory that may be used, other programs'
             included.
+        keep: keep what a library makes of a graph in the cache folder, where the next opening takes a part of the time.
 
     Raises:
         BackendError: there is no such backend, or it or its device is missing.
@@ -37,7 +40,7 @@ def open_backend(bundle: Bundle, name: str | None, threads: int | None, gpu_memo
     if chosen == "onnxruntime":
         from specexport.runtime.ort import OnnxRuntimeBackend
 
-        return OnnxRuntimeBackend(bundle, threads)
+        return OnnxRuntimeBackend(bundle, threads, keep)
     from specexport.runtime.cuda.backend import CudaBackend
 
     return CudaBackend(bundle, chosen, gpu_memory_utilization)

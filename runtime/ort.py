@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +19,13 @@ from specexport.contract.shapes import ShapePoint
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.declared import require_declared
 from specexport.runtime.graph import FIRST, Array, Buffers, Graph, caches_by_shape
+from specexport.runtime.kept import KeptGraph
 from specexport.runtime.machine import Remembered, available_cores, cpu_name
 from specexport.runtime.program import Speculation
 from specexport.runtime.step import HostProgram
 from specexport.runtime.widths import Agreement, BuiltWidths, Exactness, ExactWidths, Widths
 
+_HUGE_PAGE = 2 << 20
 _Shape = tuple[int, int, int, int]
 """Batch, tokens, rows and drafts: a shape point at any cache size."""
 
@@ -49,8 +53,17 @@ def _import_onnxruntime(lowering: LoweredAs) -> Any:
     return onnxruntime
 
 
-def open_session(path: Path, threads: int, lowering: LoweredAs, weights: StoredAs) -> Any:
+def open_session(
+    path: Path, threads: int, lowering: LoweredAs, weights: StoredAs, kept: KeptGraph | None = None
+) -> Any:
     """An ``onnxruntime.InferenceSession`` over a master graph on the CPU, with the options the engine runs it with.
+
+    Args:
+        path: the graph.
+        threads: of its operators.
+        lowering: of its operators.
+        weights: how it stores them.
+        kept: what onnxruntime made of it before, or where that is to be kept.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
@@ -67,8 +80,12 @@ def open_session(path: Path, threads: int, lowering: LoweredAs, weights: StoredA
     if lowering == "portable" or weights == "fp8":
         # There is no kernel for numbers with one scale a column: undo them once, not in every step.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
+
+    def session(graph: Path) -> Any:
+        return onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return session(path) if kept is None else kept.session(path, session, options)
     except Exception as error:  # onnxruntime's exceptions share no public base
         raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
 
@@ -79,9 +96,11 @@ class OnnxRuntimeBackend:
     execution = "host"
     fallback = ""
 
-    def __init__(self, bundle: Bundle, threads: int | None) -> None:
+    def __init__(self, bundle: Bundle, threads: int | None, keep: bool = False) -> None:
         self._bundle = bundle
         self._threads = threads or available_cores()
+        self._keep = keep
+        self._files = hashlib.sha256(msgspec.json.encode(bundle.manifest.files)).hexdigest()
 
     @property
     def default_slots(self) -> int:
@@ -94,16 +113,20 @@ class OnnxRuntimeBackend:
 
     def open(self, model: Model, slots: int, buffers: Buffers) -> OnnxRuntimeGraph:
         master, lowering = self._bundle.file(model.graph.master), self._bundle.manifest.lowering
-        return OnnxRuntimeGraph(master, model, lowering, slots, buffers, self._threads)
+        kept = None
+        if lowering == "native" and model.precision.weights in ("int8", "int4"):
+            version = _import_onnxruntime(lowering).__version__
+            kept = KeptGraph((self._files, model.graph.master, version), self._keep)
+        session = open_session(master, self._threads, lowering, model.precision.weights, kept)
+        return OnnxRuntimeGraph(master, session, model, lowering, slots, buffers)
 
     def widths(self, target: Graph, exactness: Exactness | None = None) -> Widths:
         """See :class:`~specexport.runtime.backend.Backend`; exact unless speed is asked for."""
         if exactness == "fast":
             return BuiltWidths(target)
         manifest = self._bundle.manifest
-        files = hashlib.sha256(msgspec.json.encode(manifest.files)).hexdigest()
         version = _import_onnxruntime(manifest.lowering).__version__
-        widths = ExactWidths(target, manifest, Remembered("widths", (files, self.device, version), Agreement))
+        widths = ExactWidths(target, manifest, Remembered("widths", (self._files, self.device, version), Agreement))
         if exactness == "exact" and not widths.exact:
             raise BackendError(
                 f"exactness is 'exact', which this bundle cannot be here: lowered {manifest.lowering}, its rows round "
@@ -127,17 +150,16 @@ class OnnxRuntimeGraph(Graph):
     write in place; lowered portably as input, and the new rows as output.
 
     Raises:
-        BackendError: onnxruntime is missing, too old, or refuses the graph.
         BundleError: the graph does not take or return what the manifest says.
     """
 
     def __init__(
-        self, path: Path, model: Model, lowering: LoweredAs, slots: int, buffers: Buffers, threads: int
+        self, path: Path, session: Any, model: Model, lowering: LoweredAs, slots: int, buffers: Buffers
     ) -> None:
         super().__init__([point for point in model.graph.points if point.batch <= slots], slots)
         self.sizes = tuple(sorted({point.batch for point in self._points}))
         self._ort = _import_onnxruntime(lowering)
-        self._session = open_session(path, threads, lowering, model.precision.weights)
+        self._session = session
         require_declared(path, self._session, model, lowering, buffers)
         self._layers = model.cache
         self._in_place = lowering == "native"
@@ -189,7 +211,7 @@ class OnnxRuntimeGraph(Graph):
         blocks: list[Array] = []
         parts: dict[str, Array] = {}
         for (heads, width), names in caches_by_shape(self._layers).items():
-            block = np.zeros((len(names), slots, heads, rows, width), np.float32)
+            block = _zeros((len(names), slots, heads, rows, width))
             blocks.append(block)
             parts.update(zip(names, block, strict=True))
         return blocks, parts
@@ -251,6 +273,18 @@ class OnnxRuntimeGraph(Graph):
         for name, array in arrays.parts.items():
             binding.bind_ortvalue_output(name.replace("past_", "new_", 1), value_of(array))
         return binding
+
+
+def _zeros(shape: tuple[int, int, int, int, int]) -> Array:
+    """Float32 zeros for the rows of a cache, of which those of slots and texts that are not there take no memory.
+
+    NumPy asks for huge pages. Where a slot's part of a layer is smaller than one, its first row would take those of its
+    neighbours too, all to be filled with zeros by the kernel within a step.
+    """
+    nbytes = 4 * math.prod(shape)
+    if 4 * math.prod(shape[2:]) >= _HUGE_PAGE or not nbytes:
+        return np.zeros(shape, np.float32)
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.float32).reshape(shape)
 
 
 @dataclass

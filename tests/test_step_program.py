@@ -92,6 +92,7 @@ def test_requests_that_the_host_looks_into_share_graphs_and_caches(
         for params, execution in (
             (SAMPLED, "graph per step"),
             (GREEDY.replace(logprobs=2), "graph per engine"),
+            (SAMPLED.replace(top_k=257), "graph per engine"),
             (GREEDY, "graph per step"),
             (SAMPLED.replace(logprobs=0), "graph per engine"),
             (TYPICAL, "graph per step"),

@@ -1,0 +1,111 @@
+"""Graphs that are kept as onnxruntime runs them: the same numbers, and no harm where they cannot be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
+from specexport.runtime import Engine, SamplingParams, kept
+from specexport.runtime import ort as runtime_ort
+from specexport.runtime.speculative import PLAIN
+from tests.checkpoints import make_checkpoint
+from tests.ways import ways
+
+pytestmark = pytest.mark.exporter
+PARAMS = SamplingParams(max_tokens=12, temperature=0.0, logprobs=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["int8", "int4"])
+def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("kept")
+    target, draft = make_checkpoint(root / "target", "qwen3"), make_checkpoint(root / "draft", "qwen3", seed=1)
+    options = BuildOptions(
+        str(target), root / "bundle", methods=ways(draft=draft, sizes=(3,)), precision=request.param, max_seq_len=96
+    )
+    return build(options)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
+    yield tmp_path / "cache" / "graphs"
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Which graphs sessions were opened over."""
+    import onnxruntime
+
+    real, paths = onnxruntime.InferenceSession, list[Path]()
+
+    def session(path: str, *arguments: Any, **named: Any) -> Any:
+        made = real(path, *arguments, **named)
+        paths.append(Path(path))
+        return made
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    return paths
+
+
+def said(bundle: Path, *, calibrate: bool = True) -> tuple[Any, ...]:
+    with Engine.load(bundle, threads=1, calibrate=calibrate) as engine:
+        done = engine.generate([5, 6, 7, 8], PARAMS, {"method": "draft_model", "num_speculative_tokens": 3})
+        plain = engine.generate([5, 6, 7, 8], PARAMS, PLAIN)
+        return done.token_ids, done.logprobs, plain.token_ids, plain.logprobs
+
+
+def test_the_next_opening_takes_the_kept_graphs_and_says_the_same(
+    quantized: Path, cache: Path, opened: list[Path]
+) -> None:
+    without = said(quantized, calibrate=False)
+    assert not cache.exists()
+    assert said(quantized) == without
+    assert all(path.is_relative_to(quantized) for path in opened)
+    opened.clear()
+    assert said(quantized) == without
+    assert {path.parent.parent for path in opened} == {cache}
+    assert len(opened) == len(list(cache.iterdir())) == 2
+    assert said(quantized, calibrate=False) == without  # what is there is taken, whoever made it
+
+
+def test_what_is_damaged_or_cannot_be_written_is_made_anew(
+    quantized: Path, cache: Path, opened: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = said(quantized)
+    for graph in cache.glob("*/graph.onnx"):
+        graph.write_bytes(graph.read_bytes()[:50])
+    opened.clear()
+    assert said(quantized) == without
+    assert all(path.is_relative_to(quantized) for path in opened)
+    monkeypatch.setenv("SPECEXPORT_CACHE", os.devnull)
+    assert said(quantized) == without
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(cache / "full"))
+    monkeypatch.setattr(kept.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    assert said(quantized) == without
+    assert not [*(cache / "full").glob("graphs/*")]
+
+
+def test_what_was_not_opened_for_long_goes(cache: Path, tmp_path: Path) -> None:
+    for name, age in (("old", 40), ("new", 20), ("killed", 40)):
+        (cache / name).mkdir(parents=True)
+        graph = cache / name if name == "killed" else cache / name / "graph.onnx"
+        graph.touch()
+        os.utime(graph, times=(0, graph.stat().st_mtime - age * 24 * 3600))
+    kept.KeptGraph((), True)._forget()
+    assert [folder.name for folder in cache.iterdir()] == ["new"]
+
+
+def test_a_cache_of_many_slots_takes_memory_for_rows_that_are_there() -> None:
+    shape = (4, 8, 2, 256, 16)
+    zeros = runtime_ort._zeros(shape)
+    assert zeros.shape == shape
+    assert not zeros.any()
+    zeros[:, 1] = 1.0  # it can be written
+    assert zeros.sum() == 4 * 2 * 256 * 16
