@@ -66,12 +66,6 @@ class Distribution:
         known = self.ids[np.minimum(at, len(self.ids) - 1)] == tokens
         return at[known], known
 
-    def keep(self, which: npt.NDArray[np.bool_]) -> Distribution:
-        """The distribution given that the token is one of these ``[M]``."""
-        at = np.flatnonzero(which)
-        kept = self.probs[at]
-        return Distribution(at if self.ids is None else self.ids[at], kept / kept.sum())
-
     def residual(self, tokens: Ints, q: Floats) -> Distribution:
         """norm(max(0, p - q)): what to draw from when a draft token was rejected.
 
@@ -130,28 +124,38 @@ def target_distribution(logits: Floats, params: SamplingParams) -> Distribution:
     if 0 < params.top_k < len(some):
         at = np.flatnonzero(~(some < np.partition(some, -params.top_k)[-params.top_k]))
         ids, some = at if ids is None else ids[at], some[at]
-    scaled = some.astype(np.float64) / params.temperature
-    scaled -= scaled.max()
-    weights = np.exp(scaled, out=scaled)
-    weights /= weights.sum()
-    p = Distribution(ids, weights)
+    weights = _weights(some, some.max(), params)
+    least = -math.inf
     if params.top_p < 1.0:
-        p = p.keep(~(p.probs < _nucleus_threshold(p.probs, params.top_p)))
+        least = _last_of_nucleus(some, params, float(weights.sum()))
     if params.min_p > 0.0:
-        p = p.keep(~(p.probs < params.min_p * p.probs.max()))
-    return p
+        least = max(least, float(some.max()) + params.temperature * math.log(params.min_p))
+    if least > -math.inf:
+        at = np.flatnonzero(~(some < least))
+        ids, weights = at if ids is None else ids[at], weights[at]
+    weights /= weights.sum()
+    return Distribution(ids, weights)
 
 
-def _nucleus_threshold(p: Doubles, top_p: float) -> float:
-    """The probability of the least probable token in the smallest set of most probable ones that holds ``top_p``."""
-    for size in (256, p.shape[0]):
+def _weights(logits: Floats, best: np.float32, params: SamplingParams) -> Doubles:
+    """Probabilities over that of the best token."""
+    scaled = logits.astype(np.float64)
+    scaled -= best
+    scaled /= params.temperature
+    return np.exp(scaled, out=scaled)
+
+
+def _last_of_nucleus(logits: Floats, params: SamplingParams, total: float) -> float:
+    """The least logit in the smallest set of most probable tokens that holds ``top_p``, all weights' sum given."""
+    best, every = logits.max(), len(logits)
+    for size in (256, 4096, every):
         # A nucleus is small as a rule: the largest few are set apart first, and all are sorted only if they don't do.
-        largest = np.partition(p, -size)[-size:] if size < p.shape[0] else p
+        largest = np.partition(logits, -size)[-size:] if size < every else logits
         ordered = np.sort(largest)[::-1]
-        cumulative = np.cumsum(ordered)
-        if size >= p.shape[0] or cumulative[-1] >= top_p:
+        held = np.cumsum(_weights(ordered, best, params) / total)
+        if size >= every or held[-1] >= params.top_p:
             break
-    return float(ordered[min(int(np.searchsorted(cumulative, top_p)), len(ordered) - 1)])
+    return float(ordered[min(int(np.searchsorted(held, params.top_p)), len(ordered) - 1)])
 
 
 def accept_greedy(logits: Floats, tree: TokenTree, draft_tokens: Ints) -> tuple[list[int], int]:
