@@ -8,14 +8,40 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import auto, decode, exactness, gpu_host, lookup, losslessness, methods, peers, serve, soak, turns
+from benchmarks import (
+    auto,
+    decode,
+    exactness,
+    gpu_host,
+    lookup,
+    losslessness,
+    methods,
+    operators,
+    peers,
+    serve,
+    soak,
+    turns,
+)
 
 
 def parser() -> argparse.ArgumentParser:
     """The argument parser of all benchmarks."""
     top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
-    for module in (auto, decode, exactness, gpu_host, losslessness, lookup, methods, peers, serve, soak, turns):
+    for module in (
+        auto,
+        decode,
+        exactness,
+        gpu_host,
+        losslessness,
+        lookup,
+        methods,
+        operators,
+        peers,
+        serve,
+        soak,
+        turns,
+    ):
         command = commands.add_parser(
             module.__name__.rpartition(".")[2].replace("_", "-"),
             description=module.__doc__,
