@@ -31,9 +31,11 @@ class Graph(ABC):
     Attributes:
         sizes: batch sizes a window may have, ascending; the last is the number of slots.
         cache_sizes: rows a slot's cache may have, ascending.
+        any_width: whether a draft's run takes any T, as dimensions are free.
     """
 
     sizes: tuple[int, ...]
+    any_width: bool = False
 
     def __init__(self, points: Collection[ShapePoint], slots: int) -> None:
         self._points = frozenset(points)

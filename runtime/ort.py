@@ -153,6 +153,8 @@ class OnnxRuntimeGraph(Graph):
         BundleError: the graph does not take or return what the manifest says.
     """
 
+    any_width = True
+
     def __init__(
         self, path: Path, session: Any, model: Model, lowering: LoweredAs, slots: int, buffers: Buffers
     ) -> None:
@@ -178,9 +180,13 @@ class OnnxRuntimeGraph(Graph):
         return sum(cache.nbytes for cache in self._caches.values())
 
     def _require(self, point: ShapePoint) -> ShapePoint:
-        # The session runs the master, whose dimensions are free: a step may be of any width.
+        # The session runs the master, whose dimensions are free: a step, and a draft's run, may be of any width.
         if (built := self.widths(point.batch)) and point.rows == point.tokens and not point.drafts:
             super()._require(msgspec.structs.replace(point, tokens=built[0], rows=built[0]))
+            return point
+        if self._layers and point.drafts and point not in self._points:
+            widths = [one.tokens for one in self._points if (one.batch, one.drafts) == (point.batch, point.drafts)]
+            super()._require(msgspec.structs.replace(point, tokens=min(widths, default=point.tokens)))
             return point
         return super()._require(point)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
+from specexport.runtime.acceptance import KEEP_OF_ALL, Acceptance, History
 from specexport.runtime.costs import Costs
 from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation
 from specexport.runtime.proposal import SlotView
@@ -23,6 +24,10 @@ PROBE_SHARE = 0.01
 """The share of time that trying to speculate again may cost where it did not pay."""
 READ_SHARE = 0.01
 """The share beside it where a draft has to read what it missed first."""
+_STEPS_AHEAD = 64
+"""Most steps that what a draft reads is expected to be of use in."""
+_TOKENS_A_STEP = 3
+"""That such a step is taken to commit."""
 
 
 class SpeculationPolicy:
@@ -56,8 +61,9 @@ class SpeculationPolicy:
 class MeasuredPolicy(SpeculationPolicy):
     """Chooses the trees that are expected to commit most tokens a second on this machine.
 
-    What is expected to be accepted comes from the request's own steps so far, and what a step costs from what was
-    measured; no clock is read, so a request alone runs the same way every time. All slots of a step pay for the widest
+    What is expected to be accepted comes from the request's own steps so far, at first from those of earlier requests;
+    what a step costs comes from what was measured, and no clock is read. What a draft has to read first is spread over
+    the steps that are left. All slots of a step pay for the widest
     tree among them, and those of one method for its largest: see :func:`best`. A request alone that named its number of
     draft tokens gets it, and batches larger than any that was measured follow the rule.
 
@@ -89,6 +95,7 @@ class MeasuredPolicy(SpeculationPolicy):
         self._chosen: dict[Request, Fit] = {}
         self._idle: list[_Idle] = []
         self._found: dict[Request, Sequence[int]] = {}
+        self._everyone = History(keep=KEEP_OF_ALL)
 
     def assign(self, requests: Sequence[Request]) -> None:
         self._chosen, self._idle, self._found = {}, [], {}
@@ -131,7 +138,7 @@ class MeasuredPolicy(SpeculationPolicy):
         def worth(method: str, fits: Sequence[Fit]) -> float:
             """Tokens that it is expected to add to the step, less those that its time is worth."""
             return max(
-                _gain(request, method, fit)
+                self._gain(request, method, fit)
                 - rate * (verify(fit.width) - verify(1) + self._propose(method, {request: fit}))
                 for fit in fits
             )
@@ -158,7 +165,8 @@ class MeasuredPolicy(SpeculationPolicy):
     def _options(self, name: str, members: Sequence[Request]) -> list[Option]:
         """What a method may do in a step: one option for each limit on the width of its trees."""
         gains = {
-            request: [(_gain(request, name, fit), fit) for fit in self._within(name, request)] for request in members
+            request: [(self._gain(request, name, fit), fit) for fit in self._within(name, request)]
+            for request in members
         }
         found = []
         for width in sorted({fit.width for known in gains.values() for _, fit in known}):
@@ -182,7 +190,7 @@ class MeasuredPolicy(SpeculationPolicy):
         trying = [max(members, key=lambda request: request.history.unread)] if read else members
         fits = {request: self._within(name, request)[-1] for request in trying}
         wider = max(width, *(fit.width for fit in fits.values()))
-        cost = verify(wider) - verify(width) + self._propose(name, fits)
+        cost = verify(wider) - verify(width) + self._propose(name, fits, once=True)
         share = PROBE_SHARE + (READ_SHARE if read else 0.0)
         return _Idle(members, fits, cost, read, verify(1) / running, share * verify(width) / running)
 
@@ -194,11 +202,25 @@ class MeasuredPolicy(SpeculationPolicy):
     def _batch(self, requests: Collection[Request]) -> int:
         return len(window([request.view.slot for request in requests], self._sizes))
 
-    def _propose(self, name: str, fits: Mapping[Request, Fit]) -> float:
-        """Seconds of proposing, and of reading what a draft missed before that."""
+    def _propose(self, name: str, fits: Mapping[Request, Fit], *, once: bool = False) -> float:
+        """Seconds of proposing, and of reading what a draft missed before that: a step's share of it, or all."""
         seconds = self._costs.propose(name, self._batch(fits), max(len(fit.tree) for fit in fits.values()))
-        read = self._costs.read(name)
-        return seconds + sum(read * math.ceil(request.history.unread / self._chunk) for request in fits if read)
+        read, along = self._costs.read(name), self._speculations[name].proposer.reads_along
+        for request in fits if read else ():
+            beside = min(request.history.unread, along)
+            chunks = math.ceil((request.history.unread - beside) / self._chunk) + beside / self._chunk
+            seconds += read * chunks / (1.0 if once else min(max(request.room / _TOKENS_A_STEP, 1.0), _STEPS_AHEAD))
+        return seconds
+
+    def _acceptance(self, request: Request, method: str | None, alike: int) -> tuple[Acceptance, Acceptance]:
+        """What is known of a request, and of all."""
+        everyone = self._everyone.acceptance(method, alike)
+        return request.history.acceptance(method, alike, everyone), everyone
+
+    def _gain(self, request: Request, method: str, fit: Fit) -> float:
+        """Draft tokens of a tree that are expected to be accepted; what is beyond the output's end is none."""
+        known, _ = self._acceptance(request, method, fit.alike)
+        return min(known.expected(fit.tree.depth), request.room - 1.0)
 
     def _fit(self, name: str, tree: TokenTree) -> Fit:
         return Fit(tree, self._speculations[name].method.width(tree))
@@ -210,13 +232,13 @@ class MeasuredPolicy(SpeculationPolicy):
             if (found := self._found.get(request)) and request.lookup is not None:
                 right = common_prefix(found, outcome.tokens)
                 known = min(len(found), right + (right < len(outcome.tokens)))  # what comes after the step is not
-                history.acceptance(request.lookup, 0).learn(known, right)
+                for acceptance in self._acceptance(request, request.lookup, 0):
+                    acceptance.learn(known, right)
             if fit is None or request.view.lookup is not None:
                 history.unread += len(outcome.tokens)
             elif outcome.drafted or fit.windowed:
-                history.acceptance(request.view.method, fit.alike).learn(
-                    outcome.depth or fit.tree.depth, outcome.accepted
-                )
+                for acceptance in self._acceptance(request, request.view.method, fit.alike):
+                    acceptance.learn(outcome.depth or fit.tree.depth, outcome.accepted)
                 history.unread = 0
             else:
                 history.unread = max(0, history.unread - self._chunk) + len(outcome.tokens)
@@ -290,11 +312,6 @@ def best(
 def _pick(options: Sequence[Option], rate: float) -> Option | None:
     most = max(options, key=lambda one: one.gain - rate * one.seconds, default=None)
     return most if most is not None and most.gain > rate * most.seconds else None
-
-
-def _gain(request: Request, method: str, fit: Fit) -> float:
-    """Draft tokens of a tree that are expected to be accepted; what is beyond the output's end is none."""
-    return min(request.history.acceptance(method, fit.alike).expected(fit.tree.depth), request.room - 1.0)
 
 
 def _at_least(sizes: Sequence[int], wanted: int) -> int:

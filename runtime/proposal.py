@@ -124,9 +124,11 @@ class Proposer(ABC):
 
     Attributes:
         observes: which of the target's outputs :meth:`observe` and :meth:`observe_text` look at.
+        reads_along: tokens of a text that a draft reads in a run that drafts; for others it takes further runs.
     """
 
     observes: frozenset[str] = frozenset()
+    reads_along: int = 0
 
     @property
     def device_draft(self) -> DeviceDraft | None:

@@ -17,6 +17,9 @@ from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, SlotView, d
 from specexport.runtime.proposers.opening import Opening
 from specexport.runtime.proposers.reader import Reader, ReadingProposer
 
+_TOGETHER = 8
+"""Most tokens of a text that are read along in a run of several slots."""
+
 
 class DraftModelProposer(ReadingProposer):
     """A smaller model drafts a chain of tokens in one graph call.
@@ -28,6 +31,7 @@ class DraftModelProposer(ReadingProposer):
     def __init__(self, graph: Graph, manifest: Manifest) -> None:
         self.graph = graph
         self._chunk = manifest.prefill_chunk
+        self.reads_along = self._chunk if graph.any_width else CATCH_UP_TOKENS
         super().__init__(Reader(graph, manifest.prefill_chunk, self._read))
 
     @property
@@ -39,21 +43,37 @@ class DraftModelProposer(ReadingProposer):
 
         So are slots that the draft is far behind in, as after plain steps: it reads one chunk of one of them.
         """
-        texts = {view.slot: view.tokens[:-CATCH_UP_TOKENS] for view in views}
-        waiting = self._reader.catch_up(texts)
-        ready = [view for view in views if len(view.tokens) >= CATCH_UP_TOKENS and view.slot not in waiting]
-        return self._draft(ready) if ready else {}
+        # All slots of a run are as wide as the one that misses most.
+        most = self.reads_along if len(views) == 1 else min(self.reads_along, _TOGETHER)
+        waiting = self._reader.catch_up({view.slot: view.tokens[:-most] for view in views})
+        left = [view for view in views if len(view.tokens) >= CATCH_UP_TOKENS and view.slot not in waiting]
+        proposals: dict[int, Proposal] = {}
+        while left:  # once, but where a text is shorter than what is missing of another
+            T = self._width(left)
+            proposals |= self._draft([view for view in left if len(view.tokens) >= T], T)
+            left = [view for view in left if len(view.tokens) < T]
+        return proposals
 
-    def _draft(self, ready: Sequence[SlotView]) -> dict[int, Proposal]:
+    def _width(self, views: Sequence[SlotView]) -> int:
+        """T of a run that reads what is missing of all texts: a power of 2, for there to be few shapes."""
+        missing = [len(view.tokens) - self._reader.known(view.slot, view.tokens[:-CATCH_UP_TOKENS]) for view in views]
+        rounded = min(1 << (max(missing) - 1).bit_length(), self.reads_along)
+        return rounded if all(len(view.tokens) >= rounded for view in views) else max(missing)
+
+    def _draft(self, ready: Sequence[SlotView], T: int) -> dict[int, Proposal]:
         K = max(view.tree.depth for view in ready)
-        slots = self.ask(ready, CATCH_UP_TOKENS, K)
-        made = self.graph.run(CATCH_UP_TOKENS, drafts=K, slots=slots)
-        return {view.slot: self._take(view, made, view.slot - slots.start) for view in ready}
+        slots = self.ask(ready, T, K)
+        made = self.graph.run(T, drafts=K, slots=slots)
+        proposals = {}
+        for view in ready:
+            at = view.slot - slots.start
+            self._keep(view, T, made[tensors.DRAFT_TOKENS][: view.tree.depth - 1, at].tolist())
+            proposals[view.slot] = chain_proposal(view, made, at)
+        return proposals
 
     def is_ready(self, view: SlotView) -> bool:
         """Whether the draft has read all of a text that it needs to go on with it."""
-        text = view.tokens[:-CATCH_UP_TOKENS]
-        return len(view.tokens) >= CATCH_UP_TOKENS and self._reader.known(view.slot, text) == len(text)
+        return len(view.tokens) >= CATCH_UP_TOKENS and self._width([view]) == CATCH_UP_TOKENS
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         """See :class:`DeviceDraft`."""
@@ -64,8 +84,9 @@ class DraftModelProposer(ReadingProposer):
         self.graph.protect_rows(tokens, drafts=drafts, slots=slots)
         for view in views:
             at = view.slot - slots.start
-            given[tensors.INPUT_IDS][at] = view.tokens[-CATCH_UP_TOKENS:]
-            given[tensors.PAST_LENGTH][at] = len(view.tokens) - CATCH_UP_TOKENS
+            given[tensors.INPUT_IDS][at] = view.tokens[-tokens:]
+            given[tensors.PAST_LENGTH][at] = len(view.tokens) - tokens
+            given[tensors.LAST_ROW][at] = tokens - 1
             write_sampling(given, at, view.params)
             if not view.params.greedy:
                 # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
@@ -78,13 +99,11 @@ class DraftModelProposer(ReadingProposer):
 
     def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
         """Keeps the rows of a run: those of the text, and of the tokens it drafted and was then given."""
-        fed = range(CATCH_UP_TOKENS + len(drafted))
-        self.graph.commit(view.slot, len(view.tokens) - CATCH_UP_TOKENS, fed)
-        self._reader.note(view.slot, [*view.tokens, *drafted])
+        self._keep(view, CATCH_UP_TOKENS, drafted)
 
-    def _take(self, view: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
-        self.keep(view, made[tensors.DRAFT_TOKENS][: view.tree.depth - 1, at].tolist())
-        return chain_proposal(view, made, at)
+    def _keep(self, view: SlotView, T: int, drafted: Sequence[int]) -> None:
+        self.graph.commit(view.slot, len(view.tokens) - T, range(T + len(drafted)))
+        self._reader.note(view.slot, [*view.tokens, *drafted])
 
     def prefill(self, view: SlotView) -> bool:
         """See :class:`Proposer`; all but the last two tokens are read."""
