@@ -56,7 +56,7 @@ class QuantizedBefore(Strict, frozen=True):
         converted: how many were rounded again; any others are stored in floating point.
         converted_rms_error: relative root-mean-square error that this made of those.
         rest: how matrices are stored that it has not quantized; None where that is ``weights`` too.
-        only_onnxruntime: whether some have zero points, or fp8 with scales of blocks, which TensorRT refuses.
+        only_cpu: whether some have zero points, or fp8 with scales of blocks, which are kept for CPUs alone.
     """
 
     format: str
@@ -64,7 +64,7 @@ class QuantizedBefore(Strict, frozen=True):
     converted: Count
     converted_rms_error: float | None = None
     rest: StoredAs | None = None
-    only_onnxruntime: bool = False
+    only_cpu: bool = False
 
 
 class PrecisionInfo(Strict, frozen=True):

@@ -43,8 +43,8 @@ class Storage:
         block_size: weights that share a scale; halved for a matrix it does not divide. None, for int8 only, gives each
             column one scale, as opset 20 knows no blocks; rows that are looked up are then stored in fp16.
         rest: how matrices are that a quantized checkpoint has not quantized; None for ``kind``.
-        any_scales: whether zero points, and fp8 with scales of blocks, may be kept as a checkpoint has them: TensorRT
-            refuses both.
+        any_scales: whether zero points, and fp8 with scales of blocks, may be kept as a checkpoint has them: for CPUs
+            only, as TensorRT refuses both, and ONNX Runtime was not tried with them on GPUs.
     """
 
     kind: Precision

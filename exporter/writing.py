@@ -98,7 +98,7 @@ def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoi
             converted=len(report.converted),
             converted_rms_error=report.converted_error if report.converted else None,
             rest=stored.rest,
-            only_onnxruntime=report.any_scales,
+            only_cpu=report.any_scales,
         )
     return PrecisionInfo(
         weights=stored.kind,
