@@ -12,11 +12,17 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from specexport.checkpoints.config import read_generation, read_model_config, require_stored
+from specexport.checkpoints.config import (
+    load_causal_lm,
+    quantized_in,
+    read_generation,
+    read_model_config,
+    require_stored,
+)
 from specexport.checkpoints.locate import locate
-from specexport.checkpoints.quiet import quiet
+from specexport.checkpoints.quantized import Scales
 from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
 from specexport.graphs.attention import ATTENTION_NAME, AttentionCall, PassThroughCache, lowering, sample_masks
@@ -41,6 +47,9 @@ class Checkpoint:
         parameters: number of parameters, tied ones counted once.
         eos_token_ids: tokens that end a text.
         generation: the model's own sampling defaults (``temperature``, ``top_p``, ``top_k``, ``min_p``).
+        scales: how matrices that were quantized are made of integers, by name; None where rows that share a scale are
+            not neighbours.
+        quantized_in: the format they were quantized in; empty for none.
     """
 
     source: str
@@ -54,6 +63,8 @@ class Checkpoint:
     parameters: int
     eos_token_ids: tuple[int, ...]
     generation: dict[str, float] = field(default_factory=dict)
+    scales: dict[str, Scales | None] = field(default_factory=dict)
+    quantized_in: str = ""
 
 
 def load_checkpoint(source: str) -> Checkpoint:
@@ -69,18 +80,14 @@ def load_checkpoint(source: str) -> Checkpoint:
     require_stored(path, config)
     family = str(config.model_type)
     try:
-        with quiet():
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=torch.float32,
-                attn_implementation=ATTENTION_NAME,
-                experts_implementation=EXPERTS_NAME,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-            model.eval()
+        model, loaded, scales = load_causal_lm(
+            path,
+            config,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION_NAME,
+            experts_implementation=EXPERTS_NAME,
+        )
+        model.eval()
     except BuildError:
         raise
     except KeyError as error:
@@ -117,6 +124,8 @@ def load_checkpoint(source: str) -> Checkpoint:
         parameters=sum(p.numel() for p in model.parameters()),
         eos_token_ids=eos,
         generation=generation,
+        scales=scales,
+        quantized_in=(quantized_in(path) or ("",))[0],
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from msgspec import Meta
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specexport.checkpoints.quantized import Kind, QuantizedTensor, Scales, dequantized, quantization
 from specexport.checkpoints.quiet import quiet
 from specexport.checkpoints.stored import CONFIG, StoredTensor, read_config, stored_tensors
 from specexport.contract.errors import BuildError
@@ -149,8 +150,59 @@ def stored_table(folder: Path, *, head: bool) -> StoredTensor:
     return found
 
 
+def quantized_in(folder: Path) -> tuple[str, Kind] | None:
+    """The format that a checkpoint's matrices are quantized in, and the precision that holds them as they are.
+
+    Raises:
+        BuildError: nothing here reads the format.
+    """
+    path = folder / CONFIG
+    return quantization(path, _document(path, _MAX_BYTES))
+
+
+def load_causal_lm(folder: Path, config: Any, **how: Any) -> tuple[Any, dict[str, Any], dict[str, Scales | None]]:
+    """A model as transformers loads it, from safetensors; quantized matrices become floating-point ones.
+
+    Args:
+        folder: the checkpoint.
+        config: its configuration.
+        how: more arguments of ``from_pretrained``.
+
+    Returns:
+        The model, what transformers says about loading it, and how quantized matrices are made of integers, by name.
+
+    Raises:
+        BuildError: the files are wrong; transformers raises whatever else there is.
+    """
+    how |= {"config": config, "output_loading_info": True}
+    with quiet():
+        if quantized_in(folder) is None:
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                folder, use_safetensors=True, trust_remote_code=False, **how
+            )
+            return model, loaded, {}
+        scales: dict[str, Scales | None] = {}
+        held: dict[str, torch.Tensor] = {}
+        for tensor in _tensors(folder):
+            if isinstance(tensor, QuantizedTensor):
+                held[tensor.name], scales[tensor.name] = tensor.load()
+            else:
+                held[tensor.name] = tensor.read()
+        how["config"] = config = copy.deepcopy(config)
+        del config.quantization_config  # else transformers would ask for the library that made it
+        with torch.device("meta"):
+            made_by = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        model, loaded = made_by.from_pretrained(None, state_dict=held, **how)
+        return model, loaded, scales
+
+
 def _tensors(folder: Path) -> Iterator[StoredTensor]:
-    """The tensors of the files that transformers reads."""
+    """The tensors of the files that transformers reads, quantized matrices as those they stand for."""
+    path = folder / CONFIG
+    return dequantized(path, _document(path, _MAX_BYTES), _files(folder))
+
+
+def _files(folder: Path) -> Iterator[StoredTensor]:
     if (folder / SINGLE).is_file():
         yield from stored_tensors(folder / SINGLE)
         return

@@ -227,7 +227,7 @@ def _unpickled(path: Path) -> list[StoredTensor]:
     ):
         raise BuildError(f"{path}: holds {type(loaded).__name__}; expected a dictionary of tensors by name")
     return [
-        StoredTensor(name, tuple(tensor.shape), tensor.is_floating_point(), tensor.detach)
+        StoredTensor(name, tuple(tensor.shape), "F32" if tensor.is_floating_point() else "I64", tensor.detach)
         for name, tensor in loaded.items()
     ]
 

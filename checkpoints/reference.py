@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM
 
+from specexport.checkpoints.config import load_causal_lm, read_model_config
 from specexport.checkpoints.medusa import load_medusa
-from specexport.checkpoints.quiet import quiet
 from specexport.contract.errors import BundleError
 from specexport.contract.model import Model
 from specexport.graphs.layers import keep_first_layers
@@ -30,10 +29,9 @@ def load_reference(path: Path, described: Model, layers: int | None = None) -> A
     Raises:
         BundleError: it is not the model that was described.
     """
-    with quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager", use_safetensors=True, trust_remote_code=False
-        ).eval()
+    config = read_model_config(path)
+    model, *_ = load_causal_lm(path, config, dtype=torch.float32, attn_implementation="eager")
+    model.eval()
     if layers is not None:
         keep_first_layers(model, layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -46,14 +46,19 @@ class StoredTensor:
     Attributes:
         name: in the file.
         shape: of it.
-        floating: whether its numbers are floating-point ones.
+        dtype: what safetensors calls its type.
         read: reads it as it is stored.
     """
 
     name: str
     shape: tuple[int, ...]
-    floating: bool
+    dtype: str
     read: Callable[[], torch.Tensor]
+
+    @property
+    def floating(self) -> bool:
+        """Whether its numbers are floating-point ones."""
+        return "F" in self.dtype
 
     def finite(self, path: Path) -> torch.Tensor:
         """Reads it in fp32.
@@ -76,7 +81,7 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            known = {name: (tuple(one.get_shape()), "F" in one.get_dtype()) for name, one in slices.items()}
+            known = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
     except (SafetensorError, OSError) as error:
         raise BuildError(f"{path}: not a safetensors file: {error}") from error
     return [StoredTensor(name, *described, partial(_read, path, name)) for name, described in known.items()]

@@ -47,6 +47,26 @@ class CacheLayer(Strict, frozen=True):
     value_size: Size
 
 
+class QuantizedBefore(Strict, frozen=True):
+    """What became of matrices that the checkpoint holds quantized.
+
+    Attributes:
+        format: such as ``AWQ``.
+        kept: how many are stored as its own integers and scales.
+        converted: how many were rounded again; any others are stored in floating point.
+        converted_rms_error: relative root-mean-square error that this made of those.
+        rest: how matrices are stored that it has not quantized; None where that is ``weights`` too.
+        only_cpu: whether some have zero points, or fp8 with scales of blocks, which are kept for CPUs alone.
+    """
+
+    format: str
+    kept: Count
+    converted: Count
+    converted_rms_error: float | None = None
+    rest: StoredAs | None = None
+    only_cpu: bool = False
+
+
 class PrecisionInfo(Strict, frozen=True):
     """What a model stores and what it computes in.
 
@@ -59,6 +79,7 @@ class PrecisionInfo(Strict, frozen=True):
         logits_rms_error: what that did to the logits of a target, relative to their spread, on a sample of text.
         same_choice: share of the sample's tokens after which the quantized target prefers the same token.
         not_quantized: matrices left in fp32, and why.
+        quantized_before: of a checkpoint that was quantized already.
     """
 
     weights: StoredAs
@@ -69,6 +90,7 @@ class PrecisionInfo(Strict, frozen=True):
     logits_rms_error: float | None = None
     same_choice: float | None = None
     not_quantized: dict[str, str] = {}
+    quantized_before: QuantizedBefore | None = None
 
 
 class Model(Strict, frozen=True):

@@ -57,6 +57,7 @@ def build(
         BuildError: something about the checkpoints, the options or the output folder is wrong.
     """
     report = progress or (lambda *_: None)
+    options = options.for_checkpoint()
     output = options.output
     if output.exists() and not options.overwrite:
         raise BuildError(f"{output}: exists already; choose another folder or pass --overwrite to replace it")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
+from specexport.checkpoints.config import quantized_in, read_model_config
+from specexport.checkpoints.locate import locate
 from specexport.contract.engines import BACKENDS, COMPILERS, BackendName
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import Method, read_methods
@@ -31,7 +35,9 @@ class BuildOptions:
         inputs_embeds: let prompts hold embeddings in the place of tokens.
         max_seq_len: longest sequence in tokens; None for the models' limit, at most 2048.
         max_batch_size: most requests that run at once; steps are planned for the powers of two up to it.
-        precision: how the target's matrices are stored.
+        precision: how the target's matrices are stored; None for fp32, and for a checkpoint that is quantized already
+            for what keeps its own integers. Matrices that it has quantized keep them at the same number of bits.
+        rest: how matrices are stored that a quantized checkpoint holds in floating point; None for ``precision``.
         draft_precision: how those of what proposes are: a draft, heads, a speculator; None for int4 where ``precision``
             is, else int8. What they round off costs acceptance and never changes what the target says.
         block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256; None for 32. At most 32 do in what
@@ -54,7 +60,8 @@ class BuildOptions:
     inputs_embeds: bool = False
     max_seq_len: int | None = None
     max_batch_size: int = DEFAULT_MAX_BATCH_SIZE
-    precision: Precision = "fp32"
+    precision: Precision | None = None
+    rest: Precision | None = None
     draft_precision: Precision | None = None
     block_size: int | None = None
     lowering: LoweredAs = "native"
@@ -70,7 +77,7 @@ class BuildOptions:
         names = [method.name for method in self.methods]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise BuildError(f"method {doubled[0]!r} was asked for twice; a bundle has each once")
-        for name in ("precision", "draft_precision"):
+        for name in ("precision", "rest", "draft_precision"):
             value = getattr(self, name)
             if value is not None and value not in PRECISIONS:
                 raise BuildError(f"{name} is {value!r}; expected one of {', '.join(PRECISIONS)}")
@@ -79,7 +86,7 @@ class BuildOptions:
         if self.engines is not None and self.engines.runtime != self.backend:
             raise BuildError(f"backend is {self.backend}, and engines for {self.engines.runtime} were asked for")
         if self.engines is not None:
-            check_stored((self.precision, self.proposing.kind), self.engines.capabilities)
+            check_stored((self.stored.kind, self.proposing.kind), self.engines.capabilities)
             check_batches(self.engines.batch_sizes, batch_points(self.max_batch_size))
         if self.inputs_embeds and self.backend in COMPILERS:
             raise BuildError(
@@ -95,7 +102,7 @@ class BuildOptions:
         if self.block_size not in (None, 16, 32, 64, 128, 256):
             raise BuildError(f"block_size is {self.block_size}; expected 16, 32, 64, 128 or 256")
         if self.lowering == "portable":
-            for name in ("precision", "draft_precision"):
+            for name in ("precision", "rest", "draft_precision"):
                 if getattr(self, name) == "int4":
                     raise BuildError(
                         f"{name} is 'int4', which the portable lowering cannot store: opset 20 has no four-bit "
@@ -109,10 +116,31 @@ class BuildOptions:
         if self.max_seq_len is not None and self.max_seq_len < 2:
             raise BuildError(f"max_seq_len is {self.max_seq_len}; expected at least 2")
 
+    def for_checkpoint(self) -> BuildOptions:
+        """These options with a precision: of a target that is quantized already, its own, if none was asked for.
+
+        What it has not quantized is then stored as it has it. Lowered portably, int4 becomes int8: opset 20 has no
+        integers of four bits.
+
+        Raises:
+            BuildError: the target is not there, or nothing here reads its format.
+        """
+        if self.precision is not None:
+            return self
+        path = locate(self.target)
+        found = quantized_in(path)
+        if found is None:
+            return replace(self, precision="fp32")
+        kind = "int8" if self.lowering == "portable" and found[1] == "int4" else found[1]
+        halves: dict[object, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+        return replace(self, precision=kind, rest=halves.get(read_model_config(path).dtype, "fp32"))
+
     @property
     def stored(self) -> Storage:
         """How the target's matrices are stored; lowered portably each column has one scale."""
-        return Storage(self.precision, None if self.lowering == "portable" else self.block_size or DEFAULT_BLOCK_SIZE)
+        block_size = None if self.lowering == "portable" else self.block_size or DEFAULT_BLOCK_SIZE
+        any_scales = self.lowering == "native" and self.backend == "onnxruntime"
+        return Storage(self.precision or "fp32", block_size, self.rest, any_scales)
 
     @property
     def proposing(self) -> Storage:
@@ -121,4 +149,4 @@ class BuildOptions:
         block_size = self.stored.block_size
         if kind == "int4" and block_size is not None:
             block_size = min(block_size, DEFAULT_BLOCK_SIZE)
-        return Storage(kind, block_size)
+        return replace(self.stored, kind=kind, block_size=block_size, rest=None)

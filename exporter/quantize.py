@@ -35,6 +35,31 @@ def quantize_blocks(
     return quantized.reshape(matrix.shape), scale.astype(np.float32)
 
 
+def apply_scales(
+    matrix: npt.NDArray[np.float32],
+    scale: npt.NDArray[np.float32],
+    zero: npt.NDArray[np.int8] | None,
+    kind: Literal["int4", "int8", "fp8"],
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+    """Numbers ``matrix / scale + zero``, rounded, with scales and zero points that broadcast to the matrix.
+
+    Where the matrix was made of such numbers they are found again exactly: a product of 8 bits and a float32 is within
+    one rounding of it, far less than half a step.
+
+    Returns:
+        int8 integers (four-bit ones in -8..7), or the bytes of float8_e4m3fn numbers, and what they stand for.
+    """
+    divided = matrix / scale
+    if kind == "fp8":
+        numbers = divided.clip(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).astype(Float8)
+        return numbers.view(np.int8), numbers.astype(np.float32) * scale
+    least = -8 if kind == "int4" else -128
+    moved = np.rint(divided) if zero is None else np.rint(divided) + zero
+    integers = moved.clip(least, -1 - least).astype(np.int8)
+    restored = integers.astype(np.float32) if zero is None else integers.astype(np.float32) - zero
+    return integers, restored * scale
+
+
 def pack_int4(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
     """Two integers a byte, the first in the low half, as ONNX stores INT4."""
     nibbles = values.reshape(-1).view(np.uint8) & np.uint8(0xF)

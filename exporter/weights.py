@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeVar, get_args
+from typing import Any, BinaryIO, Literal, TypeVar, get_args
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from specexport.checkpoints.quantized import Scales
 from specexport.contract import tensors
 from specexport.contract.model import StoredAs
 from specexport.exporter.passes.editing import constant, needed_only_for, op
-from specexport.exporter.quantize import column_scales, pack_int4, pair_int4, quantize_blocks, quantize_columns
+from specexport.exporter.passes.names import names_in
+from specexport.exporter.quantize import (
+    apply_scales,
+    column_scales,
+    pack_int4,
+    pair_int4,
+    quantize_blocks,
+    quantize_columns,
+)
 
 Precision = StoredAs
 PRECISIONS: tuple[Precision, ...] = get_args(StoredAs)
@@ -33,10 +42,15 @@ class Storage:
             the summed axis, and undone by DequantizeLinear; so is ``fp8`` (float8_e4m3fn), with one scale a column.
         block_size: weights that share a scale; halved for a matrix it does not divide. None, for int8 only, gives each
             column one scale, as opset 20 knows no blocks; rows that are looked up are then stored in fp16.
+        rest: how matrices are that a quantized checkpoint has not quantized; None for ``kind``.
+        any_scales: whether zero points, and fp8 with scales of blocks, may be kept as a checkpoint has them: for CPUs
+            only, as TensorRT refuses both, and ONNX Runtime was not tried with them on GPUs.
     """
 
     kind: Precision
     block_size: int | None
+    rest: Precision | None = None
+    any_scales: bool = False
 
 
 _EXACT = Storage("fp32", None)
@@ -63,26 +77,65 @@ INLINE_BYTES = 1024
 _ALIGN = 4096
 _CHUNK_ELEMENTS = 4 << 20
 _SMALLEST_BLOCK = 16
+_LARGEST_KEPT_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Scales of the checkpoint that a matrix is stored with.
+
+    Attributes:
+        block: weights along the summed axis that share one; None where each column has one.
+        scale: ``[...,K/block,N]``, or ``[1,N]`` by columns.
+        zero: int8 like ``scale``, or None.
+    """
+
+    block: int | None
+    scale: _Matrix
+    zero: npt.NDArray[np.int8] | None
 
 
 @dataclass
 class WeightsReport:
-    """What was written: quantized matrices by name, and those left in fp32, with the reason."""
+    """What was written: quantized matrices by name, and those left in fp32, with the reason.
+
+    Attributes:
+        quantized: names in the graph.
+        left: names, and why.
+        kept: names in the checkpoint of matrices that kept its own integers and scales.
+        converted: those that were quantized there, and rounded again.
+        kept_block: weights that share a scale in what was kept, at most.
+        any_scales: whether one was kept with zero points, or in fp8 with blocks.
+    """
 
     quantized: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    converted: list[str] = field(default_factory=list)
+    kept_block: int | None = None
+    any_scales: bool = False
     _error: float = 0.0
     _energy: float = 0.0
+    _second_error: float = 0.0
+    _second_energy: float = 0.0
 
     @property
     def rms_error(self) -> float:
         """Root of the summed squared error over the root of the summed squared weights, of all quantized matrices."""
         return float(np.sqrt(self._error / self._energy)) if self._energy else 0.0
 
-    def add_error(self, original: _Matrix, restored: _Matrix) -> None:
-        """Adds one chunk to :attr:`rms_error`."""
-        self._error += float(np.square(original - restored, dtype=np.float64).sum())
-        self._energy += float(np.square(original, dtype=np.float64).sum())
+    @property
+    def converted_error(self) -> float:
+        """:attr:`rms_error` of the matrices that were rounded again."""
+        return float(np.sqrt(self._second_error / self._second_energy)) if self._second_energy else 0.0
+
+    def add_error(self, original: _Matrix, restored: _Matrix, *, again: bool = False) -> None:
+        """Adds one chunk to :attr:`rms_error`, and to :attr:`converted_error` if it was rounded ``again``."""
+        error = float(np.square(original - restored, dtype=np.float64).sum())
+        energy = float(np.square(original, dtype=np.float64).sum())
+        self._error, self._energy = self._error + error, self._energy + energy
+        if again:
+            self._second_error, self._second_energy = self._second_error + error, self._second_energy + energy
 
 
 class WeightsFile:
@@ -99,6 +152,7 @@ class WeightsFile:
         self._progress = progress or (lambda _: None)
         # By size and content: graphs of one model share what they have in common.
         self._places: dict[tuple[int, bytes], int] = {}
+        self._scales: Mapping[str, Scales | None] = {}
         self.report = WeightsReport()
 
     def __enter__(self) -> WeightsFile:
@@ -127,14 +181,23 @@ class WeightsFile:
             self._path.name, start, length, dtype, shape=ir.Shape(shape), name=name, base_dir=self._path.parent
         )
 
-    def externalize(self, graph: ir.Graph, stored: Storage, heads: Storage | None = None) -> None:
+    def externalize(
+        self,
+        graph: ir.Graph,
+        stored: Storage,
+        heads: Storage | None = None,
+        scales: Mapping[str, Scales | None] | None = None,
+    ) -> None:
         """Moves the weights of a graph, and of the graphs inside it, into the file.
 
         Args:
             graph: changed in place.
             stored: how matrices are that are multiplied or looked up; everything else (norms, biases) is in fp32.
             heads: how Medusa heads are; None for ``stored``.
+            scales: of matrices that the checkpoint has quantized, by name; None for those whose scales fit no blocks.
+                They are stored with these scales where they fit.
         """
+        self._scales = scales or {}
         for one in (graph, *graph.subgraphs()):
             routers = _routers(one)
             of_heads = set() if heads is None else needed_only_for(one, tensors.CANDIDATES)
@@ -147,6 +210,8 @@ class WeightsFile:
         if tensor is None or tensor.nbytes <= INLINE_BYTES:
             return
         array = tensor.numpy()
+        if storage.rest is not None and not self._quantized_before(value):
+            storage = Storage(storage.rest, storage.block_size)
         readers = {_role(node, index) for node, index in value.uses()}
         if storage.kind == "fp32" or array.dtype != np.float32 or "other" in readers:
             value.const_value = self.write(_name(value), tensor.dtype, array.shape, _row_chunks(array))
@@ -156,7 +221,7 @@ class WeightsFile:
                 value.replace_all_uses_with(restored)
                 del graph.initializers[_name(value)]
         else:
-            self._quantize(graph, value, array, storage.kind, storage.block_size)
+            self._quantize(graph, value, array, storage.kind, storage)
         self._progress(array.nbytes)
 
     def _half(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: _Half) -> ir.Value | None:
@@ -176,13 +241,12 @@ class WeightsFile:
         self.report.left[_name(value)] = why
         value.const_value = self.write(_name(value), ir.DataType.FLOAT, array.shape, _row_chunks(array))
 
-    def _quantize(
-        self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: _Quantized, block_size: int | None
-    ) -> None:
+    def _quantize(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: _Quantized, storage: Storage) -> None:
         """Stores a matrix once for each way it is read: ``[K,N]`` for multiplication, ``[V,H]`` for look-ups.
 
         A stack of experts, ``[E,K,N]``, is one that is looked up.
         """
+        block_size = storage.block_size
         by_column = kind == "fp8" or block_size is None
         readers = [(node, index, _role(node, index)) for node, index in value.uses()]
         half = None
@@ -197,8 +261,12 @@ class WeightsFile:
                 continue
             # A tied head reads Transpose(embedding): quantize the transposed matrix, so that blocks lie along K again.
             matrix, axis = (array.T, 0) if role == "tied" else (array, int(role in _GATHERED))
+            kept = self._kept(value, role, matrix.shape, storage)
             block = None if by_column else _block(matrix.shape[axis], block_size)
-            if block is None and not by_column:
+            if kept is not None:
+                block = kept.block
+                self.report.kept_block = max(self.report.kept_block or 0, block or 0) or None
+            elif block is None and not by_column:
                 self._leave(value, array, f"its {matrix.shape[axis]} inputs are not a multiple of {_SMALLEST_BLOCK}")
                 return
             # Rows are looked up as int8 whatever the precision: no backend gathers four-bit rows. Experts, most of a
@@ -208,12 +276,16 @@ class WeightsFile:
             name = f"{value.name}.{width}.{role}"
             if by_column or name in graph.initializers:
                 name = f"{name}.{len(graph.initializers)}"
-            numbers, scales = self._store(graph, name, matrix, axis, block, width)
+            again = kept is None and self._quantized_before(value)
+            (self.report.converted if again else self.report.kept).extend(
+                names_in(_name(value)) if again or kept is not None else []
+            )
+            numbers, scales, zeros = self._store(graph, name, matrix, axis, block, width, kept, again=again)
             if role in _GATHERED:
                 restored = _lookup(graph, node, numbers, scales, name, pairs=width == "int4")
             else:
                 blocks = {"axis": 1} if block is None else {"axis": 0, "block_size": block}
-                undone = op("DequantizeLinear", [numbers, scales], f"{name}.fp32", **blocks)
+                undone = op("DequantizeLinear", [numbers, scales, *zeros], f"{name}.fp32", **blocks)
                 graph.insert_before(node, undone)
                 restored = undone.outputs[0]
             if role == "matmul":
@@ -223,30 +295,97 @@ class WeightsFile:
             self.report.quantized.append(name)
         del graph.initializers[_name(value)]
 
+    def _quantized_before(self, value: ir.Value) -> bool:
+        """Whether the checkpoint has a matrix quantized; experts stacked while loading are if one of them is."""
+        names = names_in(_name(value))
+        stack = f"{names[0].rpartition('.')[0]}."
+        return all(name in self._scales for name in names) or (
+            stack.endswith(".experts.") and any(name.startswith(stack) for name in self._scales)
+        )
+
+    def _kept(self, value: ir.Value, role: str, shape: tuple[int, ...], storage: Storage) -> _Kept | None:
+        """The checkpoint's own scales of a matrix ``[...,K,N]``, if the numbers they give can be stored so."""
+        found = [self._scales.get(name) for name in names_in(_name(value))]
+        scales = [one for one in found if one is not None]
+        if role not in ("matmul", "experts") or len(scales) < len(found):
+            return None
+        # Pairs of experts' integers hold -7 to 7 only.
+        kinds = {"int4": {"int4"}, "int8": {"int4", "int8"}, "fp8": {"fp8"}}[storage.kind]
+        if not {one.kind for one in scales} <= kinds or (role, storage.kind) == ("experts", "int4"):
+            return None
+        by_column = all(one.group == shape[-2] for one in scales)
+        if storage.block_size is None or storage.kind == "fp8":
+            block = None
+            if not by_column:
+                if storage.kind != "fp8" or not storage.any_scales or storage.block_size is None:
+                    return None
+                block = min(one.group & -one.group for one in scales)
+        else:
+            block = min(_LARGEST_KEPT_BLOCK, *(one.group & -one.group for one in scales))
+        zeros = any(one.zero is not None for one in scales)
+        if (block is not None and block < _SMALLEST_BLOCK) or (role == "experts" and (zeros or block is None)):
+            return None
+
+        def joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+            each = [shape[-2] if block is None else block] * len(parts)
+            wide = [np.repeat(part, one.group // size, -2) for part, one, size in zip(parts, scales, each, strict=True)]
+            return np.concatenate(wide, axis=-1)
+
+        scale = joined([one.scale for one in scales])
+        zero = joined([_zero(one) for one in scales]) if zeros else None
+        if scale.shape[-1] != shape[-1] or (zeros and (not storage.any_scales or scale.size % 2)):
+            return None
+        self.report.any_scales |= zeros or (storage.kind == "fp8" and block is not None)
+        return _Kept(block, scale, zero)
+
     def _store(
-        self, graph: ir.Graph, name: str, matrix: _Matrix, axis: int, block: int | None, kind: _Quantized
-    ) -> tuple[ir.Value, ir.Value]:
-        """Writes the numbers, then the scales: one for ``block`` weights along ``axis``, or, without, one a column."""
+        self,
+        graph: ir.Graph,
+        name: str,
+        matrix: _Matrix,
+        axis: int,
+        block: int | None,
+        kind: _Quantized,
+        kept: _Kept | None,
+        *,
+        again: bool,
+    ) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
+        """Writes the numbers, then the scales, and zero points if there are some.
+
+        A scale is for ``block`` weights along ``axis``, or, without, for a column.
+        """
         scales: list[_Matrix] = []
-        if block is None:
+        if kept is not None:
+            scales.append(kept.scale if block is not None else kept.scale[0])
+        elif block is None:
             largest = np.max([np.abs(chunk).max(axis=0) for chunk in _row_chunks(matrix)], axis=0)
             scales.append(column_scales(largest, "fp8" if kind == "fp8" else "int8"))
 
         def numbers() -> _Chunks:
             # Chunks are whole blocks of rows, so that a block is never cut; only the scales are held meanwhile.
+            start = 0
             for chunk in _row_chunks(matrix, multiple=block if block is not None and axis == 0 else 1):
-                if block is None:
+                end = start + len(chunk)
+                if kept is not None:
+                    scale = _of_rows(kept.scale, start, end, axis, block)
+                    zero = None if kept.zero is None else _of_rows(kept.zero, start, end, axis, block)
+                    integers, restored = apply_scales(chunk, scale, zero, kind)
+                    self.report.add_error(chunk, restored)
+                    yield pack_int4(integers) if kind == "int4" else integers
+                elif block is None:
                     quantized, scale = quantize_columns(chunk, scales[0], "fp8" if kind == "fp8" else "int8"), scales[0]
-                    self.report.add_error(chunk, quantized.astype(np.float32) * scale)
+                    self.report.add_error(chunk, quantized.astype(np.float32) * scale, again=again)
                     yield quantized.view(np.uint8)
                 else:
                     integers, scale = quantize_blocks(chunk, axis, block, 127 if kind == "int8" else 7)
                     scales.append(scale)
-                    self.report.add_error(chunk, integers.astype(np.float32) * np.repeat(scale, block, axis=axis))
+                    restored = integers.astype(np.float32) * np.repeat(scale, block, axis=axis)
+                    self.report.add_error(chunk, restored, again=again)
                     if kind == "int4" and axis:
                         yield pair_int4(integers.reshape(len(chunk), *shape[1:]))
                     else:
                         yield integers if kind == "int8" else pack_int4(integers)
+                start = end
 
         dtype, shape, gathered = _DTYPES[kind], matrix.shape, block is not None and axis == 1
         if block is not None and gathered:
@@ -256,7 +395,11 @@ class WeightsFile:
         stored = self._initializer(graph, name, dtype, held, numbers())
         joined = np.concatenate(scales)
         joined = np.expand_dims(joined, 2) if gathered else joined
-        return stored, self._initializer(graph, f"{name}.scale", ir.DataType.FLOAT, joined.shape, iter([joined]))
+        scale = self._initializer(graph, f"{name}.scale", ir.DataType.FLOAT, joined.shape, iter([joined]))
+        if kept is None or kept.zero is None:
+            return stored, scale, []
+        zero = pack_int4(kept.zero) if kind == "int4" else kept.zero
+        return stored, scale, [self._initializer(graph, f"{name}.zero", dtype, kept.zero.shape, iter([zero]))]
 
     def _initializer(
         self, graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: _Chunks
@@ -264,6 +407,17 @@ class WeightsFile:
         value = ir.val(name, const_value=self.write(name, dtype, shape, chunks))
         graph.register_initializer(value)
         return value
+
+
+def _zero(scales: Scales) -> npt.NDArray[np.int8]:
+    return np.zeros(scales.scale.shape, np.int8) if scales.zero is None else scales.zero
+
+
+def _of_rows(array: npt.NDArray[_Scalar], start: int, end: int, axis: int, block: int | None) -> npt.NDArray[_Scalar]:
+    """Scales or zero points of some rows of a matrix, one for each of its weights along ``axis``."""
+    if block is None:
+        return array
+    return np.repeat(array[start // block : end // block] if axis == 0 else array[start:end], block, axis=axis)
 
 
 def _name(value: ir.Value) -> str:

@@ -11,7 +11,7 @@ import onnx_ir.passes.common as passes
 
 from specexport.checkpoints.checkpoint import Checkpoint
 from specexport.contract.errors import BuildError
-from specexport.contract.model import CacheLayer, GraphFiles, LoweredAs, Model, PrecisionInfo
+from specexport.contract.model import CacheLayer, GraphFiles, LoweredAs, Model, PrecisionInfo, QuantizedBefore
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter.sound import require_finite
 from specexport.exporter.weights import QUANTIZED, Storage, WeightsFile, WeightsReport
@@ -58,7 +58,7 @@ def write_models(
     reports = []
     with WeightsFile(folder / "weights.bin", advance) as weights:
         for part in parts:
-            weights.externalize(part.model.graph, stored, heads)
+            weights.externalize(part.model.graph, stored, heads, checkpoint.scales)
             reports.append(weights.report)
             weights.report = WeightsReport()
     progress(f"writing the {role}'s weights ({stored.kind})", total, total)
@@ -78,7 +78,7 @@ def write_models(
                 parameters=part.parameters,
                 vocab_size=checkpoint.vocab_size,
                 max_positions=checkpoint.max_positions,
-                precision=_precision_info(stored, report),
+                precision=_precision_info(stored, report, checkpoint),
                 cache=part.cache,
                 weights=f"{role}/weights.bin",
                 graph=GraphFiles(master=f"{role}/{part.name}.onnx", points=part.at),
@@ -87,13 +87,25 @@ def write_models(
     return made
 
 
-def _precision_info(stored: Storage, report: WeightsReport) -> PrecisionInfo:
+def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoint) -> PrecisionInfo:
     quantized = stored.kind in QUANTIZED
+    block = report.kept_block or (stored.block_size if stored.kind != "fp8" else None)
+    before = None
+    if checkpoint.scales:
+        before = QuantizedBefore(
+            format=checkpoint.quantized_in,
+            kept=len(report.kept),
+            converted=len(report.converted),
+            converted_rms_error=report.converted_error if report.converted else None,
+            rest=stored.rest,
+            only_cpu=report.any_scales,
+        )
     return PrecisionInfo(
         weights=stored.kind,
         compute="fp32",
         cache="fp32",
-        block_size=stored.block_size if quantized and stored.kind != "fp8" else None,
+        block_size=block if quantized else None,
         weight_rms_error=report.rms_error if quantized else None,
         not_quantized=report.left,
+        quantized_before=before,
     )

@@ -215,7 +215,8 @@ def test_building_takes_at_most_1_6_times_the_memory_of_the_fp32_weights(tmp_pat
     ],
 )
 def test_what_proposes_is_rounded_no_more_than_pays(tmp_path: Path, options: dict[str, Any], stored: Storage) -> None:
-    assert BuildOptions("target", tmp_path / "bundle", **options).proposing == stored
+    found = BuildOptions("target", tmp_path / "bundle", **options).proposing
+    assert (found.kind, found.block_size) == (stored.kind, stored.block_size)
 
 
 def test_heads_are_stored_as_what_proposes(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Generic
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from specexport import __version__
-from specexport.checkpoints.config import read_model_config, require_stored
+from specexport.checkpoints.config import load_causal_lm, read_model_config, require_stored
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.quiet import quiet
 from specexport.contract.errors import BuildError, TrainError
@@ -114,14 +114,7 @@ def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
             # torch's own attention would leave Gemma 2's soft cap out without a word.
             attention = "eager" if getattr(text, "attn_logit_softcapping", None) else "sdpa"
             dtype = place.frozen_dtype if frozen else torch.float32
-            model = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                attn_implementation=attention,
-                use_safetensors=True,
-                trust_remote_code=False,
-            )
+            model, *_ = load_causal_lm(path, config, dtype=dtype, attn_implementation=attention)
     except BuildError:
         raise
     except Exception as error:  # transformers raises whatever the model's code raises

@@ -65,6 +65,13 @@ def compile_graphs(folder: Path, manifest: Manifest, options: EngineOptions, rep
             f"{folder}: was built with --inputs-embeds, and engines read tokens alone; build it without to compile it"
         )
     check_batches(options.batch_sizes, manifest.batch_sizes)
+    for role, model in manifest.models.items():
+        before = model.precision.quantized_before
+        if before is not None and before.only_cpu:
+            raise BuildError(
+                f"{folder}: the {role}'s matrices keep zero points, or fp8 scales of blocks, of its {before.format} "
+                f"checkpoint, which are for CPUs only; build with --backend {options.runtime}, which rounds them again"
+            )
     if options.runtime not in COMPILERS:
         _check_bfloat16(manifest, options.compute)
     library = load_library(options.runtime) if options.runtime in COMPILERS else None

@@ -37,6 +37,13 @@ def joined_name(names: list[str]) -> str:
     return ".".join([*head, f"{{{differing}}}", *tail])
 
 
+def names_in(name: str) -> list[str]:
+    """The names of the matrices that one was joined of: undoes :func:`joined_name`."""
+    head, brace, rest = name.partition("{")
+    differing, _, tail = rest.partition("}")
+    return [f"{head}{part}{tail}" for part in differing.split(",")] if brace else [name]
+
+
 def _alike(columns: Iterable[tuple[str, ...]]) -> list[str]:
     """What all names have in common, up to where they begin to differ."""
     return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]

@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision",
         choices=_PRECISIONS,
-        default="fp32",
-        help="how matrices are stored; fp8 pays on GPUs of compute capability 8.9 or higher only",
+        help="how matrices are stored (default: fp32, or as a checkpoint has them that is quantized already); fp8 pays "
+        "on GPUs of compute capability 8.9 or higher only",
     )
     parser.add_argument(
         "--draft-precision",
@@ -109,7 +109,15 @@ def main(arguments: argparse.Namespace) -> int:
         module.build(options, progress, reports.append)
     for report in reports:
         Console().print(render(report))
-    Console().print(summary(arguments.output, read_manifest(arguments.output)))
+    manifest = read_manifest(arguments.output)
+    Console().print(summary(arguments.output, manifest))
+    for role, model in manifest.models.items():
+        before = model.precision.quantized_before
+        if before is not None and before.converted_rms_error is not None:
+            Console(stderr=True).print(
+                f"warning: {before.converted} of the {role}'s {before.format} matrices were rounded again, to "
+                f"{model.precision.weights}, as their scales do not fit: error {before.converted_rms_error:.2%}"
+            )
     return 0
 
 

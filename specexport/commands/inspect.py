@@ -153,6 +153,13 @@ def _precision(model: Model) -> str:
         text += (
             f", logits error {precision.logits_rms_error:.2%} (same choice at {precision.same_choice:.0%} of a sample)"
         )
+    before = precision.quantized_before
+    if before is not None:
+        rest = f", the rest {before.rest}" if before.rest is not None else ""
+        text += f"; of its {before.format} matrices {before.kept} kept as they are"
+        if before.converted and before.converted_rms_error is not None:
+            text += f", {before.converted} rounded again (error {before.converted_rms_error:.2%})"
+        text += rest
     if precision.not_quantized:
         text += f"; left in fp32: {len(precision.not_quantized)}"
     return text

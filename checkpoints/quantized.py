@@ -1,0 +1,399 @@
+"""Checkpoints whose matrices are quantized already: AWQ, GPTQ, compressed-tensors, FP8 with block scales, MXFP4.
+
+A matrix is read as the fp32 numbers that its integers stand for, together with the scales and zero points that give the
+same integers again, so that the exporter need not round a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from msgspec import Meta
+
+from specexport.checkpoints.stored import StoredTensor
+from specexport.contract.errors import BuildError
+
+QUANTIZATION = "quantization_config"
+Kind = Literal["int4", "int8", "fp8"]
+_Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+_SCALES = ("F32", "F16", "BF16")
+_INDICES = ("I32", "I64")
+_UNREAD = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
+"""How a step's activations and cache would be rounded, which transformers' own reading computes in floating point."""
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The column that each four bits of an AWQ word hold, from the lowest bits on."""
+_DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the magnitudes that the three lower bits of an MXFP4 number stand for."""
+
+
+@dataclass(frozen=True)
+class Scales:
+    """How a matrix ``[...,K,N]`` of a graph is made of integers: ``scale * (integer - zero)``.
+
+    Attributes:
+        kind: the fewest bits that hold its integers, with their sign; ``fp8`` for float8_e4m3fn numbers.
+        group: neighbouring rows that share their scales; K where each column has one.
+        scale: float32 ``[...,K/group,N]``; none is 0.
+        zero: int8 like ``scale``; None where all are 0.
+    """
+
+    kind: Kind
+    group: int
+    scale: npt.NDArray[np.float32]
+    zero: npt.NDArray[np.int8] | None = None
+
+
+@dataclass(frozen=True)
+class QuantizedTensor(StoredTensor):
+    """A quantized matrix, by the name and shape that it has in the model.
+
+    Attributes:
+        load: reads it in fp32, and what it is made of: None where rows that share a scale are not neighbours.
+    """
+
+    load: Callable[[], tuple[torch.Tensor, Scales | None]]
+
+
+class _Weights(msgspec.Struct):
+    num_bits: int | None = None
+
+
+class _Group(msgspec.Struct):
+    format: str | None = None
+    weights: _Weights | None = None
+
+
+class _Config(msgspec.Struct):
+    """What is read of ``quantization_config``; other keys are left alone."""
+
+    quant_method: str
+    bits: int | None = None
+    version: str | None = None
+    checkpoint_format: str | None = None
+    format: str | None = None
+    config_groups: dict[str, _Group] = {}
+    weight_block_size: tuple[_Size, _Size] | None = None
+
+
+def quantization(path: Path, document: dict[str, Any]) -> tuple[str, Kind] | None:
+    """The format that a checkpoint is quantized in, and the precision that holds its numbers as they are.
+
+    Args:
+        path: its ``config.json``, for messages.
+        document: what that holds.
+
+    Returns:
+        None where it is not quantized.
+
+    Raises:
+        BuildError: nothing here reads the format.
+    """
+    config = _config(path, document)
+    if config is None:
+        return None
+    method, bits = config.quant_method, config.bits or 4
+    if method == "awq" and bits == 4 and (config.version or "gemm").lower() == "gemm":
+        return "AWQ", "int4"
+    if method == "gptq" and bits in (2, 4, 8) and config.checkpoint_format in (None, "gptq", "gptq_v2"):
+        return "GPTQ", "int8" if bits == 8 else "int4"
+    if method == "compressed-tensors":
+        groups = config.config_groups.values()
+        layouts = {group.format or config.format for group in groups} or {config.format}
+        if layouts <= {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized"}:
+            wide = any(group.weights is not None and group.weights.num_bits == 8 for group in groups)
+            kind: Kind = "int4" if layouts == {"pack-quantized"} and not wide else "int8"
+            return method, "fp8" if layouts == {"float-quantized"} else kind
+        method = f"{method} in {', '.join(sorted(map(str, layouts)))}"
+    if method == "fp8":
+        return "FP8", "fp8"
+    if method == "mxfp4":
+        return "MXFP4", "int8"  # its fifteen values are whole numbers up to 12: too large for four bits
+    details = [
+        f"{name} {value}" for name, value in msgspec.structs.asdict(config).items() if isinstance(value, str | int)
+    ]
+    raise BuildError(
+        f"{path}: {QUANTIZATION}: {method[:80]!r} ({', '.join(details)[:200]}) is not read; expected AWQ (gemm), GPTQ "
+        "of 2, 4 or 8 bits, compressed-tensors of integers or FP8, FP8 with block scales, or MXFP4. Build from the "
+        "checkpoint that it was quantized from, with --precision"
+    )
+
+
+def _config(path: Path, document: dict[str, Any]) -> _Config | None:
+    try:
+        return msgspec.convert(document.get(QUANTIZATION), _Config | None)
+    except msgspec.ValidationError as error:
+        raise BuildError(f"{path}: {QUANTIZATION}: {error}") from error
+
+
+def dequantized(path: Path, document: dict[str, Any], tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
+    """The tensors of a quantized checkpoint as its model has them, from the headers of its files.
+
+    Args:
+        path: its ``config.json``.
+        document: what that holds.
+        tensors: of its files.
+
+    Raises:
+        BuildError: a part of a matrix is missing, or its shape or type does not fit the others; reading one raises it
+            for scales that are not finite, and for groups that are not there.
+    """
+    found, config = quantization(path, document), _config(path, document)
+    if found is None or config is None:
+        yield from tensors
+        return
+    held = {tensor.name: tensor for tensor in tensors}
+    used: set[str] = set()
+    for name in held:
+        stem, _, last = name.rpartition(".")
+        parts = _Parts(path.parent, f"{stem}.", f"{stem}.weight", held, used)
+        if last == "qweight":
+            yield _awq(parts) if found[0] == "AWQ" else _gptq(parts, config)
+        elif last == "weight_packed":
+            yield _packed(parts)
+        elif last == "weight" and held[name].dtype in ("F8_E4M3", "I8"):
+            yield _scaled(parts, config.weight_block_size)
+        elif last.endswith("_blocks") and found[0] == "MXFP4":
+            matrix = name.removesuffix("_blocks")
+            yield _mxfp4(_Parts(path.parent, f"{matrix}_", matrix, held, used))
+    yield from (tensor for name, tensor in held.items() if name not in used and name.rpartition(".")[2] not in _UNREAD)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The tensors that a quantized matrix consists of.
+
+    Attributes:
+        folder: of the checkpoint.
+        prefix: what their names begin with.
+        name: of the matrix in the model.
+        held: every tensor of the checkpoint.
+        used: the names of those that were taken.
+    """
+
+    folder: Path
+    prefix: str
+    name: str
+    held: dict[str, StoredTensor]
+    used: set[str]
+
+    def has(self, part: str) -> bool:
+        return f"{self.prefix}{part}" in self.held
+
+    def take(self, part: str, *types: str, rank: int | None = None) -> StoredTensor:
+        """A part that must be there, in one of these types of safetensors."""
+        tensor = self.held.get(f"{self.prefix}{part}")
+        if tensor is None:
+            raise BuildError(
+                f"{self.folder}: the weights lack {self.prefix + part!r}, a part of a quantized matrix; fetch the "
+                "checkpoint again"
+            )
+        if tensor.dtype not in types or (rank is not None and len(tensor.shape) != rank) or 0 in tensor.shape:
+            raise BuildError(
+                f"{self.folder}: tensor {tensor.name!r} is {tensor.dtype} {list(tensor.shape)}; expected "
+                f"{' or '.join(types)}{f' with {rank} dimensions' if rank is not None else ''}"
+            )
+        self.used.add(tensor.name)
+        return tensor
+
+    def need(self, holds: bool, tensor: StoredTensor, expected: object) -> None:
+        """Raises unless a part has the shape it should."""
+        if not holds:
+            raise BuildError(
+                f"{self.folder}: tensor {tensor.name!r} has shape {list(tensor.shape)}; expected {expected}, as the "
+                "other parts of its matrix have"
+            )
+
+    def optional(self, part: str, shape: tuple[int, ...], *types: str) -> StoredTensor | None:
+        """A part that may be there, of this shape."""
+        if not self.has(part):
+            return None
+        tensor = self.take(part, *types)
+        self.need(tensor.shape == shape, tensor, list(shape))
+        return tensor
+
+    def matrix(self, shape: tuple[int, ...], read: Callable[[], _Read]) -> QuantizedTensor:
+        """The matrix that numbers, scales and zero points make."""
+        return QuantizedTensor(self.name, shape, "F32", lambda: _load(read())[0], lambda: _load(read()))
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Numbers ``[...,K,N]``, their scales and zero points ``[...,G,N]``, and the group of each row, if not in order."""
+
+    kind: Kind
+    numbers: npt.NDArray[Any]
+    scale: npt.NDArray[np.float32]
+    zero: npt.NDArray[np.int8] | None = None
+    groups: npt.NDArray[np.int64] | None = None
+    turned: bool = True
+    """Whether the model holds the matrix as ``[...,N,K]``."""
+
+
+def _rows(read: _Read, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """One row of scales or zero points for each row of numbers."""
+    if read.groups is not None:
+        return array[..., read.groups, :]
+    return np.repeat(array, read.numbers.shape[-2] // array.shape[-2], axis=-2)
+
+
+def _load(read: _Read) -> tuple[torch.Tensor, Scales | None]:
+    restored = read.numbers.astype(np.float32)
+    if read.zero is not None:
+        restored -= _rows(read, read.zero)
+    restored *= _rows(read, read.scale)
+    matrix = torch.from_numpy(np.ascontiguousarray(restored.swapaxes(-1, -2) if read.turned else restored))
+    rows, groups = read.numbers.shape[-2], read.scale.shape[-2]
+    in_order = read.groups is None or (
+        rows % groups == 0 and np.array_equal(read.groups, np.arange(rows) // (rows // groups))
+    )
+    if not in_order:
+        return matrix, None
+    zero = read.zero if read.zero is not None and read.zero.any() else None
+    scale = np.where(read.scale == 0, np.float32(1), read.scale)  # then its weights are 0 at any scale
+    return matrix, Scales(read.kind, rows // groups, scale, zero)
+
+
+def _awq(parts: _Parts) -> QuantizedTensor:
+    """AWQ's GEMM layout: words of eight columns, in an order of their own (AutoAWQ)."""
+    words, zeros = parts.take("qweight", "I32", rank=2), parts.take("qzeros", "I32", rank=2)
+    scales = parts.take("scales", *_SCALES, rank=2)
+    (rows, wide), groups = words.shape, scales.shape[0]
+    columns = 8 * wide
+    parts.need(scales.shape[1] == columns and rows % groups == 0, scales, f"[groups of {rows} rows, {columns}]")
+    parts.need(zeros.shape == (groups, wide), zeros, [groups, wide])
+    order = np.argsort(_AWQ_COLUMNS)
+
+    def signed(tensor: StoredTensor) -> npt.NDArray[np.int8]:
+        words_of_eight = _unpack(tensor, 4, 1).reshape(tensor.shape[0], wide, 8)
+        return words_of_eight[:, :, order].reshape(tensor.shape[0], columns)
+
+    read = lambda: _Read("int4", signed(words), _finite(parts, scales), signed(zeros))  # noqa: E731
+    return parts.matrix((columns, rows), read)
+
+
+def _gptq(parts: _Parts, config: _Config) -> QuantizedTensor:
+    """GPTQ: words of neighbouring rows; zero points less one in the first version of the format (AutoGPTQ)."""
+    bits = config.bits or 4
+    each = 32 // bits
+    words, zeros = parts.take("qweight", "I32", rank=2), parts.take("qzeros", "I32", rank=2)
+    scales = parts.take("scales", *_SCALES, rank=2)
+    rows, columns, groups = each * words.shape[0], words.shape[1], scales.shape[0]
+    index = parts.optional("g_idx", (rows,), *_INDICES)
+    fits = groups <= rows if index is not None else rows % groups == 0
+    parts.need(scales.shape[1] == columns and fits, scales, f"[groups of {rows} rows, {columns}]")
+    parts.need(zeros.shape == (groups, -(-columns // each)), zeros, [groups, -(-columns // each)])
+    less, half = int(config.checkpoint_format != "gptq_v2"), 1 << (bits - 1)
+
+    def read() -> _Read:
+        unsigned = _unpack(zeros, bits, 1)[:, :columns].astype(np.int16) + half + less
+        zero = ((unsigned & (2 * half - 1)) - half).astype(np.int8)
+        numbers = _unpack(words, bits, 0)
+        kind: Kind = "int8" if bits == 8 else "int4"
+        return _Read(kind, numbers, _finite(parts, scales), zero, _groups(parts, index, groups))
+
+    return parts.matrix((columns, rows), read)
+
+
+def _packed(parts: _Parts) -> QuantizedTensor:
+    """compressed-tensors' ``pack-quantized``: words of neighbouring inputs, with half their range added."""
+    words, shape = parts.take("weight_packed", "I32", rank=2), parts.take("weight_shape", *_INDICES, rank=1)
+    scales = parts.take("weight_scale", *_SCALES, rank=2)
+    parts.need(shape.shape == (2,), shape, [2])
+    columns, rows = map(int, shape.read().tolist())
+    bits = next((bits for bits in (4, 8) if words.shape == (columns, -(-rows * bits // 32))), None)
+    if bits is None:
+        raise BuildError(
+            f"{parts.folder}: tensor {shape.name!r} says {[columns, rows]}, and {words.name!r} has shape "
+            f"{list(words.shape)}; expected one row for each output, of 4 or 8 bits for each input"
+        )
+    groups, high = scales.shape[1], -(-columns * bits // 32)
+    zeros = parts.optional("weight_zero_point", (high, groups), "I32")
+    index = parts.optional("weight_g_idx", (rows,), *_INDICES)
+    fits = groups <= rows if index is not None else rows % groups == 0
+    parts.need(scales.shape[0] == columns and fits, scales, f"[{columns}, groups of {rows} inputs]")
+
+    def read() -> _Read:
+        zero = None if zeros is None else _unpack(zeros, bits, 0)[:columns].T
+        kind: Kind = "int4" if bits == 4 else "int8"
+        numbers = _unpack(words, bits, 1)[:, :rows].T
+        return _Read(kind, numbers, _finite(parts, scales).T, zero, _groups(parts, index, groups))
+
+    return parts.matrix((columns, rows), read)
+
+
+def _scaled(parts: _Parts, block: tuple[int, int] | None) -> QuantizedTensor:
+    """Bytes with a scale for the matrix, each output, each group of inputs, or each block ``(outputs, inputs)``."""
+    weight = parts.take("weight", "F8_E4M3", "I8", rank=2)
+    scales = parts.take("weight_scale_inv" if parts.has("weight_scale_inv") else "weight_scale", *_SCALES)
+    columns, rows = weight.shape
+    tall, wide = (*scales.shape, 1, 1)[:2]
+    parts.need(len(scales.shape) <= 2 and tall <= columns and wide <= rows, scales, "one or two dimensions")
+    high, long = (columns, rows) if (tall, wide) == (1, 1) else block or (columns // tall, rows // wide)
+    parts.need((tall, wide) == (-(-columns // high), -(-rows // long)), scales, f"one a block of {[high, long]}")
+    zeros = parts.optional("weight_zero_point", scales.shape, "I8")
+    kind: Kind = "fp8" if weight.dtype == "F8_E4M3" else "int8"
+
+    def by_column(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        spread: npt.NDArray[Any] = np.repeat(array.reshape(tall, wide), high, axis=0)[:columns].T
+        return spread
+
+    def read() -> _Read:
+        numbers = weight.finite(parts.folder).numpy() if kind == "fp8" else weight.read().numpy()
+        zero = None if zeros is None else by_column(zeros.read().numpy())
+        groups = np.arange(rows) // long if rows % long else None
+        return _Read(kind, numbers.T, by_column(_finite(parts, scales)), zero, groups)
+
+    return parts.matrix((columns, rows), read)
+
+
+def _mxfp4(parts: _Parts) -> QuantizedTensor:
+    """MXFP4 experts, as gpt-oss has them: 32 inputs share a power of two (OCP Microscaling Formats, version 1.0)."""
+    blocks, scales = parts.take("blocks", "U8", rank=4), parts.take("scales", "U8", rank=3)
+    experts, columns, groups, held = blocks.shape
+    parts.need(held == 16, blocks, "blocks of 16 bytes")
+    parts.need(scales.shape == (experts, columns, groups), scales, [experts, columns, groups])
+
+    def read() -> _Read:
+        found, exponents = blocks.read().numpy(), scales.read().numpy()
+        if exponents.max() == 0xFF:
+            raise BuildError(f"{parts.folder}: tensor {scales.name!r} holds 255, which is no number in E8M0")
+        four = np.stack([found & 0xF, found >> 4], axis=-1).reshape(experts, columns, groups * 32)
+        doubled = np.array([*_DOUBLED_E2M1, *(-value for value in _DOUBLED_E2M1)], np.int8)[four]
+        scale = np.exp2(exponents.astype(np.float32) - np.float32(128))  # half, of numbers that are doubled
+        return _Read("int8", doubled.swapaxes(1, 2), scale.swapaxes(1, 2), turned=False)
+
+    return parts.matrix((experts, groups * 32, columns), read)
+
+
+def _finite(parts: _Parts, scales: StoredTensor) -> npt.NDArray[np.float32]:
+    array: npt.NDArray[np.float32] = scales.finite(parts.folder).numpy()
+    return array
+
+
+def _groups(parts: _Parts, index: StoredTensor | None, groups: int) -> npt.NDArray[np.int64] | None:
+    """The group of each row."""
+    if index is None:
+        return None
+    found = index.read().numpy().astype(np.int64)
+    if found.min() < 0 or found.max() >= groups:
+        wrong = int(found.min() if found.min() < 0 else found.max())
+        raise BuildError(f"{parts.folder}: tensor {index.name!r} holds {wrong}; expected 0 to {groups - 1}")
+    return found
+
+
+def _unpack(words: StoredTensor, bits: int, axis: int) -> npt.NDArray[np.int8]:
+    """The integers in words ``[R,C]``, lowest bits first, side by side along ``axis``, less half their range."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    stored = np.expand_dims(words.read().numpy().view(np.uint32), axis + 1)
+    parts = (stored >> np.expand_dims(shifts, 1 - axis)) & np.uint32((1 << bits) - 1)
+    shape = list(words.shape)
+    shape[axis] *= len(shifts)
+    unpacked: npt.NDArray[np.int8] = (parts.astype(np.int16) - (1 << (bits - 1))).astype(np.int8).reshape(shape)
+    return unpacked
