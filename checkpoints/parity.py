@@ -122,7 +122,8 @@ def _through_eager(
     """The same logits, each path of the tree as a text of its own."""
     start = torch.cat([prompt, chain], dim=1)
     logits = [model(start, use_cache=False).logits[0, _PROMPT - 1 :]]
-    for node in range(len(_TREE)):
-        path = torch.from_numpy(np.flatnonzero(_TREE.mask[node]))
-        logits.append(model(torch.cat([start, tree[:, path]], dim=1), use_cache=False).logits[0, -1:])
+    for depth in range(_TREE.depth + 1):  # nodes lie level by level, and paths of one length run together
+        paths = torch.from_numpy(np.array([np.flatnonzero(row) for row in _TREE.mask[_TREE.depths == depth]]))
+        texts = torch.cat([start.expand(len(paths), -1), tree[0][paths]], dim=1)
+        logits.append(model(texts, use_cache=False).logits[:, -1])
     return torch.cat(logits).float()
