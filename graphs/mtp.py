@@ -25,12 +25,13 @@ class MTPDraft(OwnStateModule):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        vocab, H = model.embed_tokens.weight.shape
+        vocab, H = map(int, model.embed_tokens.weight.shape)
         self.reads = self.hidden = H
         self.embed_tokens = model.embed_tokens
         self.target_norm, self.enorm, self.hnorm, self.norm = (copy.deepcopy(model.norm) for _ in range(4))
         self.fc = torch.nn.Linear(2 * H, H, bias=False)
         self.layers = torch.nn.ModuleList([model.layers[-1]])
+        module: Any
         for module in self.layers.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = 0  # which cache it writes

@@ -41,7 +41,7 @@ class StatesDraftExporter(ChainDraftExporter[S]):
 
     def source(self, method: S, target: str) -> str:
         """The folder or hub id that holds it."""
-        return str(method.model) if method.sources else target
+        return next((str(getattr(method, key)) for key in method.sources), target)
 
     @abstractmethod
     def read(self, source: str) -> Any:
