@@ -293,11 +293,23 @@ def test_build_inspect_and_verify(
 ) -> None:
     """In int8, from the command line; another layer is found out."""
     out, target = tmp_path / "bundle", made("qwen3_next")
-    words = ["build", "--target", str(target), "--mtp", "-o", str(out), "--precision", "int8"]
+    words = [
+        "build",
+        "--target",
+        str(target),
+        "--mtp",
+        "-o",
+        str(out),
+        "--precision",
+        "int8",
+        "--draft-precision",
+        "fp32",
+    ]
     assert main([*words, "--block-size", "16", "--max-seq-len", "128", "--max-batch-size", "2"]) == 0
     (method,) = read_manifest(out).methods
     assert isinstance(method, MTP)
     assert (method.states, method.hidden, method.draft_hidden, method.rows, method.candidates) == ((1,), H, H, 9, 64)
+    assert [model.precision.weights for model in read_manifest(out).models.values()] == ["int8", "fp32"]
     assert main(["inspect", str(out)]) == 0
     assert "mtp, states after 1 of the target's layers" in capsys.readouterr().out
     report = verify(out, prompts=("the words", "one by one"), max_tokens=6)

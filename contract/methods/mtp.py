@@ -13,3 +13,7 @@ class MTP(OwnStateDraft, frozen=True, kw_only=True, tag="mtp"):
 
     flags: ClassVar[tuple[Flag, ...]] = (Flag("--mtp", None, "draft with the target checkpoint's own MTP layer"),)
     role: ClassVar[str] = "mtp"
+
+    @property
+    def stores_weights(self) -> bool:
+        return True
