@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from specexport.checkpoints.medusa import load_medusa, read_outline, save_medusa
 from specexport.checkpoints.mlp_speculator import load_speculator, read_speculator, require_fit, save_speculator
@@ -352,6 +353,65 @@ def inflate_speculator(source: Path, out: Path, small: Path, large: Path, seed: 
                 written *= tiny
             parameter[: weight.shape[0], : weight.shape[1]] = weight * scale
     save_speculator(out, made, widths=outline.widths, accuracy=outline.accuracy, dtype=torch.float32)
+
+
+def inflate_states_draft(source: Path, out: Path, small: Path, large: Path, seed: int = 0) -> None:
+    """Enlarge an EAGLE-3 or DFlash draft along with its target, without changing what it proposes.
+
+    It grows as much as the target's hidden state, and keeps its number of layers. It sees the states after the layers
+    of the large target that do what those of the small one did.
+
+    Args:
+        source: folder of the small target's draft, as ``SafeAILab/EAGLE`` or ``z-lab`` publish them.
+        out: folder to write.
+        small: the small target.
+        large: the same, enlarged.
+        seed: of the new weights.
+    """
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    old, new, own = Shape.of(read_config(small)), Shape.of(read_config(large)), Shape.of(config)
+    if own.hidden != old.hidden:
+        raise ValueError(f"{source}: its states are {own.hidden} wide; expected {old.hidden}, as the target's")
+    by = new.hidden // old.hidden
+    grown = replace(own, hidden=new.hidden, heads=by * own.heads, kv_heads=by * own.kv_heads, ffn=by * own.ffn)
+    tiny = TINY * float(Source(small)("model.embed_tokens.weight").std())
+    tables = ("embed_tokens", "lm_head")
+    narrow, wide = own.layer_tensors(), grown.layer_tensors()
+    made = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        weight, kind = tensor.float(), name.rpartition(".")[0].rpartition(".")[2]
+        if not tensor.is_floating_point() or kind in ("q_norm", "k_norm"):
+            made[name] = tensor
+            continue
+        if weight.ndim == 1:
+            made[name] = torch.ones(grown.hidden)
+            made[name][: len(weight)] = weight
+            made[name] *= (own.hidden / grown.hidden) ** 0.5
+            continue
+        key = next((one for one in narrow if one.endswith(f".{kind}.weight")), None)
+        each, (rows, reads) = (own.hidden, (grown.hidden,) * 2) if key is None else (narrow[key][1], wide[key])
+        rows = len(weight) if kind in tables else rows
+        # It may read several states side by side: of each the new part is next to nothing.
+        blocks = weight.shape[1] // each
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        writes = kind in ("fc", "o_proj", "down_proj", *tables)
+        parts = torch.randn(rows, blocks, reads, generator=generator).mul_(tiny if writes else float(weight.std()))
+        parts[: len(weight), :, :each] = weight.reshape(len(weight), blocks, each)
+        made[name] = parts.reshape(rows, -1)
+    places = {layer: place for place, layer in real_layers(old.layers, new.layers).items()}
+    after = {0: 0} | {layer + 1: place + 1 for layer, place in places.items()}
+    config |= grown.as_config() | {"rms_norm_eps": config["rms_norm_eps"] * own.hidden / grown.hidden}
+    counted = "eagle_aux_hidden_state_layer_ids"
+    if counted in config:
+        config[counted] = [after[count] for count in config[counted]]
+        config.pop("eagle_config", None)  # says the same
+    else:
+        drafting = config["dflash_config"]
+        drafting["target_layer_ids"] = [after[layer + 1] - 1 for layer in drafting["target_layer_ids"]]
+        config["num_target_layers"] = new.layers
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(made, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_holds(small: Shape, large: Shape) -> None:

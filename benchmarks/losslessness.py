@@ -88,6 +88,8 @@ WAYS = {
     "hypothesis, chain": Way("texts", "hypothesis", 3, (5, 8, 5)),
     "eagle3, chain": Way("eagle3", "eagle3", 3),
     "eagle3, tree": Way("eagle3-tree", "eagle3", 8),
+    "mtp, chain": Way("mtp", "mtp", 3),
+    "mtp, tree": Way("mtp-tree", "mtp", 8),
     "dflash, chain": Way("dflash", "dflash", 3),
     "dflash, tree": Way("dflash-tree", "dflash", 10),
 }

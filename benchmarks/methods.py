@@ -18,7 +18,8 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import common
-from benchmarks.pair import built, inflated_heads, inflated_pair, inflated_speculator
+from benchmarks.inflate import inflate_speculator, inflate_states_draft
+from benchmarks.pair import built, inflated_draft, inflated_heads, inflated_pair
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter.retree import set_default_tree
@@ -138,7 +139,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _bundles(args: argparse.Namespace) -> dict[str, Path]:
-    """A bundle each: with a draft, with heads on the target, with heads on the draft, with an MLP speculator."""
+    """A bundle each: of a draft, of heads on the target and on the draft, of a speculator, of EAGLE-3 and DFlash."""
     target, draft = inflated_pair(args.models, args.work)
     heads = inflated_heads(args.models, "demo-medusa", target, args.work)
     common: dict[str, Any] = {"precision": args.precision, "max_seq_len": 512}
@@ -162,10 +163,14 @@ def _bundles(args: argparse.Namespace) -> dict[str, Path]:
             num_speculative_tokens=SIZES,
         )
     if args.speculator is not None:
-        stages = inflated_speculator(args.speculator, args.models, target, args.work)
+        stages = inflated_draft(args.speculator, args.models, target, args.work, inflate_speculator)
         found["mlp_speculator"] = bundle(
             stages.name, method="mlp_speculator", model=str(stages), num_speculative_tokens=SIZES
         )
+    for method, trees in (("eagle3", (*chains, *SPINES)), ("dflash", tuple(tree for tree in chains if tree.depth < 8))):
+        if (args.models / f"demo-{method}").is_dir():
+            own = inflated_draft(args.models / f"demo-{method}", args.models, target, args.work, inflate_states_draft)
+            found[method] = bundle(own.name, method=method, model=str(own), trees=trees)
     return found
 
 
@@ -210,7 +215,7 @@ def _row(way: Way, done: list[Completion], ways: list[Way], runs: list[list[Comp
         if other.method is None and other.params.greedy == way.params.greedy
     )
     kind = "plain" if way.method is None else way.method
-    if way.method == "draft_model":
+    if way.method in ("draft_model", "eagle3"):
         kind += ", chain" if way.tree.is_chain else ", tree"
     return Row(
         kind,

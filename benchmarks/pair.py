@@ -6,11 +6,11 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, WIDTH_PER_LAYER, inflate, inflate_heads, inflate_speculator
+from benchmarks.inflate import DRAFT_WIDTH_PER_LAYER, WIDTH_PER_LAYER, inflate, inflate_heads
 from specexport.building import progress_bars
 from specexport.contract.errors import BundleError
 from specexport.contract.reading import read_manifest
@@ -22,6 +22,7 @@ MAX_POSITIONS = 8192
 """Declared positions of the inflated models: rotary positions have no table, so a long context may be declared."""
 
 
+Inflate = Callable[[Path, Path, Path, Path], None]
 Sizes = Mapping[str, tuple[float, int]]
 """Of the enlarged models, by the name of the small one: parameters, and width per layer."""
 SIZES: Sizes = {
@@ -82,19 +83,20 @@ def inflated_heads(models: Path, name: str, large: Path, work: Path) -> Path:
     return out
 
 
-def inflated_speculator(source: Path, models: Path, large: Path, work: Path) -> Path:
-    """An MLP speculator of the demo target, enlarged with it.
+def inflated_draft(source: Path, models: Path, large: Path, work: Path, inflate: Inflate) -> Path:
+    """What drafts for the demo target, enlarged with it.
 
     Args:
         source: its folder.
         models: holds ``demo-target``.
         large: that, enlarged.
         work: where it is kept.
+        inflate: of ``benchmarks.inflate``, for an MLP speculator or an EAGLE-3 or DFlash draft.
     """
     digest = hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()[:12]
     out = work / f"{source.name}-{large.name.partition('-w')[0].rpartition('-')[2]}-{digest}"
     if not (out / "config.json").exists():
-        inflate_speculator(source, out, models / "demo-target", large)
+        inflate(source, out, models / "demo-target", large)
     return out
 
 

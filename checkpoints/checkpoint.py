@@ -25,7 +25,7 @@ from specexport.checkpoints.locate import locate
 from specexport.checkpoints.quantized import Scales
 from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
-from specexport.graphs.attention import ATTENTION_NAME, AttentionCall, PassThroughCache, lowering, sample_masks
+from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, Probe, lowering, sample_masks
 from specexport.graphs.experts import EXPERTS_NAME
 from specexport.graphs.rotary import freeze_frequencies
 
@@ -144,21 +144,9 @@ def plain_transformers(model: Any) -> Iterator[None]:
             model.set_experts_implementation(EXPERTS_NAME)
 
 
-class _Probe:
-    """A lowering that only writes down the shapes of each layer's keys and values."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, CacheLayer] = {}
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        sizes = CacheLayer(heads=call.key.shape[1], key_size=call.key.shape[3], value_size=call.value.shape[3])
-        self.seen[call.layer] = sizes
-        return call.query.new_zeros((*call.query.shape[:3], sizes.value_size))
-
-
 def _probe(model: Any, family: str, max_positions: int) -> tuple[CacheLayer, ...]:
     """Runs two tokens to learn each layer's cache shape: works for every family, whatever its config calls things."""
-    probe = _Probe()
+    probe = Probe()
     layers = int(model.config.get_text_config().num_hidden_layers)
     ids = torch.zeros(1, 2, dtype=torch.int64)
     try:

@@ -107,7 +107,7 @@ def require_stored(folder: Path, config: Any) -> None:
         BuildError: a file is missing, malformed or outside the folder, or the model would have layers, tensors or
             shapes that the weights do not have; names the file, and the field or the tensor.
     """
-    stored = {tensor.name: tensor for tensor in _tensors(folder)}
+    stored = {tensor.name: tensor for tensor in checkpoint_tensors(folder)}
     path = folder / CONFIG
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     numbered = [int(match[1]) for name in stored if (match := re.search(r"\.(\d+)\.", f".{name}"))]
@@ -144,7 +144,7 @@ def stored_table(folder: Path, *, head: bool) -> StoredTensor:
     table = (model.get_output_embeddings() if head else model.get_input_embeddings()).weight
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table]
     names += [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
-    found = next((tensor for tensor in _tensors(folder) if tensor.name in names), None)
+    found = next((tensor for tensor in checkpoint_tensors(folder) if tensor.name in names), None)
     if found is None:
         raise BuildError(f"{folder}: the weights lack {names[0]!r}; expected the files that save_pretrained writes")
     return found
@@ -183,7 +183,7 @@ def load_causal_lm(folder: Path, config: Any, **how: Any) -> tuple[Any, dict[str
             return model, loaded, {}
         scales: dict[str, Scales | None] = {}
         held: dict[str, torch.Tensor] = {}
-        for tensor in _tensors(folder):
+        for tensor in checkpoint_tensors(folder):
             if isinstance(tensor, QuantizedTensor):
                 held[tensor.name], scales[tensor.name] = tensor.load()
             else:
@@ -196,7 +196,7 @@ def load_causal_lm(folder: Path, config: Any, **how: Any) -> tuple[Any, dict[str
         return model, loaded, scales
 
 
-def _tensors(folder: Path) -> Iterator[StoredTensor]:
+def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
     """The tensors of the files that transformers reads, quantized matrices as those they stand for."""
     path = folder / CONFIG
     return dequantized(path, _document(path, _MAX_BYTES), _files(folder))

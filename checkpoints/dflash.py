@@ -34,6 +34,7 @@ from specexport.checkpoints.drafts import (
     parts_of,
     require_parts,
     require_target,
+    shapes_of,
 )
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.stored import CONFIG, read_config
@@ -226,7 +227,7 @@ def require_fit(outline: DFlashOutline, *, hidden: int, vocab: int, layers: int)
     with torch.device("meta"):
         draft = outline.make(layers)
     shared = {EMBEDDING, HEAD} if outline.layer.hidden_size == hidden else set()
-    require_parts(outline, parts_of(outline), draft, shared, _WHAT)
+    require_parts(outline, parts_of(outline), shapes_of(draft), shared, _WHAT)
 
 
 def load_dflash(outline: DFlashOutline, target: Path, layers: int, positions: int) -> DFlashDraft:

@@ -1,4 +1,4 @@
-"""What the checkpoints of EAGLE-3 and of DFlash drafts have in common.
+"""What the checkpoints of EAGLE-3 and of DFlash drafts, and of MTP layers, have in common.
 
 A folder holds ``config.json``, which describes decoder layers, and safetensors. A draft that proposes only some of the
 target's tokens has ``d2t``, of each how far its number there is above its own, and ``t2d``, which of the target's they
@@ -81,6 +81,12 @@ class DraftOutline:
     draft_vocab: int
     target_hidden: int
 
+    def cache(self, draft: Any) -> tuple[CacheLayer, ...]:
+        """Heads and sizes of the keys and values of each of a draft's layers."""
+        size = self.layer.head_dim
+        row = CacheLayer(heads=self.layer.num_key_value_heads, key_size=size, value_size=size)
+        return (row,) * int(self.layer.num_hidden_layers)
+
 
 def layer_config(path: Path, layer: Layer, kinds: AbstractSet[str] = CONFIGS.keys(), made: str | None = None) -> Any:
     """The configuration of layers as transformers has it.
@@ -155,10 +161,15 @@ def parts_of(outline: DraftOutline, same: Mapping[str, str] = {}) -> dict[str, S
     return found
 
 
+def shapes_of(draft: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of a draft's tensors by name; it may lie on torch's meta device."""
+    return {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
+
+
 def require_parts(
     outline: DraftOutline,
     stored: Mapping[str, StoredTensor],
-    draft: torch.nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
     shared: AbstractSet[str],
     what: str,
     *,
@@ -169,7 +180,7 @@ def require_parts(
     Args:
         outline: of the draft.
         stored: its tensors.
-        draft: its modules, which may lie on torch's meta device.
+        shapes: of the tensors of its modules; see :func:`shapes_of`.
         shared: what may be left out, as the target has it.
         what: it is, and names of some tensors, in words.
         same: see :func:`parts_of`.
@@ -177,7 +188,6 @@ def require_parts(
     Raises:
         BuildError: a tensor is missing, of another shape or type or none of a draft's; names it.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
     maps = {D2T: (outline.draft_vocab,), T2D: (outline.vocab,)}
     for name, tensor in stored.items():
         if name not in shapes and name not in maps:
@@ -251,7 +261,7 @@ def fill(
         rows = state[EMBEDDING] if tied else _table(target, outline, head=True)
         state[HEAD] = rows if ids is None else rows[ids]
     draft.load_state_dict(state, assign=True)
-    draft.rotary_emb = LlamaRotaryEmbedding(outline.layer)  # computed, not stored: on meta it has no numbers
+    draft.rotary_emb = type(draft.rotary_emb)(outline.layer)  # computed, not stored: on meta it has no numbers
     draft.target_ids = ids
     freeze_frequencies(draft, positions)
     draft.eval().requires_grad_(False)
@@ -275,14 +285,12 @@ def as_checkpoint(
 
     ``source`` is what the user named.
     """
-    config = outline.layer
-    row = CacheLayer(heads=config.num_key_value_heads, key_size=config.head_dim, value_size=config.head_dim)
     return Checkpoint(
         source=source,
         path=outline.path,
         family=family,
         model=draft,
-        cache=(row,) * config.num_hidden_layers,
+        cache=outline.cache(draft),
         vocab_size=outline.draft_vocab,
         input_vocab=outline.vocab,
         max_positions=positions,

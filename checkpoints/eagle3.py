@@ -33,6 +33,7 @@ from specexport.checkpoints.drafts import (
     parts_of,
     require_parts,
     require_target,
+    shapes_of,
 )
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.stored import CONFIG, read_config
@@ -170,7 +171,7 @@ def require_fit(outline: Eagle3Outline, *, hidden: int, vocab: int, layers: int)
         draft = outline.make(layers)
     shared = {EMBEDDING, HEAD} if outline.layer.hidden_size == hidden else set()
     shared |= {HEAD} if outline.tied else set()
-    require_parts(outline, parts_of(outline, _NAMES), draft, shared, _WHAT, same=_NAMES)
+    require_parts(outline, parts_of(outline, _NAMES), shapes_of(draft), shared, _WHAT, same=_NAMES)
 
 
 def load_eagle3(outline: Eagle3Outline, target: Path, layers: int, positions: int) -> Eagle3Draft:

@@ -43,7 +43,7 @@ def target_stage(folder: Path, options: BuildOptions, tokenizer: TokenizerFiles,
     progress("loading the target", 0, 1)
     target = load_checkpoint(options.target)
     progress("loading the target", 1, 1)
-    outline = TargetOutline(target.vocab_size, target.parameters, len(target.cache))
+    outline = TargetOutline(target.vocab_size, target.parameters, len(target.cache), target.path)
     heads = [exporter_of(method).heads(method, target) for method in options.methods]
     methods = tuple(exporter_of(method).plan(method, outline) for method in options.methods)
     plan = BuildPlan.of(methods, options, _max_seq_len(options, target))

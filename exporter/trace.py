@@ -22,12 +22,12 @@ from specexport.exporter.passes.names import name_weights
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
 from specexport.graphs.accept import AcceptModule, GreedyModule, TypicalModule
 from specexport.graphs.dflash import DFlashDraft, DFlashModule
-from specexport.graphs.eagle3 import Eagle3Draft, Eagle3Pass, Eagle3Start
 from specexport.graphs.mlp_speculator import SpeculatorModule, SpeculatorStages
 from specexport.graphs.ops import translations
 from specexport.graphs.program import CommitModule, FillModule, StagesFillModule
 from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
+from specexport.graphs.states import OwnStateModule, OwnStatePass, OwnStateStart
 from specexport.graphs.step import StepModule
 
 PROGRAM_OPSET = 18
@@ -84,20 +84,22 @@ def trace_draft_pass(draft: DraftPass, shapes: Sequence[CacheLayer], lowering: L
     return _trace(draft.model, draft, inputs, outputs, lowering)
 
 
-def trace_eagle3(draft: Eagle3Draft, shapes: Sequence[CacheLayer], lowering: LoweredAs) -> tuple[ir.Model, ir.Model]:
-    """What the first pass of an EAGLE-3 draft is handed, and one pass, to be put into a loop.
+def trace_own_state(
+    draft: OwnStateModule, shapes: Sequence[CacheLayer], lowering: LoweredAs
+) -> tuple[ir.Model, ir.Model]:
+    """What the first pass of a draft is handed, and one pass, to be put into a loop.
 
-    See :class:`~specexport.graphs.eagle3.Eagle3Pass`.
+    See :class:`~specexport.graphs.states.OwnStatePass`.
     """
     b, t, r = (torch.export.Dim(name) for name in "BTR")
-    wide, H = draft.shape.states * draft.shape.target_hidden, draft.fc.out_features
+    H = draft.hidden
     names, attention = row_names(len(shapes)), draft.layers[0].get_submodule("self_attn")
     states: _Inputs = {
-        tensors.LAYER_STATES: (torch.ones(_B, _T, wide), {0: b, 1: t}),
+        tensors.LAYER_STATES: (torch.ones(_B, _T, draft.reads), {0: b, 1: t}),
         tensors.OWN_STATE: (torch.ones(_B, H), {0: b}),
         tensors.READS_OWN: (torch.zeros(_B, dtype=torch.bool), {0: b}),
     }
-    first = _trace(attention, Eagle3Start(draft), states, ["hidden", "real"], lowering)
+    first = _trace(attention, OwnStateStart(draft), states, ["hidden", "real"], lowering)
     inputs: _Inputs = {
         tensors.INPUT_IDS: (torch.ones(_B, _T, dtype=torch.int64), {0: b, 1: t}),
         tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
@@ -110,7 +112,7 @@ def trace_eagle3(draft: Eagle3Draft, shapes: Sequence[CacheLayer], lowering: Low
         **_caches(names, shapes, _DONE, b, "R"),
     }
     outputs = [*tensors.DRAFTED, "hidden.next", "real.next", *(f"{name}.grown" for name in names)]
-    return first, _trace(attention, Eagle3Pass(draft), inputs, outputs, lowering)
+    return first, _trace(attention, OwnStatePass(draft), inputs, outputs, lowering)
 
 
 def trace_dflash(draft: DFlashDraft, shapes: Sequence[CacheLayer], lowering: LoweredAs) -> ir.Model:

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from specexport.contract.errors import BuildError
-from specexport.contract.model import LoweredAs
+from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.graphs.ops import tensor_scatter
 
 ATTENTION_NAME = "specexport"
@@ -76,6 +76,18 @@ class Lowering(Protocol):
 
 
 _active: Lowering | None = None
+
+
+class Probe:
+    """A lowering that only writes down the shapes of each layer's keys and values."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, CacheLayer] = {}
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        sizes = CacheLayer(heads=call.key.shape[1], key_size=call.key.shape[3], value_size=call.value.shape[3])
+        self.seen[call.layer] = sizes
+        return call.query.new_zeros((*call.query.shape[:3], sizes.value_size))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
@@ -354,6 +354,42 @@ def _vocabulary(vocab: int, kept: int) -> dict[str, torch.Tensor]:
     ids = torch.cat([torch.arange(0, vocab, 2), torch.arange(1, vocab, 2)])[:kept].sort().values
     known = torch.zeros(vocab, dtype=torch.bool).scatter_(0, ids, torch.ones(kept, dtype=torch.bool))
     return {"d2t": ids - torch.arange(kept), "t2d": known}
+
+
+def make_mtp(folder: Path, family: str, *, published: Literal["deepseek", "qwen"] = "deepseek", **config: Any) -> Path:
+    """Writes a random model whose checkpoint holds an MTP layer, under the names of who publishes such.
+
+    The layer is one more of the family's own, of which the configuration says nothing.
+
+    Args:
+        folder: made.
+        family: of the model; see :func:`make_model`.
+        published: whose names.
+        config: see :func:`make_model`; ``num_hidden_layers`` are those without it.
+    """
+    layers = config["num_hidden_layers"]
+    kinds = {name: value for name, value in config.items() if name.endswith("layer_types")}
+    more = {name: [*value, value[-1]] for name, value in kinds.items()}
+    make_checkpoint(folder, family, **{**config, **more, "num_hidden_layers": layers + 1})
+    path = folder / "config.json"
+    said = json.loads(path.read_text(encoding="utf-8"))
+    said |= {"num_hidden_layers": layers, **kinds, "num_nextn_predict_layers": 1}
+    path.write_text(json.dumps(said), encoding="utf-8")
+    behind, H = f"model.layers.{layers}.", said["hidden_size"]
+    generator = torch.Generator().manual_seed(11)
+    norms = [1 + 0.1 * torch.randn(H, generator=generator) for _ in range(3)]
+    joined = 2 * torch.randn(H, 2 * H, generator=generator) / (2 * H) ** 0.5
+    stored = load_file(folder / "model.safetensors")
+    if published == "qwen":
+        stored = {name.replace(behind, "mtp.layers.0."): tensor for name, tensor in stored.items()}
+        names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.fc")
+    else:
+        names = (f"{behind}enorm", f"{behind}hnorm", f"{behind}shared_head.norm", f"{behind}eh_proj")
+        stored[f"{behind}embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+        stored[f"{behind}shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    stored |= {f"{name}.weight": tensor for name, tensor in zip(names, (*norms, joined), strict=True)}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def make_eagle3(

@@ -48,6 +48,7 @@ from tests.checkpoints import (
     make_dflash,
     make_eagle3,
     make_heads,
+    make_mtp,
     make_speculator,
     tokenizer,
 )
@@ -66,6 +67,16 @@ DICE: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
+}
+DICE_EXPERTS: dict[str, Any] = {
+    **DICE,
+    "head_dim": 8,
+    "first_k_dense_replace": 0,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
 }
 
 
@@ -89,6 +100,7 @@ class Recipe:
         speculator: whether it has an MLP speculator.
         eagle3: whether it has an EAGLE-3 draft.
         dflash: whether it has a DFlash draft.
+        mtp: whether its checkpoint holds an MTP layer, which drafts.
         batch: most requests that run at once.
         embeds: whether prompts may hold embeddings.
     """
@@ -107,6 +119,7 @@ class Recipe:
     speculator: bool = False
     eagle3: bool = False
     dflash: bool = False
+    mtp: bool = False
     batch: int = 1
     embeds: bool = False
 
@@ -150,6 +163,7 @@ RECIPES = {
     "dice-mlp": Recipe("llama", None, config=DICE, trees=(_BUSHY,), speculator=True),
     "dice-eagle3": Recipe("llama", None, config=DICE, trees=(_SPINE, _SMALL_SPINE), eagle3=True),
     "dice-dflash": Recipe("llama", None, config=DICE, trees=(_BUSHY, _SMALL), dflash=True),
+    "dice-mtp": Recipe("glm4_moe", None, config=DICE_EXPERTS, trees=(_SPINE, _SMALL_SPINE), mtp=True),
     "dice-ngram": Recipe("llama", None, (1, 3), 5, DICE, lookups=("ngram",)),
     "dice-suffix": Recipe("llama", None, (1, 3), 5, DICE, lookups=("suffix",)),
     "dice-hypothesis": Recipe("llama", None, (1, 3), 5, DICE, lookups=("hypothesis",)),
@@ -166,6 +180,7 @@ BATCHED = (
     "dice-mlp",
     "dice-eagle3",
     "dice-dflash",
+    "dice-mtp",
 )
 RECIPES |= {f"{name}-batch": dataclasses.replace(RECIPES[name], batch=8) for name in BATCHED}
 """With eight slots."""
@@ -200,6 +215,8 @@ LOSSLESSNESS = {
     "mlp-tree": Recipe("llama", None, config=DICE, trees=_ANY, speculator=True),
     "eagle3": Recipe("llama", None, config=DICE, trees=_HEAD_CHAINS, eagle3=True),
     "eagle3-tree": Recipe("llama", None, config=DICE, trees=_SPINES, eagle3=True),
+    "mtp": Recipe("glm4_moe", None, config=DICE_EXPERTS, trees=_HEAD_CHAINS, mtp=True),
+    "mtp-tree": Recipe("glm4_moe", None, config=DICE_EXPERTS, trees=_SPINES, mtp=True),
     "dflash": Recipe("llama", None, config=DICE, trees=_HEAD_CHAINS, dflash=True),
     "dflash-tree": Recipe("llama", None, config=DICE, trees=_ANY, dflash=True),
     "texts": Recipe("llama", None, _CHAINS[1:], _CHAINS[0], DICE, lookups=("ngram", "suffix", "hypothesis")),
@@ -253,6 +270,7 @@ def _options(name: str, root: Path, recipe: Recipe) -> BuildOptions:
             mlp_speculator=mlp_speculator,
             eagle3=eagle3,
             dflash=dflash,
+            mtp=recipe.mtp,
             lookups=recipe.lookups,
             prompt_lookup_min=1 if recipe.config else 2,
             lookahead=recipe.lookahead,
@@ -272,6 +290,8 @@ def _target(recipe: Recipe, root: Path) -> Path:
     calm = calm and not recipe.embeds
     kind = "-dice" if recipe.config else "-calm" if calm else ""
     folder = root / "checkpoints" / f"{recipe.family}{kind}{'-deep' if recipe.config and recipe.self_draft else ''}"
+    if recipe.mtp:  # few tokens: a random layer is right often enough
+        return folder if folder.exists() else make_mtp(folder, recipe.family, **recipe.config)
     return folder if folder.exists() else make_checkpoint(folder, recipe.family, calm=calm, **recipe.config)
 
 

@@ -150,7 +150,7 @@ def test_the_graph_drafts_what_the_formulas_say(
     require_fit(outline, hidden=H, vocab=VOCAB, layers=LAYERS)
     draft = load_eagle3(outline, target, LAYERS, 512)
     cache = as_checkpoint(outline, "eagle3", "here", draft, 512).cache
-    start, one_pass = trace.trace_eagle3(draft, cache, lowering)
+    start, one_pass = trace.trace_own_state(draft, cache, lowering)
     ir.save(propose_graph(one_pass, cache, lowering, start), tmp_path / "propose.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "propose.onnx")
     method = Eagle3(model="here", states=(0, 1, 2), hidden=H, draft_hidden=H, candidates=64)

@@ -19,12 +19,16 @@ from benchmarks.inflate import (
     compare,
     inflate,
     inflate_speculator,
+    inflate_states_draft,
     main,
     real_layers,
 )
+from specexport.checkpoints.drafts import as_checkpoint
 from specexport.checkpoints.reference import reference_states
+from specexport.contract.methods import method_type, part
 from specexport.exporter.methods.mlp_speculator import ReferenceSpeculator
-from tests.checkpoints import make_speculator
+from specexport.graphs.layers import noted_states
+from tests.checkpoints import make_dflash, make_eagle3, make_speculator
 
 pytestmark = pytest.mark.exporter
 
@@ -98,6 +102,30 @@ def test_an_inflated_speculator_says_the_same(source: Path, tmp_path: Path, tied
         said.append(ReferenceSpeculator(tmp_path / speculator).logits(hidden[-1], [5, 9, 2]))
     torch.testing.assert_close(said[1], said[0], atol=2e-3, rtol=1e-3)
     assert ReferenceSpeculator(tmp_path / "grown").logits(torch.randn(96), [1]).shape == (1, 64)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_an_inflated_states_draft_says_the_same(source: Path, tmp_path: Path, method: str) -> None:
+    """Of the same text: it sees the layers of the enlarged target that do what those of the small one did."""
+    exporter: Any = part(method_type(method), "exporter").EXPORTER
+    make = make_eagle3 if method == "eagle3" else make_dflash
+    make(tmp_path / "small", source, states=(1, 2), size=8)  # type: ignore[operator]
+    large, text, drafted = tmp_path / "large", PROMPTS[0], [5, 9, 2]
+    inflate(source, large, shape=Shape(96, 16, 8, 16, 5, 96, 64, bool(Shape.of(_config(source)).tied)))
+    inflate_states_draft(tmp_path / "small", tmp_path / "grown", source, large)
+    said = []
+    for model, draft in ((source, "small"), (large, "grown")):
+        loaded, outline = LlamaForCausalLM.from_pretrained(model).eval(), exporter.read(str(tmp_path / draft))
+        layers = loaded.config.num_hidden_layers
+        exporter.require_fit(outline, hidden=loaded.config.hidden_size, vocab=64, layers=layers)
+        seen = outline.seen(layers)
+        made = as_checkpoint(outline, method, draft, exporter.load(outline, model, layers, 64), 64)
+        with torch.no_grad(), noted_states(loaded, seen) as noted:
+            loaded(torch.tensor([text[:-1]]))
+        states = torch.cat([noted[count] for count in seen], -1)
+        with torch.no_grad():
+            said.append(torch.stack(list(exporter.said(made, text, states, drafted))))
+    torch.testing.assert_close(said[1], said[0], atol=2e-3, rtol=1e-3)
 
 
 def _config(folder: Path) -> dict[str, Any]:

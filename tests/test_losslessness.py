@@ -180,6 +180,8 @@ ENGINE_SETTINGS = (
     Setting("mlp", 10, SamplingParams(temperature=0.9)),
     Setting("eagle3", 8, SamplingParams(temperature=0.9)),
     Setting("eagle3", 3, SamplingParams(top_p=0.9)),
+    Setting("mtp", 8, SamplingParams(temperature=0.9)),
+    Setting("mtp", 3, SamplingParams(top_p=0.9)),
     Setting("dflash", 10, SamplingParams()),
     Setting("dflash", 5, SamplingParams(temperature=0.8, top_p=0.95)),
     Setting("ngram", 5, SamplingParams(temperature=0.8)),

@@ -67,7 +67,15 @@ def test_says_what_the_cpu_says(name: str, load: Load, bundle: Callable[[str], P
 
 @pytest.mark.parametrize(
     ("name", "read_again"),
-    [("dice-near", 0), ("dice-mixed", 0), ("dice-medusa", 0), ("dice-mlp", 0), ("dice-eagle3", 1), ("dice-dflash", 1)],
+    [
+        ("dice-near", 0),
+        ("dice-mixed", 0),
+        ("dice-medusa", 0),
+        ("dice-mlp", 0),
+        ("dice-eagle3", 1),
+        ("dice-dflash", 1),
+        ("dice-mtp", 1),
+    ],
 )
 def test_a_step_is_one_launch_and_one_wait(name: str, read_again: int, load: Load, gpu: TensorRT) -> None:
     with load(name) as there:

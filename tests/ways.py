@@ -19,6 +19,7 @@ def ways(
     mlp_speculator: object = None,
     eagle3: object = None,
     dflash: object = None,
+    mtp: bool = False,
     lookups: Sequence[str] = (),
     prompt_lookup_min: int | None = None,
     lookahead: tuple[int, int, int] | str | None = None,
@@ -36,6 +37,7 @@ def ways(
         mlp_speculator: of the target.
         eagle3: draft of the target.
         dflash: likewise.
+        mtp: whether the target's own layer drafts.
         lookups: names of methods that look in text.
         prompt_lookup_min: of ``ngram``.
         lookahead: W, N and G, or a preset.
@@ -59,6 +61,8 @@ def ways(
         found.append({"method": "eagle3", "model": str(eagle3)})
     if dflash is not None:
         found.append({"method": "dflash", "model": str(dflash)})
+    if mtp:
+        found.append({"method": "mtp"})
     found += [{"method": name} for name in lookups]
     for one in found:
         if sizes:

@@ -56,6 +56,8 @@ __all__ = [
 
 GROUP = "specexport.methods"
 _SPLIT_CONFIG = "draft_tensor_parallel_size"
+_MTP = re.compile(r"[a-z0-9_]+_mtp")
+"""What vLLM calls MTP by family: ``deepseek_mtp``, ``glm4_moe_mtp``, ``qwen3_next_mtp``."""
 
 
 @lru_cache(maxsize=1)
@@ -203,6 +205,8 @@ def read_method(given: Mapping[str, Any] | Method, where: str = "speculative_con
     if isinstance(given, Method):
         return given
     mapping = dict(given)
+    if _MTP.fullmatch(str(mapping.get("method"))) and mapping["method"] not in known():
+        mapping["method"] = "mtp"
     if mapping.pop(_SPLIT_CONFIG, 1) != 1:
         raise BuildError(f"{where}: {_SPLIT_CONFIG} is {given[_SPLIT_CONFIG]!r}; expected 1, models are not split")
     if mapping.get("method") is None:

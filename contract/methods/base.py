@@ -140,6 +140,11 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
         return not any(model.cache for model in self.models.values())
 
     @property
+    def stores_weights(self) -> bool:
+        """Whether a build stores weights for it beside the target's own."""
+        return bool(self.sources)
+
+    @property
     def files(self) -> tuple[str, ...]:
         """Files of the bundle that it needs beside its models'."""
         return ()

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from specexport.contract import tensors
-from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, RankedMethod
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, RankedMethod, SourceKind
 from specexport.contract.methods.draft_model import StatesDraft
 from specexport.contract.signature import GraphSignature, Spec
 from specexport.contract.tree import TokenTree
@@ -21,12 +21,16 @@ class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
     """A few layers draft a block of tokens in one pass, from states between the target's layers (arXiv 2602.06036).
 
     Attributes:
+        model: folder or hub id of the draft.
         block_size: tokens of the longest block; the first of them is the tree's root.
     """
 
+    model: str
     block_size: Annotated[int, Meta(ge=2, le=MAX_BLOCK)] = 2
 
+    main: ClassVar[str] = "model"
     built: ClassVar[frozenset[str]] = StatesDraft.built | {"block_size"}
+    sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("--dflash", "model", "DFlash draft of the target (z-lab's or the speculators library's)", "DIR_OR_ID"),
     )

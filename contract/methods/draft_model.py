@@ -74,20 +74,16 @@ class StatesDraft(ChainDraft, frozen=True, kw_only=True):
     """A draft of the target's that goes on from states between the target's layers.
 
     Attributes:
-        model: folder or hub id of the draft.
         states: after how many of the target's layers it sees the residual stream.
         hidden: the target's hidden size.
         rows: that a run which drafts makes of a text, at most: as many as a step of its deepest tree can accept.
     """
 
-    model: str
     states: Annotated[tuple[Annotated[int, Meta(ge=0, le=4096)], ...], Meta(max_length=MAX_STATES)] = ()
     hidden: Size = 1
     rows: Size = 1
 
-    main: ClassVar[str] = "model"
     built: ClassVar[frozenset[str]] = ChainDraft.built | {"states", "hidden", "rows"}
-    sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
 
     @property
     def target_outputs(self) -> Signature:
@@ -99,6 +95,33 @@ class StatesDraft(ChainDraft, frozen=True, kw_only=True):
 
     def describe(self) -> str:
         return f"{self.name}, states after {', '.join(map(str, self.states))} of the target's layers"
+
+
+class OwnStateDraft(StatesDraft, frozen=True, kw_only=True):
+    """One that goes on from its own state where the target has not been yet, a pass a token.
+
+    Attributes:
+        draft_hidden: H of the draft's own states.
+    """
+
+    draft_hidden: Size = 1
+
+    built: ClassVar[frozenset[str]] = StatesDraft.built | {"draft_hidden"}
+
+    @property
+    def follow_up(self) -> int:
+        return 1  # it goes on from its own state, and not from tokens it has seen
+
+    @property
+    def signatures(self) -> dict[str, GraphSignature]:
+        (chain,) = super().signatures.values()
+        inputs = {
+            tensors.LAYER_STATES: Spec("float32", ("B", "T", len(self.states) * self.hidden)),
+            tensors.OWN_STATE: Spec("float32", ("B", self.draft_hidden)),
+            tensors.READS_OWN: Spec("bool", ("B",)),
+        }
+        outputs = {tensors.NEXT_STATE: Spec("float32", ("B", 1, self.draft_hidden))}
+        return {self.role: GraphSignature(chain.inputs | inputs, chain.outputs | outputs, chain.fed)}
 
 
 class DraftModel(ChainDraft, frozen=True, kw_only=True, tag="draft_model"):

@@ -68,11 +68,12 @@ class Wanted:
 
 @dataclass(frozen=True)
 class TargetOutline:
-    """What trees depend on, and what methods observe: V, and how many parameters and layers the target has."""
+    """What trees depend on, and what methods observe: V, how many parameters and layers the target has; its folder."""
 
     vocab: int
     parameters: int
     layers: int
+    path: Path = Path()
 
 
 @dataclass(frozen=True)

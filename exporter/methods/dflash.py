@@ -10,6 +10,7 @@ import onnx_ir as ir
 import torch
 
 from specexport.checkpoints import dflash
+from specexport.checkpoints.checkpoint import Checkpoint
 from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
 from specexport.contract.methods.dflash import DFlash
 from specexport.contract.model import CacheLayer, LoweredAs
@@ -37,20 +38,21 @@ class DFlashExporter(StatesDraftExporter[DFlash]):
         return trace.trace_dflash(draft, cache, kind)
 
     def said(
-        self, draft: DFlashDraft, text: list[int], states: torch.Tensor, drafted: list[int]
+        self, draft: Checkpoint, text: list[int], states: torch.Tensor, drafted: list[int]
     ) -> Sequence[torch.Tensor]:
         """See :class:`StatesDraftExporter`; the context's rows are made again for every block."""
-        config: Any = draft.shape.config
+        model: DFlashDraft = draft.model
+        config: Any = model.shape.config
         empty = torch.zeros(1, config.num_key_value_heads, 0, config.head_dim)
         past, count = torch.zeros(1).long(), torch.tensor([len(drafted) + 1])
-        caches = [(empty, empty)] * len(draft.layers)
+        caches = [(empty, empty)] * len(model.layers)
         active, block_positions, positions = block_lowering(
-            draft.shape.causal, caches, past, torch.tensor([len(text) - 2]), count, len(text) - 1, len(drafted) + 1
+            model.shape.causal, caches, past, torch.tensor([len(text) - 2]), count, len(text) - 1, len(drafted) + 1
         )
         with lowering(active):
-            block = draft.block(torch.tensor([text[-1]]), len(drafted) + 1)
-            output = draft(block, draft.context(states), block_positions, positions)
-        return list(draft.logits(output[0, 1:]))
+            block = model.block(torch.tensor([text[-1]]), len(drafted) + 1)
+            output = model(block, model.context(states), block_positions, positions)
+        return list(model.logits(output[0, 1:]))
 
     def suggest(self, kind: type[DFlash], wanted: Wanted) -> Suggestion | None:
         why = (

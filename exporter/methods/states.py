@@ -1,4 +1,4 @@
-"""What drafts have in common that go on from states between the target's layers."""
+"""What drafts have in common that go on from the target's states, and those that go on from their own too."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from specexport.checkpoints.checkpoint import Checkpoint
 from specexport.checkpoints.drafts import as_checkpoint
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.reference import load_reference, reference_logits
-from specexport.contract.methods.draft_model import StatesDraft
+from specexport.contract.methods.draft_model import OwnStateDraft, StatesDraft
 from specexport.contract.model import CacheLayer, LoweredAs
+from specexport.exporter import trace
+from specexport.exporter.compose import propose_graph
 from specexport.exporter.drafts import traced
 from specexport.exporter.methods import Agreement, Build, TargetOutline, Verification
 from specexport.exporter.methods.draft_model import ChainDraftExporter
 from specexport.exporter.writing import Part, write_models
+from specexport.graphs.attention import TwoPartLowering, lowering
 from specexport.graphs.layers import noted_states
 from specexport.graphs.medusa import MedusaHeads
 from specexport.graphs.propose import MAX_CANDIDATES
 
 S = TypeVar("S", bound=StatesDraft)
+O = TypeVar("O", bound=OwnStateDraft)
 
 
 class StatesDraftExporter(ChainDraftExporter[S]):
@@ -34,6 +38,10 @@ class StatesDraftExporter(ChainDraftExporter[S]):
 
     title: ClassVar[str]
     """What it is, in words."""
+
+    def source(self, method: S, target: str) -> str:
+        """The folder or hub id that holds it."""
+        return next((str(getattr(method, key)) for key in method.sources), target)
 
     @abstractmethod
     def read(self, source: str) -> Any:
@@ -52,11 +60,13 @@ class StatesDraftExporter(ChainDraftExporter[S]):
         """Its propose graph."""
 
     @abstractmethod
-    def said(self, draft: Any, text: list[int], states: torch.Tensor, drafted: list[int]) -> Sequence[torch.Tensor]:
+    def said(
+        self, draft: Checkpoint, text: list[int], states: torch.Tensor, drafted: list[int]
+    ) -> Sequence[torch.Tensor]:
         """What a draft says of each drafted token, ``[draft_vocab]``, made anew without a cache.
 
         Args:
-            draft: as :meth:`load` gives it.
+            draft: what :meth:`load` gives, as a model.
             text: N tokens.
             states: the target's at all of them but the last, ``[1,N-1,n*H]``.
             drafted: tokens that were drafted behind it.
@@ -64,7 +74,7 @@ class StatesDraftExporter(ChainDraftExporter[S]):
 
     # --- the build ----------------------------------------------------------------------------------------------------
     def outline(self, method: S, target: TargetOutline) -> S:
-        found = self.read(method.model)
+        found = self.read(self.source(method, str(target.path)))
         return msgspec.structs.replace(
             method,
             states=found.seen(target.layers),
@@ -79,14 +89,20 @@ class StatesDraftExporter(ChainDraftExporter[S]):
     def heads(self, method: S, target: Checkpoint) -> MedusaHeads | None:
         """See :class:`MethodExporter`; it adds none, but must fit."""
         hidden = target.model.config.get_text_config().hidden_size
-        self.require_fit(self.read(method.model), hidden=hidden, vocab=target.vocab_size, layers=len(target.cache))
+        self.require_fit(
+            self.read(self.source(method, target.source)),
+            hidden=hidden,
+            vocab=target.vocab_size,
+            layers=len(target.cache),
+        )
         return None
 
     def export(self, method: S, build: Build) -> S:
         build.progress(f"loading the {self.title}", 0, 1)
-        outline, positions = self.read(method.model), build.target.max_positions
+        source, positions = self.source(method, build.options.target), build.target.max_positions
+        outline = self.read(source)
         draft = self.load(outline, locate(build.options.target), len(build.target.cache), positions)
-        checkpoint = as_checkpoint(outline, method.role, method.model, draft, positions)
+        checkpoint = as_checkpoint(outline, method.role, source, draft, positions)
         build.progress(f"loading the {self.title}", 1, 1)
         build.progress(f"tracing the {self.title}", 0, 1)
         graph = traced(checkpoint, lambda: self.trace(draft, checkpoint.cache, build.options.lowering))
@@ -94,19 +110,22 @@ class StatesDraftExporter(ChainDraftExporter[S]):
         build.progress(f"tracing the {self.title}", 1, 1)
         folder, stored = build.folder / method.role, build.options.proposing
         (model,) = write_models(folder, [part], checkpoint, stored, None, build.options.lowering, build.progress)
-        return msgspec.structs.replace(method, draft=model, model=model.source)
+        named = {"model": model.source} if method.sources else {}
+        return msgspec.structs.replace(method, draft=model, **named)
 
     # --- verify -------------------------------------------------------------------------------------------------------
     def compare(self, method: S, run: Verification) -> tuple[str, Agreement] | None:
         """See :class:`MethodExporter`; each token must be the one that the draft, run over the whole text, says."""
         manifest, (model,) = run.bundle.manifest, method.models.values()
-        target, source = run.source(None), run.source(method)
+        target = run.source(None)
+        source = run.source(method) if method.sources else target
         made = run.recorded(method)
-        outline, layers = self.read(str(source)), len(manifest.target.cache)
+        outline, positions = self.read(str(source)), manifest.target.max_positions
         original = load_reference(target, manifest.target)
-        draft = self.load(outline, target, layers, manifest.target.max_positions)
+        loaded = self.load(outline, target, len(manifest.target.cache), positions)
+        draft = as_checkpoint(outline, method.role, str(source), loaded, positions)
         agreement = run.agreement(manifest.target.precision.weights, model.precision.weights)
-        ids = torch.arange(outline.draft_vocab) if draft.target_ids is None else draft.target_ids
+        ids = torch.arange(outline.draft_vocab) if loaded.target_ids is None else loaded.target_ids
         for text, drafted in made:
             with noted_states(original, method.states) as noted:
                 reference_logits(original, np.array(text[:-1]))
@@ -116,3 +135,34 @@ class StatesDraftExporter(ChainDraftExporter[S]):
             chosen = (ids[None, :] == torch.from_numpy(drafted)[:, None]).int().argmax(1)
             agreement.count(said.numpy(), chosen.numpy())
         return "the draft's graph proposes the original draft's own token", agreement
+
+
+class OwnStateExporter(StatesDraftExporter[O]):
+    """One that goes on from its own state where the target has not been yet."""
+
+    def outline(self, method: O, target: TargetOutline) -> O:
+        hidden = self.read(self.source(method, str(target.path))).layer.hidden_size
+        return msgspec.structs.replace(super().outline(method, target), draft_hidden=hidden)
+
+    def trace(self, draft: Any, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
+        first, one_pass = trace.trace_own_state(draft, cache, kind)
+        return propose_graph(one_pass, cache, kind, first)
+
+    def said(
+        self, draft: Checkpoint, text: list[int], states: torch.Tensor, drafted: list[int]
+    ) -> Sequence[torch.Tensor]:
+        """See :class:`StatesDraftExporter`; all rows are made again for every token."""
+        model, said = draft.model, []
+        hidden, ids = model.fused(states), [*text[1:], *drafted]
+        empty = [
+            (torch.zeros(1, one.heads, 0, one.key_size), torch.zeros(1, one.heads, 0, one.value_size))
+            for one in draft.cache
+        ]
+        for _ in drafted:
+            rows = torch.arange(hidden.shape[1])
+            seen = (rows[None, :] <= rows[:, None])[None]
+            with lowering(TwoPartLowering(empty, torch.zeros(1).long(), seen, rows[None])):
+                state, output = model(torch.tensor([ids[: len(rows)]]), hidden, rows[None])
+            said.append(model.lm_head(output[0, -1]))
+            hidden = torch.cat([hidden, state[:, -1:]], 1)
+        return said

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specexport.contract import tensors
-from specexport.contract.methods.eagle3 import Eagle3
+from specexport.contract.methods.draft_model import OwnStateDraft
 from specexport.runtime.graph import Array
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.opening import Opening
@@ -13,7 +13,7 @@ from specexport.runtime.proposers.states import StatesProposer
 
 
 class Eagle3Proposer(StatesProposer):
-    """Drafts a chain from what the target said at each token of the text; see :mod:`specexport.graphs.eagle3`.
+    """Drafts a chain from what the target said at each token of the text; see :mod:`specexport.graphs.states`.
 
     The draft's row of a token is made of the target's states there and of the token after it. Rows that the draft makes
     of its own output are dropped after each call.
@@ -23,5 +23,5 @@ class Eagle3Proposer(StatesProposer):
         given[tensors.INPUT_IDS][at, : len(rows)] = view.tokens[rows.start + 1 : rows.stop + 1]
 
 
-def open_proposer(method: Eagle3, opening: Opening) -> Eagle3Proposer:
+def open_proposer(method: OwnStateDraft, opening: Opening) -> Eagle3Proposer:
     return Eagle3Proposer(opening.graph(method), opening.bundle.manifest, method)

@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport build``."""
     methods = asked_methods(arguments)
-    if arguments.draft_precision is not None and not any(method.sources for method in methods):
+    if arguments.draft_precision is not None and not any(method.stores_weights for method in methods):
         raise BuildError("--draft-precision was given without a draft, heads or a speculator, which it is for")
     module = exporter()
     options = module.BuildOptions(

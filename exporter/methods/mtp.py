@@ -1,0 +1,33 @@
+"""The MTP layer of the target's own checkpoint in a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from tokenizers import Tokenizer
+
+from specexport.checkpoints import mtp
+from specexport.contract.methods.mtp import MTP
+from specexport.exporter.methods.states import OwnStateExporter
+from specexport.graphs.mtp import MTPDraft
+
+
+class MTPExporter(OwnStateExporter[MTP]):
+    """A layer behind the target's last one."""
+
+    stage: ClassVar[str | None] = "mtp"
+    title: ClassVar[str] = "MTP layer"
+    read = staticmethod(mtp.read_mtp)
+
+    def check(self, method: MTP, target: Path, tokenizer: Tokenizer) -> None:
+        mtp.require_fit(mtp.read_mtp(str(target)))
+
+    def require_fit(self, outline: mtp.MTPOutline, *, hidden: int, vocab: int, layers: int) -> None:
+        """See :class:`StatesDraftExporter`; it is the target's, and its tensors were looked at by :meth:`check`."""
+
+    def load(self, outline: mtp.MTPOutline, target: Path, layers: int, positions: int) -> MTPDraft:
+        return mtp.load_mtp(outline, positions)
+
+
+EXPORTER = MTPExporter()
