@@ -47,7 +47,7 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
     model = meta_model(path)
     size = active_parameters(model)
     found, refused = _drafts(path, size, drafts)
-    wanted = Wanted(size, device, tuple(found))
+    wanted = Wanted(path, size, device, tuple(found))
     kinds = map(method_type, known())
     made = [one for kind in kinds if (one := part(kind, "exporter").EXPORTER.suggest(kind, wanted)) is not None]
     made.sort(key=lambda one: one.rank)

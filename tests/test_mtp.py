@@ -220,6 +220,14 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     assert source in str(caught.value)
 
 
+def test_it_is_suggested_for_targets_that_have_one(made: Callable[[str], Path], capsys: Any) -> None:
+    target = made("glm4_moe")
+    assert main(["suggest", "--target", str(target)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"specexport build --target {target} --mtp -o bundle/" in shown
+    assert "in its own checkpoint" in shown
+
+
 def test_targets_without_a_layer_or_with_several_are_refused(tmp_path: Path, made: Callable[[str], Path]) -> None:
     plain = make_checkpoint(tmp_path / "plain", "llama")
     with pytest.raises(BuildError, match=r"no MTP layer: no tensor begins with 'mtp.' or 'model.layers.2.'"):

@@ -56,11 +56,13 @@ class Wanted:
     """What a way to speculate is wanted for.
 
     Attributes:
+        target: its folder.
         parameters: of the target.
         device: where the bundle is to run: on a GPU the nodes of a step are nearly free, on a CPU every one costs.
         drafts: smaller models at hand, with how many times smaller they are, the best first.
     """
 
+    target: Path
     parameters: int
     device: Device
     drafts: tuple[tuple[str, float], ...]
