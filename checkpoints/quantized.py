@@ -63,6 +63,7 @@ class QuantizedTensor(StoredTensor):
 
 class _Weights(msgspec.Struct):
     num_bits: int | None = None
+    block_structure: tuple[_Size, _Size] | None = None
 
 
 class _Group(msgspec.Struct):
@@ -79,7 +80,14 @@ class _Config(msgspec.Struct):
     checkpoint_format: str | None = None
     format: str | None = None
     config_groups: dict[str, _Group] = {}
+    transform_config: dict[str, Any] | None = None
     weight_block_size: tuple[_Size, _Size] | None = None
+
+    @property
+    def blocks(self) -> set[tuple[int, int]]:
+        """The blocks ``(outputs, inputs)`` that share a scale, as any matrix has them."""
+        found = {group.weights.block_structure for group in self.config_groups.values() if group.weights is not None}
+        return {one for one in (*found, self.weight_block_size) if one is not None}
 
 
 def quantization(path: Path, document: dict[str, Any]) -> tuple[str, Kind] | None:
@@ -99,6 +107,11 @@ def quantization(path: Path, document: dict[str, Any]) -> tuple[str, Kind] | Non
     if config is None:
         return None
     method, bits = config.quant_method, config.bits or 4
+    if config.transform_config:
+        raise BuildError(
+            f"{path}: {QUANTIZATION}: transform_config rotates activations while the model runs, which nothing here "
+            "does; expected none. Build from the checkpoint that it was quantized from, with --precision"
+        )
     if method == "awq" and bits == 4 and (config.version or "gemm").lower() == "gemm":
         return "AWQ", "int4"
     if method == "gptq" and bits in (2, 4, 8) and config.checkpoint_format in (None, "gptq", "gptq_v2"):
@@ -158,7 +171,7 @@ def dequantized(path: Path, document: dict[str, Any], tensors: Iterable[StoredTe
         elif last == "weight_packed":
             yield _packed(parts)
         elif last == "weight" and held[name].dtype in ("F8_E4M3", "I8"):
-            yield _scaled(parts, config.weight_block_size)
+            yield _scaled(parts, config.blocks)
         elif last.endswith("_blocks") and found[0] == "MXFP4":
             matrix = name.removesuffix("_blocks")
             yield _mxfp4(_Parts(path.parent, f"{matrix}_", matrix, held, used))
@@ -328,15 +341,20 @@ def _packed(parts: _Parts) -> QuantizedTensor:
     return parts.matrix((columns, rows), read)
 
 
-def _scaled(parts: _Parts, block: tuple[int, int] | None) -> QuantizedTensor:
+def _scaled(parts: _Parts, blocks: set[tuple[int, int]]) -> QuantizedTensor:
     """Bytes with a scale for the matrix, each output, each group of inputs, or each block ``(outputs, inputs)``."""
     weight = parts.take("weight", "F8_E4M3", "I8", rank=2)
     scales = parts.take("weight_scale_inv" if parts.has("weight_scale_inv") else "weight_scale", *_SCALES)
     columns, rows = weight.shape
     tall, wide = (*scales.shape, 1, 1)[:2]
     parts.need(len(scales.shape) <= 2 and tall <= columns and wide <= rows, scales, "one or two dimensions")
-    high, long = (columns, rows) if (tall, wide) == (1, 1) else block or (columns // tall, rows // wide)
-    parts.need((tall, wide) == (-(-columns // high), -(-rows // long)), scales, f"one a block of {[high, long]}")
+    # An uneven last block is smaller: the shapes alone do not say how large the others are.
+    declared = [(min(high, columns), min(long, rows)) for high, long in sorted(blocks)]
+    whole, grouped = (tall, wide) == (1, 1), tall == columns and rows % wide == 0
+    even = [(columns // tall, rows // wide)] if whole or grouped else []
+    fitting = [one for one in (*declared, *even) if (tall, wide) == (-(-columns // one[0]), -(-rows // one[1]))]
+    parts.need(bool(fitting), scales, f"one a block of {declared or 'equal groups of inputs'}")
+    high, long = fitting[0]
     zeros = parts.optional("weight_zero_point", scales.shape, "I8")
     kind: Kind = "fp8" if weight.dtype == "F8_E4M3" else "int8"
 

@@ -97,7 +97,9 @@ def bytes_by_output(name: str, weight: torch.Tensor, stored: Tensors, *, floatin
     return numbers.float() * scale.float()
 
 
-def fp8_blocks(name: str, weight: torch.Tensor, stored: Tensors, *, block: int = 32) -> torch.Tensor:
+def fp8_blocks(
+    name: str, weight: torch.Tensor, stored: Tensors, *, block: int = 32, scales: str = "weight_scale_inv"
+) -> torch.Tensor:
     (n, k), size = weight.shape, (-(-weight.shape[0] // block), -(-weight.shape[1] // block))
     padded = torch.zeros(size[0] * block, size[1] * block)
     padded[:n, :k] = weight
@@ -105,7 +107,7 @@ def fp8_blocks(name: str, weight: torch.Tensor, stored: Tensors, *, block: int =
     scale = blocks.abs().amax((1, 3)) / 448
     wide = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:n, :k]
     numbers = (weight / wide).to(torch.float8_e4m3fn)
-    stored |= {f"{name}.weight": numbers, f"{name}.weight_scale_inv": scale}
+    stored |= {f"{name}.weight": numbers, f"{name}.{scales}": scale}
     return numbers.float() * wide
 
 
@@ -151,6 +153,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "float": (
         _compressed("float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True),
         lambda *given: bytes_by_output(*given, floating=True),
+    ),
+    "float_blocks": (
+        _compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[40, 40]),
+        lambda *given: fp8_blocks(*given, block=40, scales="weight_scale"),  # divides no size of the model
     ),
     "fp8": (
         {

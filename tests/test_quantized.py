@@ -198,6 +198,13 @@ def _set(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
         ("fp8", lambda tensors, _: tensors.pop(f"{Q}.weight_scale_inv"), r"lack '.*q_proj.weight_scale'"),
         ("fp8", _set(f"{Q}.weight_scale_inv", lambda t: t[:1].clone()), r"weight_scale_inv' has shape \[1, 2\]"),
         ("fp8", lambda _, config: config.update(weight_block_size=[0, 32]), r"weight_block_size\[0\]"),
+        (
+            "fp8",
+            lambda _, config: config.update(weight_block_size=[1 << 24, 1]),
+            r"weight_scale_inv' has shape \[2, 3\]; expected one a block of \[\(64, 1\)\]",
+        ),
+        ("float_blocks", lambda _, config: config.pop("config_groups"), r"weight_scale' has shape \[2, 3\]; expected"),
+        ("packed", lambda _, config: config.update(transform_config={"R4": {}}), r"transform_config rotates"),
         ("int8", _set(f"{Q}.weight_scale", lambda t: t * torch.nan), r"weight_scale' holds numbers that are not fin"),
     ],
 )  # fmt: skip
