@@ -52,7 +52,9 @@ def apply_experts(
     made = _linear(module, "down_proj", made, used)  # [L,N+1,H]
     # Each token's own experts, in its own order, so that a row's sum does not depend on the tokens beside it.
     place = (top_k_index[:, :, None] == used).float().argmax(-1)  # [N,k], in used
-    flat = place * (tokens + 1) + torch.arange(tokens)[:, None]
+    # Of a range, not of the size itself: onnxruntime keeps sizes in host memory, and ranges where they are used.
+    row = torch.arange(tokens + 1)
+    flat = place * (row[-1:] + 1) + row[:-1, None]
     own = made.reshape(-1, made.shape[-1]).index_select(0, flat.reshape(-1)).reshape(tokens, chosen, made.shape[-1])
     weighted = own * top_k_weights[:, :, None]
     total = weighted[:, 0]

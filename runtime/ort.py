@@ -161,6 +161,7 @@ class OnnxRuntimeGraph(Graph):
         super().__init__([point for point in model.graph.points if point.batch <= slots], slots)
         self.sizes = tuple(sorted({point.batch for point in self._points}))
         self._ort = _import_onnxruntime(lowering)
+        self._path = path
         self._session = session
         require_declared(path, self._session, model, lowering, buffers)
         self._layers = model.cache
@@ -252,7 +253,10 @@ class OnnxRuntimeGraph(Graph):
         binding = self._bound.get((slots, shape))
         if binding is None:
             binding = self._bound[slots, shape] = self._bind(slots, arrays)
-        self._session.run_with_iobinding(binding)
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:  # onnxruntime's exceptions share no public base
+            raise BackendError(f"{self._path}: onnxruntime failed to run the graph: {error}; build it again") from error
         self._made, self._made_from = arrays.made, slots.start
         return arrays.outputs
 

@@ -252,17 +252,17 @@ class DeviceGraph(Graph):
         def prepare(tokens: int, arrays: dict[str, Tensor]) -> Enqueue:
             return self._prepare(call_of(point, tokens), slots, arrays)
 
-        repeated = Repeated(self._device, width.inputs.device, width.outputs.device, self._call.device, prepare)
+        calls = Repeated(self._device, width.inputs.device, width.outputs.device, self._call.device, prepare).calls()
 
         def enqueue() -> None:
-            for index, call in enumerate(repeated.calls):
+            for index, call in enumerate(calls):
                 call()
                 tokens = self._follow_up if index else point.tokens
                 for slot in () if self.in_place else slots:
                     past = int(width.inputs.host[PASTS][index, slot - slots.start])
                     self.cache.move(slot, past, range(tokens), Made(tokens, slots))
 
-        return enqueue, repeated.calls
+        return enqueue, calls
 
     def _capture(self, pieces: Sequence[_Piece]) -> None:
         """Captures every piece, or none where one cannot be."""

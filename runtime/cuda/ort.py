@@ -30,6 +30,7 @@ _OF_SHAPES = frozenset(
         "Concat",
         "Div",
         "Gather",
+        "Min",
         "Mul",
         "Neg",
         "Range",

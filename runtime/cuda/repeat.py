@@ -66,9 +66,6 @@ class Repeated:
     memory.
 
     ``prepare`` makes what runs the engine once, over so many tokens, and a call's inputs and outputs.
-
-    Attributes:
-        calls: each call with its copies, to be given to the stream in this order.
     """
 
     def __init__(
@@ -89,8 +86,12 @@ class Repeated:
         self._goes_on = tensors.OWN_STATE in call
         further = prepare(call[tensors.INPUT_IDS].shape[1], {**inputs, **call}) if self._goes_on else first
         drafts = inputs[PASTS].shape[0]
-        calls = (first, *([further] * (drafts - 1)))
-        self.calls: list[Enqueue] = [functools.partial(self._call, index, call) for index, call in enumerate(calls)]
+        self._enqueues = (first, *([further] * (drafts - 1)))
+
+    def calls(self) -> list[Enqueue]:
+        """Each call with its copies, to be given to the stream in this order."""
+        # Not kept here: what refers to itself outlives its graph, and with it the library's session and weights.
+        return [functools.partial(self._call, index, call) for index, call in enumerate(self._enqueues)]
 
     def _call(self, index: int, enqueue: Enqueue) -> None:
         slots, drafts = self._inputs[tensors.UNIFORM].shape

@@ -56,9 +56,12 @@ class DraftModelProposer(ReadingProposer):
 
     def _width(self, views: Sequence[SlotView]) -> int:
         """T of a run that reads what is missing of all texts: a power of 2, for there to be few shapes."""
-        missing = [len(view.tokens) - self._reader.known(view.slot, view.tokens[:-CATCH_UP_TOKENS]) for view in views]
-        rounded = min(1 << (max(missing) - 1).bit_length(), self.reads_along)
-        return rounded if all(len(view.tokens) >= rounded for view in views) else max(missing)
+        missing = max(map(self._missing, views))
+        rounded = min(1 << (missing - 1).bit_length(), self.reads_along)
+        return rounded if all(len(view.tokens) >= rounded for view in views) else missing
+
+    def _missing(self, view: SlotView) -> int:
+        return len(view.tokens) - self._reader.known(view.slot, view.tokens[:-CATCH_UP_TOKENS])
 
     def _draft(self, ready: Sequence[SlotView], T: int) -> dict[int, Proposal]:
         K = max(view.tree.depth for view in ready)
@@ -73,7 +76,7 @@ class DraftModelProposer(ReadingProposer):
 
     def is_ready(self, view: SlotView) -> bool:
         """Whether the draft has read all of a text that it needs to go on with it."""
-        return len(view.tokens) >= CATCH_UP_TOKENS and self._width([view]) == CATCH_UP_TOKENS
+        return self._missing(view) == CATCH_UP_TOKENS
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         """See :class:`DeviceDraft`."""

@@ -15,7 +15,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.options import LOWERINGS, BuildOptions
-from tests.checkpoints import VOCAB, make_checkpoint, make_dflash, make_eagle3, make_heads, make_speculator
+from tests.checkpoints import VOCAB, make_checkpoint, make_dflash, make_eagle3, make_heads, make_mtp, make_speculator
 from tests.make_bundles import reversed_tokenizer
 from tests.ways import ways
 
@@ -25,6 +25,18 @@ _TREE = TokenTree.from_choices([[0], [1], [0, 0]])
 _STAGES = 2
 # Heads as wide as fused attention knows; two layers, of which one can draft.
 _CONFIG: dict[str, Any] = {"head_dim": 64, "intermediate_size": 128, "max_position_embeddings": 256}
+
+# A mixture of experts, whose checkpoint holds an MTP layer behind its own.
+_EXPERTS: dict[str, Any] = {
+    **_CONFIG,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+}
 
 _PRECISIONS = ("fp32", "fp16", "int8", "int4")
 _MIXED = [pair for pair in itertools.product(_PRECISIONS, LOWERINGS) if pair != ("int4", "portable")]
@@ -38,6 +50,7 @@ KINDS = (
     "draft_model",
     "eagle3",
     "dflash",
+    "mtp",
     "medusa",
     "mlp_speculator",
     "self_draft",
@@ -50,6 +63,7 @@ CHOSEN = (
     "draft_model-int8-native",
     "eagle3-int8-native",
     "dflash-int8-native",
+    "mtp-int8-native",
     "medusa-fp16-portable",
     "mlp_speculator-int4-native",
     "self_draft-int8-portable",
@@ -78,7 +92,7 @@ def make(name: str, root: Path) -> Path:
             kind, precision, lowering = name.split("-")
             build(
                 BuildOptions(
-                    str(root / "checkpoints" / "target"),
+                    str(root / "checkpoints" / ("experts" if kind == "mtp" else "target")),
                     folder,
                     methods=methods(kind, root / "checkpoints"),
                     precision=precision,  # type: ignore[arg-type]
@@ -114,6 +128,7 @@ def methods(kind: str, checkpoints: Path) -> tuple[Method, ...]:
         "draft_model": ways(draft=draft, sizes=(4, 2)),
         "eagle3": ways(eagle3=eagle3, sizes=(3,)),
         "dflash": ways(dflash=dflash, sizes=(3,)),
+        "mtp": ways(mtp=True, sizes=(3,)),
         "medusa": ways(medusa=heads, sizes=(_STAGES,)),
         "mlp_speculator": ways(mlp_speculator=stages, trees=(_TREE,)),
         "self_draft": ways(self_draft=1, trees=(_TREE,)),
@@ -128,6 +143,7 @@ def _checkpoints(root: Path) -> None:
     make_speculator(part / "speculator", target, _STAGES)
     make_eagle3(part / "eagle3", target, states=(0, 1), size=_CONFIG["head_dim"])
     make_dflash(part / "dflash", target, size=_CONFIG["head_dim"])
+    make_mtp(part / "experts", "glm4_moe", **_EXPERTS)
     draft = make_checkpoint(part / "draft", "qwen3", seed=1, num_hidden_layers=1, **_CONFIG)
     make_heads(part / "draft-heads", draft, _STAGES, tied=True)
     other = make_checkpoint(part / "other", "qwen3", seed=2, num_hidden_layers=1, **_CONFIG)
