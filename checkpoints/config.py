@@ -53,6 +53,21 @@ class Generation(msgspec.Struct):
         return {"temperature": 1.0} | {name: float(value) for name, value in given.items() if value is not None}
 
 
+def meta_model(source: str | Path) -> Any:
+    """A checkpoint's model without its weights, which only its configuration is read for.
+
+    Raises:
+        BuildError: the configuration cannot be read.
+    """
+    path = Path(source).expanduser()
+    try:
+        config = read_model_config(path) if path.is_dir() else AutoConfig.from_pretrained(source)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (ValueError, OSError, KeyError) as error:
+        raise BuildError(f"{source}: its configuration cannot be read: {error}") from error
+
+
 def read_model_config(folder: Path) -> Any:
     """The configuration of a checkpoint's folder, as transformers reads it; code beside it is never run.
 

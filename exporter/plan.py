@@ -7,17 +7,17 @@ acceptance probability a at each draft token, a step of K makes (1 - a^(K+1)) / 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from specexport.checkpoints.config import read_model_config
+from specexport.checkpoints.config import meta_model
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
+from specexport.contract.methods import Method
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.engines.options import capability, check_stored
+from specexport.exporter.methods import exporter_of
 
 EFFICIENCY = 0.7
 """Share of the bandwidth a step is taken to reach; our bar for GPUs, not a measurement."""
@@ -82,6 +82,7 @@ class ModelPlan:
     """What one model takes, in bytes.
 
     Attributes:
+        source: folder or hub id; of a draft of the target's also its method.
         parameters: tied ones counted once.
         active: those of them that one token uses: of a mixture's experts only its own.
         weights: all that is stored in an engine.
@@ -117,7 +118,7 @@ class DevicePlan:
     """Whether models fit on a device, and how fast they may be.
 
     Attributes:
-        speeds: expected tokens a second of plain decoding, then, with a draft, at K = 1, 2, ...
+        speeds: expected tokens a second of plain decoding, then, with the draft, at K = 1, 2, ...
     """
 
     models: tuple[ModelPlan, ...]
@@ -137,7 +138,7 @@ class DevicePlan:
 
 def plan(
     target: str,
-    draft: str | None,
+    method: Method | None,
     device: Device,
     *,
     precision: str,
@@ -149,7 +150,7 @@ def plan(
 
     Args:
         target: folder with a ``config.json``, or hub id.
-        draft: likewise, or None.
+        method: how to speculate, or None; one whose draft is a model of its own.
         device: where it is to run.
         precision: of the matrices of both, one of fp16, bf16, fp8, int8 and int4; activations and caches take 16 bits.
         context: longest prompt and output, in tokens.
@@ -157,7 +158,7 @@ def plan(
         backend: what runs them.
 
     Raises:
-        BuildError: a configuration cannot be read, or an argument makes no sense.
+        BuildError: a configuration cannot be read, the draft is of another target, or an argument makes no sense.
     """
     if precision not in _BITS:
         raise BuildError(f"precision is {precision!r}; expected one of {', '.join(_BITS)}")
@@ -166,55 +167,79 @@ def plan(
         raise BuildError(f"acceptance is {acceptance}; expected 0 or more and less than 1")
     if context < 2:
         raise BuildError(f"max_seq_len is {context}; expected at least 2")
-    nodes = MOST_DRAFTS + 1 if draft is None else sum(_DEFAULT_TREES)
-    models = [_model(target, precision, context, backend, nodes)]
-    models += [] if draft is None else [_model(draft, precision, context, backend)]
+    nodes = MOST_DRAFTS + 1 if method is None else sum(_DEFAULT_TREES)
+    model = meta_model(target)
+    models = [_model(target, model, model.config, _row(model.config), precision, context, backend, nodes)]
+    most, block = 0, None
+    if method is not None:
+        draft = exporter_of(method).meta_draft(method, target, model)
+        if draft is None:
+            raise BuildError(
+                f"method is {method.name!r}; plan knows what drafts that are models of their own take: draft_model, "
+                "eagle3, dflash and mtp. What others take is in the target's own graph; build and measure with bench"
+            )
+        config, block = draft.config, draft.block
+        most = MOST_DRAFTS if block is None else min(MOST_DRAFTS, block)
+        row = (
+            _row(config)
+            if draft.cache is None
+            else sum(2 * layer.heads * (layer.key_size + layer.value_size) for layer in draft.cache)
+        )
+        models.append(_model(draft.source, draft.model, config, row, precision, context, backend))
     speeds = []
-    for k in range(MOST_DRAFTS + 1 if draft is not None else 1):
-        read = models[0].step(k + 1, context / 2) + (k * models[1].step(1, context / 2) if k else 0)
+    for k in range(most + 1):
+        passes = k if block is None else min(k, 1)
+        read = models[0].step(k + 1, context / 2) + (passes * models[1].step(1, context / 2) if passes else 0)
         tokens = (1 - acceptance ** (k + 1)) / (1 - acceptance)
         speeds.append(tokens * EFFICIENCY * device.bandwidth / read)
     available = device.memory - device.reserved
     return DevicePlan(tuple(models), sum(model.total for model in models), available, tuple(speeds))
 
 
-def meta_model(source: str | Path) -> Any:
-    """A checkpoint's model without its weights, which only its configuration is read for.
-
-    Raises:
-        BuildError: the configuration cannot be read.
-    """
-    path = Path(source).expanduser()
-    try:
-        config = read_model_config(path) if path.is_dir() else AutoConfig.from_pretrained(source)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except (ValueError, OSError, KeyError) as error:
-        raise BuildError(f"{source}: its configuration cannot be read: {error}") from error
-
-
-def expert_shares(model: Any) -> dict[int, float]:
+def expert_shares(model: Any, config: Any) -> dict[int, float]:
     """The share of a mixture's weights that a token uses, top-k of all experts: by the id of their parameter."""
-    text = model.config.get_text_config()
+    text = config.get_text_config()
     stacks = [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
     return {id(p): min(1.0, text.num_experts_per_tok / len(p)) for module in stacks for p in module.parameters()}
 
 
-def active_parameters(model: Any) -> int:
-    """How many parameters one token uses; tied ones are counted once."""
-    shares = expert_shares(model)
+def active_parameters(model: Any, config: Any) -> int:
+    """How many parameters of a model with this configuration one token uses; tied ones are counted once."""
+    shares = expert_shares(model, config)
     active: float = sum(shares.get(id(parameter), 1) * parameter.numel() for parameter in model.parameters())
     return round(active)
 
 
-def _model(source: str, precision: str, context: int, backend: EngineRuntime, nodes: int = 0) -> ModelPlan:
-    """What a model needs; ``nodes`` are those of all trees that acceptance is decided for, of a target."""
-    model = meta_model(source)
-    text = model.config.get_text_config()
+def _row(config: Any) -> int:
+    """Bytes of a token's keys and values in all layers of a configuration."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    both = 2 * size
+    if (latent := getattr(text, "qk_nope_head_dim", None)) is not None:
+        both = latent + text.qk_rope_head_dim + text.v_head_dim
+    return int(text.num_hidden_layers * heads * both * 2)
+
+
+def _model(
+    source: str,
+    model: Any,
+    config: Any,
+    row: int,
+    precision: str,
+    context: int,
+    backend: EngineRuntime,
+    nodes: int = 0,
+) -> ModelPlan:
+    """What a model needs, whose cache takes ``row`` bytes a token.
+
+    ``nodes`` are those of all trees that acceptance is decided for, of a target.
+    """
+    text = config.get_text_config()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    head = model.get_output_embeddings().weight
+    head = model.lm_head.weight if hasattr(model, "lm_head") else model.get_output_embeddings().weight
     by_onnxruntime = backend == "onnxruntime-cuda"
-    shares = expert_shares(model)
+    shares = expert_shares(model, config)
     weights = read = experts = 0
     read_more = 0.0
     for parameter in model.parameters():  # tied ones once
@@ -232,12 +257,6 @@ def _model(source: str, precision: str, context: int, backend: EngineRuntime, no
             read += stored
             # A head of 16 bits that is tied to the embedding is the same matrix; onnxruntime keeps it transposed too.
             weights += 0 if is_table and _BITS[precision] == 16 and not by_onnxruntime else stored
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    both = 2 * size
-    if (latent := getattr(text, "qk_nope_head_dim", None)) is not None:
-        both = latent + text.qk_rope_head_dim + text.v_head_dim
-    row = text.num_hidden_layers * heads * both * 2
     wide = max(getattr(text, "intermediate_size", None) or 4 * text.hidden_size, text.hidden_size)
     # Gate, up and their product; logits, p and what is left of it at the nodes of a tree.
     scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * text.hidden_size) + 4 * (MOST_DRAFTS + 1) * text.vocab_size * 4
@@ -248,8 +267,8 @@ def _model(source: str, precision: str, context: int, backend: EngineRuntime, no
         scratch += 2 * 2 * widest * text.hidden_size
     return ModelPlan(
         source=source,
-        parameters=model.num_parameters(),
-        active=active_parameters(model),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        active=active_parameters(model, config),
         weights=weights,
         read=read + round(read_more),
         read_more=round(read_more),

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specexport.checkpoints.checkpoint import load_tokenizer, require_same_tokenizer
+from specexport.checkpoints.config import meta_model
 from specexport.checkpoints.locate import locate
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import known, method_type, part
 from specexport.exporter.methods import SMALLER, Device, Suggestion, Wanted
-from specexport.exporter.plan import active_parameters, meta_model
+from specexport.exporter.plan import active_parameters
 
 _USABLE = (3.0, 50.0)
 """How many times smaller a draft must be to be proposed at all."""
@@ -45,7 +46,7 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
     """
     path = locate(target)
     model = meta_model(path)
-    size = active_parameters(model)
+    size = active_parameters(model, model.config)
     found, refused = _drafts(path, size, drafts)
     wanted = Wanted(path, size, device, tuple(found))
     kinds = map(method_type, known())
@@ -61,7 +62,8 @@ def _drafts(target: Path, size: int, names: Sequence[str]) -> tuple[list[tuple[s
     refused: dict[str, str] = {}
     for name in names:
         path = locate(name)
-        ratio = size / active_parameters(meta_model(path))
+        draft = meta_model(path)
+        ratio = size / active_parameters(draft, draft.config)
         try:
             require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, target, path)
         except BuildError as error:

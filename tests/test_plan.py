@@ -7,17 +7,24 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError
+from specexport.contract.methods import Method, read_method
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.plan import DEVICES, EFFICIENCY, PREFILL_CHUNK, Device, plan
-from tests.checkpoints import GROUPED, make_checkpoint
+from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_heads, make_mtp
+from tests.test_mixtures import MIXTURES
 
 pytestmark = pytest.mark.exporter
 
 CONTEXT = 300
 DEVICE = Device(memory=10**9, bandwidth=10**9, capability="8.7", reserved=10**8)
+
+
+def drafted(draft: Path) -> Method:
+    return read_method({"method": "draft_model", "model": str(draft)})
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +79,7 @@ def test_memory_of_onnxruntime_is_counted(tied: Path) -> None:
 
 
 def test_speed_follows_the_bandwidth_and_the_acceptance(tied: Path, untied: Path) -> None:
-    found = plan(str(untied), str(tied), DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5)
+    found = plan(str(untied), drafted(tied), DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5)
     target, draft = found.models
     steps = [
         (model.read + model.cache_row * CONTEXT / 2) / (EFFICIENCY * DEVICE.bandwidth) for model in (target, draft)
@@ -80,14 +87,55 @@ def test_speed_follows_the_bandwidth_and_the_acceptance(tied: Path, untied: Path
     assert len(found.speeds) == 9
     assert found.speeds[0] == pytest.approx(1 / steps[0])
     assert found.speeds[2] == pytest.approx((1 + 0.5 + 0.25) / (steps[0] + 2 * steps[1]))
-    never = plan(str(untied), str(tied), DEVICE, precision="fp16", context=CONTEXT, acceptance=0.0)
+    never = plan(str(untied), drafted(tied), DEVICE, precision="fp16", context=CONTEXT, acceptance=0.0)
     assert never.best_k == 0
+
+
+def test_drafts_of_the_target_take_what_their_checkpoints_say(tmp_path: Path, tied: Path) -> None:
+    """EAGLE-3 and MTP a pass a token, DFlash one for all of them."""
+    experts = make_mtp(tmp_path / "experts", "glm4_moe", **MIXTURES["glm4_moe"])
+    eagle3, dflash = make_eagle3(tmp_path / "eagle3", tied, states=(0, 1)), make_dflash(tmp_path / "dflash", tied)
+    drafts = {"eagle3": (tied, eagle3), "dflash": (tied, dflash), "mtp": (experts, None)}
+    for name, (target, folder) in drafts.items():
+        method = read_method({"method": name} | ({"model": str(folder)} if folder else {}))
+        found = plan(str(target), method, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5)
+        draft = found.models[1]
+        if folder is not None:  # an embedding and a head of its own are stored in any case
+            stored = {key: one for key, one in load_file(folder / "model.safetensors").items() if "2" not in key}
+            shared = [key for key in ("embed_tokens.weight", "lm_head.weight") if key not in stored]
+            whole = sum(one.numel() for one in stored.values()) + len(shared) * 320 * 64
+            assert draft.parameters == whole
+        passes = 1 if name == "dflash" else 3
+        read = found.models[0].step(4, CONTEXT / 2) + passes * draft.step(1, CONTEXT / 2)
+        assert found.speeds[3] == pytest.approx(1.875 * EFFICIENCY * DEVICE.bandwidth / read)
+        assert draft.cache_row > 0 and draft.active <= draft.parameters
+    assert draft.active < draft.parameters  # of its experts a token uses some
+    other = make_checkpoint(tmp_path / "other", "llama", hidden_size=96)
+    with pytest.raises(BuildError, match="trained for another model"):
+        plan(
+            str(other),
+            read_method({"method": "eagle3", "model": str(eagle3)}),
+            DEVICE,
+            precision="fp16",
+            context=CONTEXT,
+            acceptance=0.5,
+        )
+    make_heads(tmp_path / "heads", tied, 2, tied=True)
+    with pytest.raises(BuildError, match="plan knows what drafts that are models of their own take"):
+        plan(
+            str(tied),
+            read_method({"method": "medusa", "model": str(tmp_path / "heads")}),
+            DEVICE,
+            precision="fp16",
+            context=CONTEXT,
+            acceptance=0.5,
+        )
 
 
 def test_a_mixture_reads_the_experts_of_its_tokens(tmp_path: Path, tied: Path) -> None:
     config = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2}
     folder = make_checkpoint(tmp_path, "qwen3_moe", head_dim=16, **{**GROUPED, **config})
-    found = plan(str(folder), str(tied), DEVICE, precision="int8", context=CONTEXT, acceptance=0.5)
+    found = plan(str(folder), drafted(tied), DEVICE, precision="int8", context=CONTEXT, acceptance=0.5)
     mixture, draft = found.models
     experts = 2 * 8 * 3 * 64 * 32
     assert mixture.active == mixture.parameters - experts * 6 // 8

@@ -223,7 +223,7 @@ def _random_model(folder: Path, models: Path, sizes: _Sizes) -> Path:
     """A Llama checkpoint of random weights in fp16, with the demo models' tokenizer."""
     from transformers import LlamaConfig
 
-    from specexport.exporter.plan import meta_model
+    from specexport.checkpoints.config import meta_model
 
     folder = folder / "-".join(map(str, sizes.values()))
     if (folder / "model.safetensors").exists():
@@ -275,6 +275,7 @@ def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
 
 def _write_plan(bundle: Path, *models: Path) -> None:
     """What ``specexport plan`` says of the models of a bundle, for the check of what they take."""
+    from specexport.contract.methods import read_method
     from specexport.contract.reading import read_manifest
     from specexport.exporter.plan import DEVICES, plan
 
@@ -282,7 +283,7 @@ def _write_plan(bundle: Path, *models: Path) -> None:
     target, draft = map(str, models)
     found = plan(
         target,
-        draft,
+        read_method({"method": "draft_model", "model": draft}),
         next(iter(DEVICES.values())),
         precision=manifest.target.precision.weights,
         context=manifest.max_seq_len,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import Method, part, with_trees
-from specexport.contract.model import Model
+from specexport.contract.model import CacheLayer, Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 
@@ -119,6 +119,25 @@ class Verification(Protocol):
         """What counts; how far off tokens may be depends on how weights are stored."""
 
 
+@dataclass(frozen=True)
+class MetaDraft:
+    """A draft without its weights, for ``plan``.
+
+    Attributes:
+        source: folder or hub id; of a draft of the target's also its method.
+        model: on torch's meta device.
+        config: of its layers, as transformers has it.
+        cache: of each layer where the configuration does not say.
+        block: most tokens that it drafts, all in one pass; None where each takes a pass.
+    """
+
+    source: str
+    model: Any
+    config: Any
+    cache: tuple[CacheLayer, ...] | None = None
+    block: int | None = None
+
+
 class MethodExporter(Generic[M]):
     """A method's part of a build and of ``verify``. What is done here suits a method that reads text alone."""
 
@@ -173,6 +192,19 @@ class MethodExporter(Generic[M]):
     def points(self, method: M, plan: BuildPlan) -> tuple[ShapePoint, ...]:
         """Of the graph of its own model."""
         return ()
+
+    def meta_draft(self, method: M, target: str, model: Any) -> MetaDraft | None:
+        """What drafts, where it is a model of its own.
+
+        Args:
+            method: its options.
+            target: folder or hub id.
+            model: the target's, without its weights.
+
+        Raises:
+            BuildError: its configuration cannot be read, or it is of another target.
+        """
+        return None
 
     def suggest(self, kind: type[M], wanted: Wanted) -> Suggestion | None:
         """What to build for a target, where the method may suit it."""

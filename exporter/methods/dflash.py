@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
 from specexport.contract.methods.dflash import DFlash
 from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.exporter import trace
-from specexport.exporter.methods import Suggestion, TargetOutline, Wanted
+from specexport.exporter.methods import MetaDraft, Suggestion, TargetOutline, Wanted
 from specexport.exporter.methods.states import StatesDraftExporter
 from specexport.graphs.attention import lowering
 from specexport.graphs.dflash import DFlashDraft, block_lowering
@@ -33,6 +34,10 @@ class DFlashExporter(StatesDraftExporter[DFlash]):
     def outline(self, method: DFlash, target: TargetOutline) -> DFlash:
         block = self.read(method.model).block_size
         return msgspec.structs.replace(super().outline(method, target), block_size=block)
+
+    def meta_draft(self, method: DFlash, target: str, model: Any) -> MetaDraft:
+        block = self.read(method.model).block_size - 1
+        return dataclasses.replace(super().meta_draft(method, target, model), block=block)
 
     def trace(self, draft: DFlashDraft, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
         return trace.trace_dflash(draft, cache, kind)

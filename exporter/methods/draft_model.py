@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -11,6 +11,7 @@ import onnx_ir as ir
 from tokenizers import Tokenizer
 
 from specexport.checkpoints.checkpoint import Checkpoint
+from specexport.checkpoints.config import meta_model
 from specexport.checkpoints.reference import as_read, load_reference, reference_logits
 from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
 from specexport.contract.methods.draft_model import ChainDraft, DraftModel
@@ -23,6 +24,7 @@ from specexport.exporter.methods import (
     SMALLER,
     Agreement,
     Build,
+    MetaDraft,
     MethodExporter,
     Suggestion,
     TargetOutline,
@@ -81,6 +83,10 @@ class DraftModelExporter(ChainDraftExporter[DraftModel]):
         vocab = min(draft.vocab_size, build.target.vocab_size)
         model = write_propose_graph(method, draft, vocab, build)
         return msgspec.structs.replace(method, candidates=min(MAX_CANDIDATES, vocab), draft=model, model=model.source)
+
+    def meta_draft(self, method: DraftModel, target: str, model: Any) -> MetaDraft:
+        draft = meta_model(method.model)
+        return MetaDraft(method.model, draft, draft.config)
 
     def suggest(self, kind: type[DraftModel], wanted: Wanted) -> Suggestion | None:
         K = DEFAULT_DRAFT_TOKENS if wanted.device == "cpu" else _GPU_DRAFT_TOKENS

@@ -29,6 +29,9 @@ class MTPExporter(OwnStateExporter[MTP]):
     def require_fit(self, outline: mtp.MTPOutline, *, hidden: int, vocab: int, layers: int) -> None:
         """See :class:`StatesDraftExporter`; it is the target's, and its tensors were looked at by :meth:`check`."""
 
+    def make(self, outline: mtp.MTPOutline, layers: int) -> MTPDraft:
+        return outline.make()
+
     def suggest(self, kind: type[MTP], wanted: Wanted) -> Suggestion | None:
         try:
             mtp.read_mtp(str(wanted.target))

@@ -21,7 +21,7 @@ from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.exporter import trace
 from specexport.exporter.compose import propose_graph
 from specexport.exporter.drafts import traced
-from specexport.exporter.methods import Agreement, Build, TargetOutline, Verification
+from specexport.exporter.methods import Agreement, Build, MetaDraft, TargetOutline, Verification
 from specexport.exporter.methods.draft_model import ChainDraftExporter
 from specexport.exporter.writing import Part, write_models
 from specexport.graphs.attention import TwoPartLowering, lowering
@@ -46,6 +46,11 @@ class StatesDraftExporter(ChainDraftExporter[S]):
     @abstractmethod
     def read(self, source: str) -> Any:
         """The outline of a checkpoint, without its weights: :class:`~specexport.checkpoints.drafts.DraftOutline`."""
+
+    def make(self, outline: Any, layers: int) -> Any:
+        """The draft of an outline on torch's meta device, for a target of so many layers."""
+        with torch.device("meta"):
+            return outline.make(layers)
 
     @abstractmethod
     def require_fit(self, outline: Any, *, hidden: int, vocab: int, layers: int) -> None:
@@ -112,6 +117,15 @@ class StatesDraftExporter(ChainDraftExporter[S]):
         (model,) = write_models(folder, [part], checkpoint, stored, None, build.options.lowering, build.progress)
         named = {"model": model.source} if method.sources else {}
         return msgspec.structs.replace(method, draft=model, **named)
+
+    def meta_draft(self, method: S, target: str, model: Any) -> MetaDraft:
+        source, text = self.source(method, target), model.config.get_text_config()
+        outline, layers = self.read(source), text.num_hidden_layers
+        self.require_fit(outline, hidden=text.hidden_size, vocab=text.vocab_size, layers=layers)
+        draft = self.make(outline, layers)
+        with torch.device("meta"):
+            cache = outline.cache(draft)
+        return MetaDraft(f"{source}, {method.name}", draft, outline.layer, cache)
 
     # --- verify -------------------------------------------------------------------------------------------------------
     def compare(self, method: S, run: Verification) -> tuple[str, Agreement] | None:

@@ -13,12 +13,17 @@ from specexport.building import exporter
 from specexport.commands.inspect import bytes_text
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError
+from specexport.contract.methods import parse_method, read_method
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport plan``."""
     parser.add_argument("--target", required=True, metavar="DIR_OR_ID", help="folder with a config.json, or hub id")
-    parser.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer")
+    way.add_argument(
+        "--method", metavar="NAME[:VALUE]", help="what drafts: draft_model, eagle3, dflash or mtp, as build has it"
+    )
     parser.add_argument("--device", required=True, metavar="NAME", help="such as orin-nano-8gb")
     parser.add_argument(
         "--precision",
@@ -44,9 +49,12 @@ def main(arguments: argparse.Namespace) -> int:
     device = DEVICES.get(arguments.device)
     if device is None:
         raise BuildError(f"device is {arguments.device!r}; expected one of {', '.join(DEVICES)}")
+    method = parse_method(arguments.method) if arguments.method else None
+    if arguments.draft is not None:
+        method = read_method({"method": "draft_model", "model": arguments.draft}, "--draft")
     found = plan(
         arguments.target,
-        arguments.draft,
+        method,
         device,
         precision=arguments.precision,
         context=arguments.max_seq_len,
@@ -70,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
     accepted = f"if {arguments.acceptance:.0%} of draft tokens are accepted"
     if found.best_k:
         said.append(f"with the draft: about {max(found.speeds):.0f} tokens/s at K = {found.best_k}, {accepted}")
-    elif arguments.draft is not None:
+    elif method is not None:
         said.append(f"the draft gains nothing {accepted}")
     said.append(f"estimated from {EFFICIENCY:.0%} of the memory's bandwidth; not measured")
     console = Console()
