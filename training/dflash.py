@@ -10,16 +10,24 @@ from transformers import Qwen3Config
 
 from specexport.checkpoints.dflash import load_dflash, read_dflash, require_fit, save_dflash, usual_states
 from specexport.checkpoints.medusa import HeadAccuracy
-from specexport.contract.errors import TrainError
-from specexport.graphs.attention import ATTENTION_NAME, lowering
+from specexport.graphs.attention import lowering
 from specexport.graphs.dflash import DFlashDraft, DFlashShape, each_layer
 from specexport.graphs.layers import noted_states
 from specexport.training.data import Windows, seeded
 from specexport.training.hidden import measured, run_model, summed_loss, weighted
-from specexport.training.loop import Loss, Watch, adamw, muon_and_adamw
+from specexport.training.loop import Loss, Watch, optimizers
 from specexport.training.mlp_speculator import chain_length
-from specexport.training.options import LEARNING_RATES, DFlashOptions, within
-from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, seen_states
+from specexport.training.options import DFlashOptions, within
+from specexport.training.run import (
+    Place,
+    Run,
+    TrainingModel,
+    choose_place,
+    layer_sizes,
+    load_model,
+    open_run,
+    seen_states,
+)
 
 _AT_ONCE = 32
 """Blocks of a window that are measured together."""
@@ -70,34 +78,14 @@ def new_draft(options: DFlashOptions, target: TrainingModel, states: tuple[int, 
     Raises:
         TrainError: the target's embedding and head are of different sizes, or it has no token of the mask's number.
     """
-    text, head = target.model.config.get_text_config(), target.model.get_output_embeddings().weight
-    table = target.model.get_input_embeddings().weight
+    table, head = target.tables()
     vocab, hidden = head.shape
-    if table.shape != head.shape:
-        raise TrainError(
-            f"{target.path}: its embedding is {list(table.shape)} and its head {list(head.shape)}; expected one shape, "
-            "as the draft reads with one and ends in the other"
-        )
     mask = options.mask_token_id
     if mask is None:  # one that no text goes on after
         spare = (target.tokenizer.mask_token_id, target.tokenizer.pad_token_id, *target.ends, vocab - 1)
         mask = next(token for token in spare if token is not None)
     within("mask_token_id", mask, 0, vocab - 1, "the target's last token")
-    heads = text.num_attention_heads
-    rotary = getattr(text, "rope_parameters", None) or {}
-    config = Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=options.intermediate_size or getattr(text, "intermediate_size", None) or 4 * hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or hidden // heads,
-        max_position_embeddings=min(target.max_positions, 1 << 17),
-        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
-        rope_parameters={"rope_type": "default", "rope_theta": float(rotary.get("rope_theta", 10000.0))},
-        attn_implementation=ATTENTION_NAME,
-    )
+    config = Qwen3Config(**layer_sizes(target, options.intermediate_size), num_hidden_layers=options.layers)
     shape = DFlashShape(config, hidden, len(states), vocab, options.draft_block, mask, (False,) * options.layers)
     draft = DFlashDraft(shape).to(head.device)
     draft.embed_tokens.weight = torch.nn.Parameter(table.detach(), requires_grad=False)
@@ -108,12 +96,7 @@ def new_draft(options: DFlashOptions, target: TrainingModel, states: tuple[int, 
 def _train(run: Run[DFlashOptions], draft: DFlashDraft, states: tuple[int, ...]) -> None:
     options, place = run.options, run.place
     parameters = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
-    rate = options.lr or LEARNING_RATES[options.optimizer]
-    optimizers = (
-        muon_and_adamw(parameters.values(), (), rate)
-        if options.optimizer == "muon"
-        else [adamw([(list(parameters.values()), rate)])]
-    )
+    chosen = optimizers(options.optimizer, parameters.values(), (), options.lr)
 
     def loss_at(number: int) -> Loss:
         batch = run.batch(number, options.seed)
@@ -121,7 +104,7 @@ def _train(run: Run[DFlashOptions], draft: DFlashDraft, states: tuple[int, ...])
         with place.autocast():
             return draft_loss(draft, run.target.model, states, batch, anchors, options.decay)
 
-    run.train("draft", parameters, optimizers, options.total_steps(len(run.windows)), loss_at)
+    run.train("draft", parameters, chosen, options.total_steps(len(run.windows)), loss_at)
 
 
 def random_anchors(batch: Windows, count: int, seed: int, number: int) -> torch.Tensor:

@@ -18,8 +18,8 @@ from specexport.training.distill import (
     inherit_embedding,
     mixed_temperatures,
 )
-from specexport.training.loop import Loss, Watch, adamw, muon_and_adamw
-from specexport.training.options import LEARNING_RATES, DraftOptions
+from specexport.training.loop import Loss, Watch, optimizers
+from specexport.training.options import DraftOptions
 from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, save_model
 
 _MEASURED_TEXTS, _MEASURED_TOKENS = 32, 96
@@ -50,15 +50,9 @@ def train_draft(options: DraftOptions, watch: Watch) -> dict[str, Any]:
         if options.samples == "target":
             run.windows = run.texts_of(target, run.windows, options.texts, "sampled")
         run.describe_data()
-        rate = options.lr or LEARNING_RATES[options.optimizer]
         parameters = dict(draft.model.requires_grad_(True).named_parameters())
-        optimizers = (
-            muon_and_adamw(
-                parameters.values(), (draft.model.get_input_embeddings(), draft.model.get_output_embeddings()), rate
-            )
-            if options.optimizer == "muon"
-            else [adamw([(list(parameters.values()), rate)])]
-        )
+        outer = (draft.model.get_input_embeddings(), draft.model.get_output_embeddings())
+        chosen = optimizers(options.optimizer, parameters.values(), outer, options.lr)
         keep = run.window - 1 if options.samples == "data" else run.window - run.prompt
 
         def loss_at(number: int) -> Loss:
@@ -72,7 +66,7 @@ def train_draft(options: DraftOptions, watch: Watch) -> dict[str, Any]:
         run.train(
             "draft",
             parameters,
-            optimizers,
+            chosen,
             options.total_steps(len(run.windows)),
             loss_at,
             lambda: f"greedy acceptance length {acceptance.length(0.0, _SHOWN_DEPTH):.2f}",

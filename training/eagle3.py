@@ -12,16 +12,24 @@ from transformers import LlamaConfig
 
 from specexport.checkpoints.eagle3 import load_eagle3, read_eagle3, require_fit, save_eagle3, usual_states
 from specexport.checkpoints.medusa import HeadAccuracy
-from specexport.contract.errors import TrainError
-from specexport.graphs.attention import ATTENTION_NAME, AttentionCall, lowering
+from specexport.graphs.attention import AttentionCall, lowering
 from specexport.graphs.eagle3 import Eagle3Draft, Eagle3Shape
 from specexport.graphs.layers import noted_states
 from specexport.training.data import Windows
 from specexport.training.hidden import measured, run_model, summed_loss, weighted
-from specexport.training.loop import Loss, Watch, adamw, muon_and_adamw
+from specexport.training.loop import Loss, Watch, optimizers
 from specexport.training.mlp_speculator import chain_length
-from specexport.training.options import LEARNING_RATES, Eagle3Options, within
-from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, seen_states
+from specexport.training.options import Eagle3Options, within
+from specexport.training.run import (
+    Place,
+    Run,
+    TrainingModel,
+    choose_place,
+    layer_sizes,
+    load_model,
+    open_run,
+    seen_states,
+)
 
 
 def train_eagle3(options: Eagle3Options, watch: Watch) -> dict[str, Any]:
@@ -69,31 +77,11 @@ def new_draft(options: Eagle3Options, target: TrainingModel, states: tuple[int, 
     Raises:
         TrainError: the target's embedding and head are of different sizes, or it has fewer tokens than asked for.
     """
-    text, head = target.model.config.get_text_config(), target.model.get_output_embeddings().weight
-    table = target.model.get_input_embeddings().weight
+    table, head = target.tables()
     vocab, hidden = head.shape
-    if table.shape != head.shape:
-        raise TrainError(
-            f"{target.path}: its embedding is {list(table.shape)} and its head {list(head.shape)}; expected one shape, "
-            "as the draft reads with one and ends in the other"
-        )
     draft_vocab = options.draft_vocab_size or vocab
     within("draft_vocab_size", draft_vocab, 1, vocab, "the target's vocabulary")
-    heads = text.num_attention_heads
-    rotary = getattr(text, "rope_parameters", None) or {}
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=options.intermediate_size or getattr(text, "intermediate_size", None) or 4 * hidden,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or hidden // heads,
-        max_position_embeddings=min(target.max_positions, 1 << 17),
-        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
-        rope_parameters={"rope_type": "default", "rope_theta": float(rotary.get("rope_theta", 10000.0))},
-        attn_implementation=ATTENTION_NAME,
-    )
+    config = LlamaConfig(**layer_sizes(target, options.intermediate_size), num_hidden_layers=1)
     draft = Eagle3Draft(Eagle3Shape(config, hidden, len(states), draft_vocab)).to(head.device)
     draft.embed_tokens.weight = torch.nn.Parameter(table.detach(), requires_grad=False)
     if draft_vocab < vocab:
@@ -108,19 +96,14 @@ def new_draft(options: Eagle3Options, target: TrainingModel, states: tuple[int, 
 def _train(run: Run[Eagle3Options], draft: Eagle3Draft, states: tuple[int, ...]) -> None:
     options, place = run.options, run.place
     parameters = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
-    rate = options.lr or LEARNING_RATES[options.optimizer]
-    optimizers = (
-        muon_and_adamw(parameters.values(), (draft.lm_head,), rate)
-        if options.optimizer == "muon"
-        else [adamw([(list(parameters.values()), rate)])]
-    )
+    chosen = optimizers(options.optimizer, parameters.values(), (draft.lm_head,), options.lr)
 
     def loss_at(number: int) -> Loss:
         batch = run.batch(number, options.seed)
         with place.autocast():
             return draft_loss(draft, run.target.model, states, batch, options.ttt_steps, options.decay)
 
-    run.train("draft", parameters, optimizers, options.total_steps(len(run.windows)), loss_at)
+    run.train("draft", parameters, chosen, options.total_steps(len(run.windows)), loss_at)
 
 
 def draft_loss(

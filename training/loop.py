@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specexport.contract.errors import TrainError
 from specexport.contract.folders import writing
+from specexport.training.options import LEARNING_RATES
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A scalar to minimise, and figures to show by name, each a vector, such as one number a head."""
@@ -67,6 +68,21 @@ def muon_and_adamw(
         (matrices if parameter.ndim == 2 and id(parameter) not in outside else others).append(parameter)
     muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
     return [muon, adamw([(others, rate)])]
+
+
+def optimizers(
+    name: str, parameters: Collection[torch.nn.Parameter], outer: Iterable[torch.nn.Module], rate: float | None
+) -> list[torch.optim.Optimizer]:
+    """Those of a name in :data:`LEARNING_RATES`; see :func:`muon_and_adamw`.
+
+    Args:
+        name: ``adamw`` or ``muon``.
+        parameters: to train.
+        outer: the output projection and the embedding, of those that are trained.
+        rate: the learning rate; None for the name's own.
+    """
+    rate = rate or LEARNING_RATES[name]
+    return muon_and_adamw(parameters, outer, rate) if name == "muon" else [adamw([(list(parameters), rate)])]
 
 
 @dataclass(frozen=True)

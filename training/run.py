@@ -20,6 +20,7 @@ from specexport.checkpoints.locate import locate
 from specexport.checkpoints.quiet import quiet
 from specexport.contract.errors import BuildError, TrainError
 from specexport.contract.folders import written_beside
+from specexport.graphs.attention import ATTENTION_NAME
 from specexport.training.data import Windows, read_windows, sampled_windows
 from specexport.training.distill import sample_texts
 from specexport.training.loop import Loss, Schedule, Watch, train
@@ -84,6 +85,20 @@ class TrainingModel:
     stored: torch.dtype
     ends: tuple[int, ...]
     max_positions: int
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights of the embedding and of the head, ``[V,H]``.
+
+        Raises:
+            TrainError: they are of different sizes.
+        """
+        table, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
+        if table.shape != head.shape:
+            raise TrainError(
+                f"{self.path}: its embedding is {list(table.shape)} and its head {list(head.shape)}; expected one "
+                "shape, as the draft reads with one and ends in the other"
+            )
+        return table, head
 
     def fingerprint(self) -> str:
         """A hash that differs between checkpoints, from their settings and a sample of their weights."""
@@ -153,6 +168,24 @@ def seen_states(states: Sequence[int], layers: int) -> tuple[int, ...]:
             f"{layers}"
         )
     return tuple(states)
+
+
+def layer_sizes(target: TrainingModel, intermediate_size: int | None) -> dict[str, Any]:
+    """Fields of a configuration of layers with the attention heads of a target, and, unless told, as wide an MLP."""
+    text, (vocab, hidden) = target.model.config.get_text_config(), target.tables()[1].shape
+    heads, rotary = text.num_attention_heads, getattr(text, "rope_parameters", None) or {}
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate_size or getattr(text, "intermediate_size", None) or 4 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(text, "head_dim", None) or hidden // heads,
+        "max_position_embeddings": min(target.max_positions, 1 << 17),
+        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(rotary.get("rope_theta", 10000.0))},
+        "attn_implementation": ATTENTION_NAME,
+    }
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any, more: Mapping[str, torch.Tensor] | None = None) -> None:
