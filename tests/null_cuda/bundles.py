@@ -15,7 +15,16 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.options import LOWERINGS, BuildOptions
-from tests.checkpoints import VOCAB, make_checkpoint, make_dflash, make_eagle3, make_heads, make_mtp, make_speculator
+from tests.checkpoints import (
+    GROUPED,
+    VOCAB,
+    make_checkpoint,
+    make_dflash,
+    make_eagle3,
+    make_heads,
+    make_mtp,
+    make_speculator,
+)
 from tests.make_bundles import reversed_tokenizer
 from tests.ways import ways
 
@@ -28,8 +37,8 @@ _CONFIG: dict[str, Any] = {"head_dim": 64, "intermediate_size": 128, "max_positi
 
 # A mixture of experts, whose checkpoint holds an MTP layer behind its own.
 _EXPERTS: dict[str, Any] = {
+    **GROUPED,
     **_CONFIG,
-    "num_hidden_layers": 2,
     "first_k_dense_replace": 1,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
