@@ -24,9 +24,10 @@ from specexport.checkpoints.config import (
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.quantized import Scales
 from specexport.contract.errors import BuildError
-from specexport.contract.model import CacheLayer
+from specexport.contract.model import CacheLayer, StateLayer
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, Probe, lowering, sample_masks
 from specexport.graphs.experts import EXPERTS_NAME
+from specexport.graphs.recurrent import StateProbe, recurrent, take_over
 from specexport.graphs.rotary import freeze_frequencies
 
 
@@ -39,7 +40,8 @@ class Checkpoint:
         path: the local folder.
         family: transformers' ``model_type``.
         model: the model, in evaluation mode.
-        cache: heads and sizes of each attention layer.
+        cache: heads and sizes of each layer with attention.
+        states: what each layer without it keeps, by its index among all layers.
         vocab_size: width of the logits.
         input_vocab: rows of the embedding.
         max_positions: longest sequence the model was made for, and whose rotary frequencies do not depend on its
@@ -65,6 +67,7 @@ class Checkpoint:
     generation: dict[str, float] = field(default_factory=dict)
     scales: dict[str, Scales | None] = field(default_factory=dict)
     quantized_in: str = ""
+    states: dict[int, StateLayer] = field(default_factory=dict)
 
 
 def load_checkpoint(source: str) -> Checkpoint:
@@ -112,12 +115,15 @@ def load_checkpoint(source: str) -> Checkpoint:
         raise BuildError(f"{path}: model family '{family}' has no language-model head; expected a causal LM")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    take_over(model)
+    cache, states = _probe(model, family, max_positions)
     return Checkpoint(
         source=source,
         path=path,
         family=family,
         model=model,
-        cache=_probe(model, family, max_positions),
+        cache=cache,
+        states=states,
         vocab_size=int(head.weight.shape[0]),
         input_vocab=int(model.get_input_embeddings().weight.shape[0]),
         max_positions=max_positions,
@@ -144,13 +150,13 @@ def plain_transformers(model: Any) -> Iterator[None]:
             model.set_experts_implementation(EXPERTS_NAME)
 
 
-def _probe(model: Any, family: str, max_positions: int) -> tuple[CacheLayer, ...]:
-    """Runs two tokens to learn each layer's cache shape: works for every family, whatever its config calls things."""
-    probe = Probe()
+def _probe(model: Any, family: str, max_positions: int) -> tuple[tuple[CacheLayer, ...], dict[int, StateLayer]]:
+    """Runs two tokens to learn what each layer keeps: works for every family, whatever its config calls things."""
+    probe, states = Probe(), StateProbe()
     layers = int(model.config.get_text_config().num_hidden_layers)
     ids = torch.zeros(1, 2, dtype=torch.int64)
     try:
-        with torch.no_grad(), lowering(probe), sample_masks(max_positions):
+        with torch.no_grad(), lowering(probe), recurrent(states), sample_masks(max_positions):
             model(ids, position_ids=torch.arange(2)[None], past_key_values=PassThroughCache(layers), use_cache=True)
     except BuildError as error:
         raise BuildError(f"model family '{family}': {error}") from error
@@ -159,12 +165,16 @@ def _probe(model: Any, family: str, max_positions: int) -> tuple[CacheLayer, ...
             f"model family '{family}' cannot be traced: it does not run through transformers' attention and cache "
             f"interfaces ({type(error).__name__}: {error})"
         ) from error
-    if sorted(probe.seen) != list(range(layers)):
+    if not probe.seen or (not states.seen and sorted(probe.seen) != list(range(layers))):
         raise BuildError(
             f"model family '{family}' cannot be traced: {layers} layers, but attention ran in layers "
-            f"{sorted(probe.seen)}; expected one attention with its own cache in every layer"
+            f"{sorted(probe.seen)}; expected one attention with its own cache in every layer, or in some, with "
+            "convolutions in others"
         )
-    return tuple(probe.seen[layer] for layer in range(layers))
+    order = {layer: index for index, layer in enumerate(sorted(probe.seen))}
+    for module in model.modules() if states.seen else ():
+        module.cache_index = order.get(getattr(module, "layer_idx", -1))
+    return tuple(probe.seen[layer] for layer in order), dict(sorted(states.seen.items()))
 
 
 @dataclass(frozen=True)

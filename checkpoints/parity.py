@@ -15,8 +15,10 @@ import torch
 
 from specexport.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.checkpoints.quiet import quiet
+from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs
+from specexport.contract.states import KeptStates, with_rows
 from specexport.contract.tree import TokenTree
 from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule
@@ -48,7 +50,7 @@ def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, emb
             with fused_rotary(model) if lowering == "native" else contextlib.nullcontext():
                 ours = _through_lowering(checkpoint, lowering, embeds, prompt, chain, tree)
             with plain_transformers(model):
-                theirs = _through_eager(model, prompt, chain, tree)
+                theirs = _through_eager(model, prompt, chain, tree, _compared(checkpoint))
     except BuildError as error:
         raise BuildError(f"{checkpoint.source}: model family '{checkpoint.family}': {error}") from error
     except Exception as error:  # whatever the model's code raises
@@ -80,23 +82,42 @@ def _through_lowering(
     tree: torch.Tensor,
 ) -> torch.Tensor:
     """Logits of the prompt's last token, the chain and the tree, ``[1 + 2 + nodes, V]``."""
-    step = StepModule(checkpoint.model, len(checkpoint.cache), lowering=lowering)
+    layers = with_rows(list(checkpoint.states.values()), len(_TREE))
+    states = dict(zip(checkpoint.states, layers, strict=True))
+    step = StepModule(checkpoint.model, lowering=lowering, states=states)
+    kept, slot = KeptStates(layers, 1), range(1)
     past = [torch.zeros(1, c.heads, _ROWS, size) for c in checkpoint.cache for size in (c.key_size, c.value_size)]
     done, logits = 0, []
     chains = [TokenTree.chain(tokens.shape[1]) for tokens in (prompt, chain)]
-    for tokens, shape, first_row in ((prompt, chains[0], _PROMPT - 1), (chain, chains[1], 0), (tree, _TREE, 0)):
+    for tokens, shape, first_row in (
+        (prompt, chains[0], _PROMPT - 1),
+        (chain, chains[1], 0),
+        (tree, _compared(checkpoint), 0),
+    ):
         ids, *given = _half_embedded(checkpoint.model, tokens) if embeds else (tokens,)
+        count = tokens.shape[1]
+        known = count if done == 0 else 1  # what follows is taken for draft tokens
+        cells = kept.cells(slot, [done], count)
+        own = {tensors.KNOWN_TOKENS: np.array([known]), **cells} if cells else {}
+        own |= {name: kept.arrays[name].copy() for name in tensors.state_names(layers)}
         out = step(
             ids,
             torch.from_numpy(shape.depths)[None] + done,
             torch.from_numpy(shape.mask)[None],
             torch.tensor([done]),
-            torch.arange(first_row, tokens.shape[1])[None],
+            torch.arange(first_row, count)[None],
             past,
+            [torch.from_numpy(array) for array in own.values()],
             *given,
         )
         logits.append(out[0][0])
-        past = list(out[1:]) if lowering == "native" else _with_rows(past, out[1:], done)
+        made = out[1 : 1 + len(past)]
+        past = list(made) if lowering == "native" else _with_rows(past, made, done)
+        blocks, parts = kept.outputs(1, count)
+        for name, new in zip(tensors.returned_state_names(layers), out[1 + len(past) :], strict=True):
+            parts[name][:] = new.numpy()
+        kept.ran(slot, [done], [known])
+        kept.commit(0, done, range(count), blocks, 0)
         done += tokens.shape[1]
     return torch.cat(logits)
 
@@ -116,14 +137,19 @@ def _with_rows(past: list[torch.Tensor], rows: Sequence[torch.Tensor], done: int
     ]
 
 
+def _compared(checkpoint: Checkpoint) -> TokenTree:
+    """The tree that is compared; layers without attention know chains alone."""
+    return TokenTree.chain(len(_TREE)) if checkpoint.states else _TREE
+
+
 def _through_eager(
-    model: torch.nn.Module, prompt: torch.Tensor, chain: torch.Tensor, tree: torch.Tensor
+    model: torch.nn.Module, prompt: torch.Tensor, chain: torch.Tensor, tree: torch.Tensor, shape: TokenTree
 ) -> torch.Tensor:
     """The same logits, each path of the tree as a text of its own."""
     start = torch.cat([prompt, chain], dim=1)
     logits = [model(start, use_cache=False).logits[0, _PROMPT - 1 :]]
-    for depth in range(_TREE.depth + 1):  # nodes lie level by level, and paths of one length run together
-        paths = torch.from_numpy(np.array([np.flatnonzero(row) for row in _TREE.mask[_TREE.depths == depth]]))
+    for depth in range(shape.depth + 1):  # nodes lie level by level, and paths of one length run together
+        paths = torch.from_numpy(np.array([np.flatnonzero(row) for row in shape.mask[shape.depths == depth]]))
         texts = torch.cat([start.expand(len(paths), -1), tree[0][paths]], dim=1)
         logits.append(model(texts, use_cache=False).logits[:, -1])
     return torch.cat(logits).float()

@@ -47,6 +47,51 @@ class CacheLayer(Strict, frozen=True):
     value_size: Size
 
 
+class Recurrence(Strict, frozen=True):
+    """A layer's recurrent state, and what it still needs of tokens that the state has not seen.
+
+    Attributes:
+        heads: H of the state.
+        key_heads: Hk, of which each serves ``heads / key_heads`` neighbouring heads.
+        key_size: Dk.
+        value_size: Dv.
+        rows: R, of how many of the last tokens the updates are kept.
+    """
+
+    heads: Size
+    key_heads: Size
+    key_size: Size
+    value_size: Size
+    rows: Size
+
+    @property
+    def update_size(self) -> int:
+        """U, the numbers of a token's update: its keys, its values, and of each head a decay and a strength."""
+        return self.key_heads * self.key_size + self.heads * (self.value_size + 2)
+
+
+class StateLayer(Strict, frozen=True):
+    """What a layer without attention keeps of a text, whatever its length (``specexport.contract.states``).
+
+    Attributes:
+        conv_size: C, the width of its convolution's inputs.
+        conv_rows: of how many of the last tokens those inputs are kept: one less than the convolution reads.
+        recurrence: None for a convolution alone.
+    """
+
+    conv_size: Size
+    conv_rows: Size
+    recurrence: Recurrence | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a slot."""
+        own = 0
+        if (state := self.recurrence) is not None:
+            own = state.heads * state.key_size * state.value_size + state.rows * state.update_size
+        return 4 * (self.conv_rows * self.conv_size + own)
+
+
 class QuantizedBefore(Strict, frozen=True):
     """What became of matrices that the checkpoint holds quantized.
 
@@ -103,11 +148,12 @@ class Model(Strict, frozen=True):
         vocab_size: width of the logits.
         max_positions: longest sequence the model was made for.
         precision: see :class:`PrecisionInfo`.
-        cache: one entry a layer.
+        cache: one entry a layer with attention.
         weights: the weights file, shared by all its graphs.
         graph: a step graph for a target, a propose graph for a draft.
         engines: that graph, compiled for devices.
         embedding_size: H of the embeddings that its step graph reads in the place of tokens; None where it reads none.
+        states: one entry a layer without attention; those have none in ``cache``.
     """
 
     family: str
@@ -121,6 +167,7 @@ class Model(Strict, frozen=True):
     graph: GraphFiles
     engines: tuple[CompiledEngine, ...] = ()
     embedding_size: Size | None = None
+    states: tuple[StateLayer, ...] = ()
 
     @property
     def cache_row_bytes(self) -> int:

@@ -177,6 +177,7 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
         _check_points(path, role, points, role in proposing, manifest)
         width = sum(layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
         size = 4 * width * max((point.batch * point.cache for point in points), default=0)
+        size += manifest.batch_sizes[-1] * sum(layer.nbytes for layer in model.states)
         if model.cache and not all(point.cache for point in points):
             raise BundleError(f"{path}: a shape point of the {role} has no cache rows; build the bundle again")
         if size > _MAX_CACHE_BYTES:

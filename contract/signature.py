@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from specexport.contract import tensors
-from specexport.contract.model import LoweredAs, Model
+from specexport.contract.model import LoweredAs, Model, StateLayer
 from specexport.contract.shapes import ShapePoint
+from specexport.contract.states import CELL
 
 Dim = int | str
 """A size, or a symbol of :attr:`~specexport.contract.shapes.ShapePoint.sizes`."""
@@ -59,7 +61,9 @@ SAMPLING: Signature = {
 }
 
 
-def step_signature(outputs: Signature, embedding_size: int | None = None) -> GraphSignature:
+def step_signature(
+    outputs: Signature, embedding_size: int | None = None, states: Sequence[StateLayer] = ()
+) -> GraphSignature:
     """A step graph that makes these outputs, and reads embeddings of H = ``embedding_size`` in the place of tokens."""
     inputs: Signature = {
         tensors.INPUT_IDS: Spec("int64", ("B", "T")),
@@ -71,6 +75,8 @@ def step_signature(outputs: Signature, embedding_size: int | None = None) -> Gra
     if embedding_size is not None:
         inputs[tensors.INPUTS_EMBEDS] = Spec("float32", ("B", "T", embedding_size))
         inputs[tensors.EMBEDS_MASK] = Spec("bool", ("B", "T"))
+    if any(layer.recurrence for layer in states):
+        inputs[tensors.KNOWN_TOKENS] = Spec("int64", ("B",))
     return GraphSignature(inputs, outputs)
 
 
@@ -82,18 +88,34 @@ def candidates(depths: int, ranks: int) -> Signature:
 def target_signature(target: Model, observed: Signature) -> GraphSignature:
     """The target's step graph; ``observed`` are the outputs that methods ask for beside its logits."""
     logits = {tensors.LOGITS: Spec("float32", ("B", "R", target.vocab_size))}
-    return step_signature(logits | observed, target.embedding_size)
+    return step_signature(logits | observed, target.embedding_size, target.states)
 
 
 def caches(model: Model) -> Signature:
-    """The caches a model's graph takes."""
-    return _of_layers(model, tensors.cache_names(len(model.cache)), "S")
+    """The caches and states a model's graph takes."""
+    made = _of_layers(model, tensors.cache_names(len(model.cache)), "S")
+    if any(layer.recurrence for layer in model.states):
+        made[tensors.CELL_ROWS] = Spec("int64", ("C", "B", CELL))
+    return made | states(model.states)
+
+
+def states(layers: Sequence[StateLayer]) -> Signature:
+    """What a step graph takes of layers without attention."""
+    shapes: list[tuple[Dim, ...]] = []
+    for layer in layers:
+        shapes.append(("B", layer.conv_rows, layer.conv_size))
+        if (state := layer.recurrence) is not None:
+            shapes.append(("B", state.rows, state.update_size))
+            shapes.append(("B", state.heads, state.key_size, state.value_size))
+    return {name: Spec("float32", dims) for name, dims in zip(tensors.state_names(layers), shapes, strict=True)}
 
 
 def returned(model: Model, lowering: LoweredAs, fed: str) -> Signature:
     """What a model's graph returns of its cache; ``fed`` is the symbol of the tokens fed in a call."""
     rows = "S" if lowering == "native" else fed
-    return _of_layers(model, tensors.returned_names(len(model.cache), lowering), rows)
+    names = zip(tensors.returned_state_names(model.states), states(model.states).values(), strict=True)
+    made = {name: Spec("float32", ("B", "T", s.dims[2])) if len(s.dims) == 3 else s for name, s in names}
+    return _of_layers(model, tensors.returned_names(len(model.cache), lowering), rows) | made
 
 
 def _of_layers(model: Model, names: list[str], rows: str) -> Signature:

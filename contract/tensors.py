@@ -8,7 +8,9 @@ a model in one call: ``T`` for a step, ``T + K - 1`` for a propose graph, whose 
 
 from __future__ import annotations
 
-from specexport.contract.model import LoweredAs
+from collections.abc import Sequence
+
+from specexport.contract.model import LoweredAs, StateLayer
 
 # --- step graph (the target's prefill, decode and verify) -------------------------------------------------------------
 INPUT_IDS = "input_ids"  # int64 [B,T]    tokens of this step: a chain, a tree, or a prefill chunk
@@ -22,6 +24,10 @@ EMBEDS_MASK = "embeds_mask"  # bool [B,T]     with inputs_embeds: at which of th
 CANDIDATES = "candidates"  # int64 [B,N,R,M]  with Medusa heads: each head's most probable tokens, best first
 HIDDEN = "hidden_states"  # float32 [B,R,H]  with an MLP speculator: what the language-model head reads
 LAYER_STATES = "layer_states"  # see layer_states()
+KNOWN_TOKENS = (
+    "known_tokens"  # int64 [B]  with recurrent layers: how many of the T tokens are text already, and no drafts
+)
+CELL_ROWS = "cell_rows"  # int64 [C,B,G]  alike: see contract.states
 
 # --- propose graph (the draft: first pass over T tokens, then single-token passes, in one call) -----------------------
 NUM_DRAFT_TOKENS = "num_draft_tokens"  # int64 []     K, how many tokens to draft (the loop's trip count)
@@ -90,8 +96,32 @@ def layer_states(layers: int) -> str:
     return f"{LAYER_STATES}.{layers}"
 
 
+def state_names(layers: Sequence[StateLayer]) -> list[str]:
+    """``[past_conv.0, past_updates.0, past_state.0, past_conv.1, ...]``; a convolution alone has the first of them.
+
+    float32 ``[B,conv_rows,C]``, ``[B,R,U]``, of which the row of the token at position p is the one at p modulo their
+    number, and ``[B,H,Dk,Dv]``.
+    """
+    return _of_states(layers, "past_conv", "past_updates", "past_state")
+
+
+def returned_state_names(layers: Sequence[StateLayer]) -> list[str]:
+    """``[new_conv.0, new_updates.0, new_state.0, new_conv.1, ...]``, of the inputs above.
+
+    New rows are float32 ``[B,T,C]`` and ``[B,T,U]``; a state has seen all whole cells of known tokens.
+    """
+    return _of_states(layers, "new_conv", "new_updates", "new_state")
+
+
+def _of_states(layers: Sequence[StateLayer], conv: str, *recurrent: str) -> list[str]:
+    kinds = [(conv, *(recurrent if layer.recurrence is not None else ())) for layer in layers]
+    return [f"{kind}.{index}" for index, names in enumerate(kinds) for kind in names]
+
+
 CACHES = ("past_key.", "past_value.", "present_key.", "present_value.", "new_key.", "new_value.")
 """What the names of caches and of their rows begin with."""
+STATES = ("past_conv.", "past_updates.", "past_state.", "new_conv.", "new_updates.", "new_state.")
+"""And those of what layers without attention keep."""
 
 
 def of_stage(name: str, stage: int) -> str:

@@ -33,6 +33,11 @@ def load_draft(source: str, build: Build) -> Checkpoint:
     build.progress("loading the draft", 0, 1)
     draft = load_checkpoint(source)
     build.progress("loading the draft", 1, 1)
+    if draft.states:
+        raise BuildError(
+            f"{draft.source}: model family '{draft.family}' has layers without attention, which drafts must not have; "
+            "choose another draft, or a method that needs none ('--method ngram')"
+        )
     longest = build.plan.max_seq_len
     if draft.max_positions < longest:
         raise BuildError(

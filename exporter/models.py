@@ -10,8 +10,10 @@ import msgspec
 from specexport.checkpoints import parity
 from specexport.checkpoints.checkpoint import Checkpoint, TokenizerFiles, load_checkpoint
 from specexport.contract.errors import BuildError
-from specexport.contract.methods import Method
+from specexport.contract.methods import Method, not_a_chain, with_trees
 from specexport.contract.model import LoweredAs, Model, Strict
+from specexport.contract.states import with_rows
+from specexport.contract.tree import TokenTree
 from specexport.exporter import quality, trace
 from specexport.exporter.build_plan import BuildPlan
 from specexport.exporter.drafts import traced
@@ -46,6 +48,13 @@ def target_stage(folder: Path, options: BuildOptions, tokenizer: TokenizerFiles,
     outline = TargetOutline(target.vocab_size, target.parameters, len(target.cache), target.path)
     heads = [exporter_of(method).heads(method, target) for method in options.methods]
     methods = tuple(exporter_of(method).plan(method, outline) for method in options.methods)
+    if target.states:
+        methods = tuple(_chains_alone(method, options.methods[at], target) for at, method in enumerate(methods))
+        if options.backend != "onnxruntime":
+            raise BuildError(
+                f"{target.source}: model family '{target.family}' has layers without attention, which run on the CPU "
+                "alone yet; build it with --backend onnxruntime"
+            )
     plan = BuildPlan.of(methods, options, _max_seq_len(options, target))
     sample = tokenizer.tokenizer.encode(quality.SAMPLE).ids
     exact = quality.reference(target, sample) if options.precision in QUANTIZED and sample else None
@@ -57,6 +66,23 @@ def target_stage(folder: Path, options: BuildOptions, tokenizer: TokenizerFiles,
         written = _with_logits_error(folder, written, options.lowering, exact, progress)
     plan = msgspec.structs.replace(plan, methods=methods)
     return WrittenTarget(model=written, plan=plan, eos_token_ids=eos, generation=generation)
+
+
+def _chains_alone(method: Method, asked: Method, target: Checkpoint) -> Method:
+    """A method for a target whose states go through a text token by token: chains, in the place of its own trees.
+
+    Raises:
+        BuildError: trees with branches were asked for, or it has no others.
+    """
+    branching = [tree for tree in method.token_trees() if not_a_chain(tree)]
+    if (branching and asked.trees) or method.own_widths:
+        raise BuildError(
+            f"{target.source}: model family '{target.family}' has layers without attention, which read chains alone, "
+            f"and '{method.name}' verifies trees with branches; ask for chains (--num-speculative-tokens), or leave it "
+            "out"
+        )
+    chains = dict.fromkeys(TokenTree.chain(tree.depth + 1) for tree in method.token_trees())
+    return with_trees(method, tuple(chains)) if branching else method
 
 
 def _max_seq_len(options: BuildOptions, target: Checkpoint) -> int:
@@ -90,7 +116,9 @@ def _write(
     added = next((one for one in heads if one is not None), None)
     ranks = min(MAX_TOP_K, target.vocab_size)
     observed = [name for method in plan.methods for name in method.target_outputs]
-    step_module = StepModule(target.model, len(target.cache), added, ranks, observed, options.lowering)
+    layers = with_rows(list(target.states.values()), plan.widths[-1])
+    states = dict(zip(target.states, layers, strict=True))
+    step_module = StepModule(target.model, added, ranks, observed, options.lowering, states)
     graph = traced(target, lambda: trace.trace_step(step_module, target.cache, embedding_size))
     parts = [exporter_of(method).part(method, target, options, plan) for method in plan.methods]
     progress("tracing the target", 1, 1)
@@ -104,7 +132,7 @@ def _write(
         exporter_of(method).in_target(method, options, one, next(made) if part is not None else None)
         for method, one, part in zip(plan.methods, heads, parts, strict=True)
     )
-    return msgspec.structs.replace(model, embedding_size=embedding_size), methods
+    return msgspec.structs.replace(model, embedding_size=embedding_size, states=layers), methods
 
 
 def _with_logits_error(

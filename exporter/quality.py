@@ -71,6 +71,7 @@ def logits_error(master: Path, lowering: LoweredAs, model: Model, expected: Refe
             tensors.TREE_MASK: np.ones((1, 1, 1), np.bool_),
             tensors.PAST_LENGTH: np.array([position]),
             tensors.LOGITS_ROWS: np.array([[0]]),
+            tensors.KNOWN_TOKENS: np.array([1]),
         }
         found.append(session.logits(given)[0])
     logits = np.stack(found)

@@ -12,10 +12,11 @@ import numpy.typing as npt
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs, StoredAs
+from specexport.contract.states import cell_rows
 from specexport.runtime.machine import available_cores
 from specexport.runtime.ort import MINIMUM, open_session
 
-_SIZES = {"B": 1, "T": 16, "R": 16, "K": 1, "S": 24}
+_SIZES = {"B": 1, "T": 16, "R": 16, "K": 1, "S": 24, "C": 1}
 """First tokens of a vocabulary are special ones, such as padding, whose embedding is often zero."""
 _FLOATS: dict[str, float] = {tensors.TEMPERATURE: 1.0, tensors.TOP_P: 1.0, tensors.UNIFORM: 0.5}
 """Of inputs that are not zeros."""
@@ -38,6 +39,9 @@ def require_finite(graph: Path, lowering: LoweredAs, weights: StoredAs, vocab: i
         return
     session = open_session(graph, available_cores(), lowering, weights)
     given = {value.name: _given(value.name, value.shape, value.type, vocab) for value in session.get_inputs()}
+    if tensors.CELL_ROWS in given:
+        kept = next(array.shape[1] for name, array in given.items() if name.startswith("past_updates."))
+        given[tensors.CELL_ROWS] = cell_rows([0], [0], _SIZES["T"], kept)
     names = [value.name for value in session.get_outputs()]
     for name, made in zip(names, session.run(names, given), strict=True):
         wrong = int((~np.isfinite(made)).sum()) if made.dtype == np.float32 else 0

@@ -15,7 +15,10 @@ from specexport.checkpoints.quiet import quiet
 from specexport.contract import tensors
 from specexport.contract.engines import AcceptRule
 from specexport.contract.model import OPSETS, CacheLayer, LoweredAs
-from specexport.contract.tensors import cache_names, returned_names
+from specexport.contract.shapes import ShapePoint
+from specexport.contract.signature import states
+from specexport.contract.states import CELL, cell_rows
+from specexport.contract.tensors import cache_names, returned_names, returned_state_names
 from specexport.exporter.passes.epsilon import keep_epsilons
 from specexport.exporter.passes.linear import canonical_weights, merge_linear, transposes_weight
 from specexport.exporter.passes.names import name_weights
@@ -57,10 +60,20 @@ def trace_step(module: StepModule, shapes: Sequence[CacheLayer], embedding_size:
         tensors.LOGITS_ROWS: (torch.tensor([[0, 1, 2]] * _B), {0: b, 1: r}),
         **_caches(cache_names(len(shapes)), shapes, _S, b, "S"),
     }
+    layers = list(module.states.values())
+    given: dict[str, tuple[torch.Tensor, Any]] = {}
+    if any(layer.recurrence for layer in layers):
+        cells = torch.from_numpy(cell_rows([3, 6], [0, 0], 2 * CELL, 4 * CELL))
+        given[tensors.KNOWN_TOKENS] = torch.tensor([1, 2]), {0: b}
+        given[tensors.CELL_ROWS] = cells, {0: torch.export.Dim("C"), 1: b}
+    sizes = ShapePoint(_B, _T, _S)
+    given |= {name: (torch.zeros(spec.shape(sizes)), {0: b}) for name, spec in states(layers).items()}
+    examples, dims = zip(*given.values(), strict=True) if given else ((), ())
+    inputs[tuple(given)] = list(examples), list(dims)
     if embedding_size is not None:
         inputs[tensors.INPUTS_EMBEDS] = (torch.zeros(_B, _T, embedding_size), {0: b, 1: t})
         inputs[tensors.EMBEDS_MASK] = (torch.zeros(_B, _T, dtype=torch.bool), {0: b, 1: t})
-    names = [*module.made, *returned_names(len(shapes), module.lowering)]
+    names = [*module.made, *returned_names(len(shapes), module.lowering), *returned_state_names(layers)]
     return _trace(module.model, module, inputs, names, module.lowering)
 
 

@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.graphs.ops import tensor_scatter
+from specexport.graphs.recurrent import active_states
 
 ATTENTION_NAME = "specexport"
 
@@ -134,7 +135,9 @@ def attend(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which specexport cannot trace; "
             "this model family is not supported"
         )
-    layer = getattr(module, "layer_idx", None)
+    layer = getattr(module, "cache_index", None)
+    if layer is None:
+        layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise BuildError(f"{type(module).__name__} has no layer_idx; this model family is not supported")
     if attention_mask is not None:
@@ -219,6 +222,23 @@ class PassThroughCache(Cache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Zero: positions are explicit inputs."""
         return 0
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None: what a layer goes on from comes where it is used."""
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(self, conv_states: Any, layer_idx: int, *, conv_kernel_size: int, **_: Any) -> Any:
+        """A convolution's inputs, with those before them that it reads."""
+        states = active_states()
+        if states is None:
+            raise BuildError("it has layers without attention, which are supported in targets alone")
+        return states.convolve(layer_idx, conv_states, conv_kernel_size)
+
+    def update_recurrent_state(self, recurrent_states: Any, *_: Any, **__: Any) -> None:
+        """Nothing: what read the state keeps it."""
+        if recurrent_states is not None:
+            raise BuildError("its recurrent layers follow a rule that specexport does not know")
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[Any, int]:
         """The new rows only; masks are the lowerings' own."""

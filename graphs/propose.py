@@ -82,18 +82,14 @@ class DraftPass(torch.nn.Module):
 
     Args:
         model: the draft, loaded with ``attn_implementation=ATTENTION_NAME``.
-        layers: number of attention layers.
         vocab_size: proposals are below this; the smaller of the target's and the draft's logits width.
         input_vocab: rows of the draft's embedding; a larger token id, which only the target has, is read as the last.
         max_positions: positions the draft was made for; later ones are read as the last.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, layers: int, vocab_size: int, input_vocab: int, max_positions: int
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, vocab_size: int, input_vocab: int, max_positions: int) -> None:
         super().__init__()
         self.model = model
-        self.layers = layers
         self.vocab_size = vocab_size
         self.input_vocab = input_vocab
         self.max_positions = max_positions
@@ -125,7 +121,7 @@ class DraftPass(torch.nn.Module):
         position_ids = positions[:, -tokens:].clamp(max=self.max_positions - 1)
         two_part = TwoPartLowering(pairs(past), past_length, seen, positions, pairs(rows))
         known = input_ids.clamp(max=self.input_vocab - 1)
-        logits, _ = run_model(self.model, two_part, self.layers, known, position_ids, logits_row[:, None])
+        logits, _ = run_model(self.model, two_part, known, position_ids, logits_row[:, None])
         own = logits[:, 0, : self.vocab_size]
         token, ids, probs = draw_candidate(own, uniform, temperature, top_k, top_p, min_p)
         return (token, ids, probs, *flat(two_part.returned))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from specexport.contract import tensors
-from specexport.contract.model import LoweredAs
+from specexport.contract.model import LoweredAs, StateLayer
 from specexport.graphs.attention import Lowering, PassThroughCache, lowering, step_lowering
 from specexport.graphs.layers import noted_states
 from specexport.graphs.medusa import MedusaHeads
+from specexport.graphs.recurrent import StepStates, recurrent
 from specexport.graphs.top_k import most_probable
 
 
@@ -28,7 +29,6 @@ def flat(layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tens
 def run_model(
     model: torch.nn.Module,
     active: Lowering,
-    layers: int,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     logits_rows: torch.Tensor,
@@ -42,7 +42,6 @@ def run_model(
     Args:
         model: loaded with ``attn_implementation=ATTENTION_NAME``.
         active: the lowering; it holds the cache.
-        layers: number of attention layers.
         input_ids: int64 ``[B,T]``.
         position_ids: int64 ``[B,T]``.
         logits_rows: int64 ``[B,R]``, indices into T.
@@ -61,10 +60,11 @@ def run_model(
     # Of both inputs transformers takes one.
     read = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    cache = PassThroughCache(model.config.get_text_config().num_hidden_layers)  # type: ignore[operator, union-attr]
     hook = head.register_forward_pre_hook(take)
     try:
         with lowering(active):
-            out = model(**read, position_ids=position_ids, past_key_values=PassThroughCache(layers), use_cache=True)
+            out = model(**read, position_ids=position_ids, past_key_values=cache, use_cache=True)
     finally:
         hook.remove()
     logits: torch.Tensor = out.logits
@@ -76,7 +76,7 @@ class StepModule(torch.nn.Module):
 
     Args:
         model: loaded with ``attn_implementation=ATTENTION_NAME``.
-        layers: number of attention layers.
+        states: its layers without attention by their index.
         heads: Medusa heads on its last hidden state.
         candidates: M, how many at each depth.
         observed: names of the outputs it has beside logits: their candidates, that state, and states of layers.
@@ -89,15 +89,15 @@ class StepModule(torch.nn.Module):
     def __init__(
         self,
         model: torch.nn.Module,
-        layers: int,
         heads: MedusaHeads | None = None,
         candidates: int = 0,
         observed: Iterable[str] = (),
         lowering: LoweredAs = "native",
+        states: Mapping[int, StateLayer] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.layers = layers
+        self.states = states or {}
         self.heads = heads
         self.heads_projection = _own_projection(model, heads)
         self.candidates = candidates
@@ -116,24 +116,27 @@ class StepModule(torch.nn.Module):
         past_length: torch.Tensor,
         logits_rows: torch.Tensor,
         past: list[torch.Tensor],
+        past_states: Sequence[torch.Tensor] = (),
         inputs_embeds: torch.Tensor | None = None,
         embeds_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Returns :meth:`outputs`, then ``present_key.0, present_value.0, ...``; lowered portably, new rows instead.
 
-        With embeddings given, they are read where the mask says so.
+        After them comes what layers without attention return; ``past_states`` are theirs, behind ``known_tokens`` and
+        ``cell_rows`` where one of them is recurrent. With embeddings given, they are read where the mask says so.
         """
         active = step_lowering(self.lowering, pairs(past), tree_mask, position_ids, past_length)
+        states = StepStates(self.states, past_states, past_length)
         if self.input_vocab is not None:
             input_ids = input_ids.clamp(max=self.input_vocab - 1)
         if inputs_embeds is not None and embeds_mask is not None:
             own: torch.Tensor = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
             inputs_embeds = torch.where(embeds_mask[:, :, None], inputs_embeds, own)
-        with noted_states(self.model, self.noted.values()) as states:
+        with noted_states(self.model, self.noted.values()) as noted, recurrent(states):
             read = (input_ids, position_ids, logits_rows, inputs_embeds)
-            logits, hidden = run_model(self.model, active, self.layers, *read)
-        known = self.outputs(logits, hidden) | {name: states[count].float() for name, count in self.noted.items()}
-        return (*(known[name] for name in self.made), *flat(active.returned))
+            logits, hidden = run_model(self.model, active, *read)
+        known = self.outputs(logits, hidden) | {name: noted[count].float() for name, count in self.noted.items()}
+        return (*(known[name] for name in self.made), *flat(active.returned), *states.returned)
 
     def outputs(self, logits: torch.Tensor, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         """What is made of the last hidden state, by name: logits, ``hidden_states``, and ``candidates`` of heads."""
@@ -162,14 +165,13 @@ class CandidatesModule(StepModule):
     def __init__(
         self,
         model: torch.nn.Module,
-        layers: int,
         heads: MedusaHeads,
         candidates: int,
         vocab_size: int,
         input_vocab: int,
         lowering: LoweredAs = "native",
     ) -> None:
-        super().__init__(model, layers, heads, candidates, lowering=lowering)
+        super().__init__(model, heads, candidates, lowering=lowering)
         self.vocab_size = vocab_size
         self.input_vocab = input_vocab
         self.made = [tensors.CANDIDATES]

@@ -64,6 +64,8 @@ def _compare(path: Path, kind: str, declared: Sequence[Any], expected: _Shapes) 
             continue
         stem, _, index = name.partition(".")
         said = f"cache[{index}]" if f"{stem}." in tensors.CACHES else _SAID_BY.get(stem, "methods")
+        if f"{stem}." in tensors.STATES:
+            said = f"states[{index}]"
         raise BundleError(
             f"{path}: {kind} {name!r} is {_words(found.get(name))}, but {_words(expected.get(name))} by {said} of the "
             "manifest; build the bundle again"

@@ -60,6 +60,13 @@ class Graph(ABC):
         """How many rows of a slot's cache are what was committed there, from the first on."""
         return self._filled[slot]
 
+    def reusable(self, slot: int, rows: int) -> int:
+        """How many of a slot's first ``rows`` rows a text may go on from: all that are there.
+
+        With layers without attention only the whole text, or nothing.
+        """
+        return min(rows, self._filled[slot])
+
     @abstractmethod
     def reserve(self, rows: int) -> None:
         """Makes every slot's cache hold at least ``rows`` rows, keeping its content.
@@ -74,7 +81,7 @@ class Graph(ABC):
 
     @abstractmethod
     def copy(self, source: int, to: int, rows: int) -> None:
-        """Makes the first ``rows`` rows of a slot's cache those of another one."""
+        """Makes the first ``rows`` rows of a slot's cache those of another one, as far as they are ``reusable``."""
 
     @abstractmethod
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
@@ -120,7 +127,9 @@ class Graph(ABC):
         """Has a run write behind what slots hold, of which ``most`` rows leave it room; see :class:`Graph`."""
         if tensors.PAST_LENGTH in inputs:  # none without a cache
             for at, slot in enumerate(slots):
-                inputs[tensors.PAST_LENGTH][at] = self._filled[slot] = min(self._filled[slot], most)
+                inputs[tensors.PAST_LENGTH][at] = self._filled[slot] = self.reusable(slot, most)
+        if tensors.KNOWN_TOKENS in inputs:
+            inputs[tensors.KNOWN_TOKENS][:] = 0
 
 
 def caches_by_shape(layers: Sequence[CacheLayer]) -> dict[tuple[int, int], list[str]]:

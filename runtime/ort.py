@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
+from specexport.contract.states import KeptStates
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.declared import require_declared
 from specexport.runtime.graph import FIRST, Array, Buffers, Graph, caches_by_shape
@@ -165,6 +167,7 @@ class OnnxRuntimeGraph(Graph):
         self._session = session
         require_declared(path, self._session, model, lowering, buffers)
         self._layers = model.cache
+        self._states = KeptStates(model.states, slots) if model.states else None
         self._in_place = lowering == "native"
         self._buffers = buffers
         self._rows = 0
@@ -172,13 +175,17 @@ class OnnxRuntimeGraph(Graph):
         self._caches: dict[str, Array] = {}
         self._arrays: dict[_Shape, _Arrays] = {}
         self._bound: dict[tuple[range, _Shape], Any] = {}
-        self._made: list[Array] = []
-        self._made_from = 0
+        self._last: tuple[int, _Arrays] | None = None  # the first slot of the last run, and its arrays
         self.reserve(1)
 
     @property
     def cache_bytes(self) -> int:
-        return sum(cache.nbytes for cache in self._caches.values())
+        kept = 0 if self._states is None else self._states.nbytes
+        return kept + sum(cache.nbytes for cache in self._caches.values())
+
+    def reusable(self, slot: int, rows: int) -> int:
+        whole = rows >= self._filled[slot]
+        return super().reusable(slot, rows) if self._states is None or whole else 0
 
     def _require(self, point: ShapePoint) -> ShapePoint:
         # The session runs the master, whose dimensions are free: a step, and a draft's run, may be of any width.
@@ -224,18 +231,25 @@ class OnnxRuntimeGraph(Graph):
         return blocks, parts
 
     def copy(self, source: int, to: int, rows: int) -> None:
+        rows = self.reusable(source, rows)
         for block in self._blocks if source != to else ():
             block[:, to, :, :rows] = block[:, source, :, :rows]
+        if self._states is not None and source != to and rows:
+            self._states.copy(source, to)
         self._filled[to] = rows
 
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         count = len(nodes)
         self._filled[slot] = past + count
+        assert self._last is not None
+        first, arrays = self._last
+        if self._states is not None:
+            self._states.commit(slot, past, nodes, arrays.states, slot - first)
         in_order = count == 0 or nodes[-1] == count - 1
         if self._in_place and in_order:
             return
-        start, at = (past, slot) if self._in_place else (0, slot - self._made_from)
-        for block, made in zip(self._blocks, self._blocks if self._in_place else self._made, strict=True):
+        start, at = (past, slot) if self._in_place else (0, slot - first)
+        for block, made in zip(self._blocks, self._blocks if self._in_place else arrays.made, strict=True):
             rows = made[:, at, :, start:]
             # Not take(), which would copy the whole cache first to make it contiguous.
             block[:, slot, :, past : past + count] = rows[:, :, :count] if in_order else rows[:, :, list(nodes)]
@@ -253,11 +267,17 @@ class OnnxRuntimeGraph(Graph):
         binding = self._bound.get((slots, shape))
         if binding is None:
             binding = self._bound[slots, shape] = self._bind(slots, arrays)
+        if self._states is not None:
+            past = arrays.inputs[tensors.PAST_LENGTH].tolist()
+            for name, array in self._states.cells(slots, past, tokens).items():
+                binding.bind_ortvalue_input(name, self._ort.OrtValue.ortvalue_from_numpy(array))
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # onnxruntime's exceptions share no public base
             raise BackendError(f"{self._path}: onnxruntime failed to run the graph: {error}; build it again") from error
-        self._made, self._made_from = arrays.made, slots.start
+        if self._states is not None and tensors.KNOWN_TOKENS in arrays.inputs:
+            self._states.ran(slots, past, arrays.inputs[tensors.KNOWN_TOKENS].tolist())
+        self._last = slots.start, arrays
         return arrays.outputs
 
     def _arrays_of(self, shape: _Shape) -> _Arrays:
@@ -266,7 +286,12 @@ class OnnxRuntimeGraph(Graph):
             batch, tokens, rows, drafts = shape
             point = self._require(ShapePoint(batch, tokens, self._rows, rows, drafts))
             blocks, parts = ([], {}) if self._in_place else self._rows_of_layers(batch, point.fed)
-            arrays = self._arrays[shape] = _Arrays(*self._buffers(point), blocks, parts, point.fed)
+            states: list[Array] = []
+            parts = {name.replace("past_", "new_", 1): part for name, part in parts.items()}
+            if self._states is not None:
+                states, every = self._states.outputs(batch, point.fed)
+                parts |= every
+            arrays = self._arrays[shape] = _Arrays(*self._buffers(point), blocks, parts, point.fed, states)
         return arrays
 
     def _bind(self, slots: range, arrays: _Arrays) -> Any:
@@ -281,7 +306,9 @@ class OnnxRuntimeGraph(Graph):
             if self._in_place:
                 binding.bind_ortvalue_output(name.replace("past_", "present_", 1), value)
         for name, array in arrays.parts.items():
-            binding.bind_ortvalue_output(name.replace("past_", "new_", 1), value_of(array))
+            binding.bind_ortvalue_output(name, value_of(array))
+        for name, array in ({} if self._states is None else self._states.arrays).items():
+            binding.bind_ortvalue_input(name, value_of(array[slots.start : slots.stop]))
         return binding
 
 
@@ -301,7 +328,8 @@ def _zeros(shape: tuple[int, int, int, int, int]) -> Array:
 class _Arrays:
     """The buffers of one shape, at any cache size.
 
-    Lowered portably also those of the F new rows: blocks ``[L,B,Hkv,F,D]``, and their parts by the name of the cache.
+    Lowered portably also those of the F new rows: blocks ``[L,B,Hkv,F,D]``; ``parts`` are the new rows of all layers by
+    output.
     """
 
     inputs: dict[str, Array]
@@ -309,3 +337,4 @@ class _Arrays:
     made: list[Array]
     parts: dict[str, Array]
     fed: int
+    states: list[Array]

@@ -86,6 +86,9 @@ class StepProgram(Protocol):
     def move(self, source: int, to: int, method: str | None) -> None:
         """A request goes on in another slot, which is free."""
 
+    def reusable(self, slot: int, tokens: int) -> int:
+        """How many of the first ``tokens`` tokens of the text last in a slot another text may go on from."""
+
     def share(self, source: int, to: int, tokens: int) -> None:
         """Slot ``to`` begins a text whose first tokens are those in ``source``, this many; they may be one slot."""
 

@@ -75,7 +75,8 @@ class Slots:
         there = self._program.filled(slot)
         if self._reuse is Reuse.PROMPTS:
             there = min(there, max(0, self._prompts[slot] - 1))
-        return min(common_prefix(self._texts[slot], tokens), there, len(tokens) - 1)
+        alike = min(common_prefix(self._texts[slot], tokens), there, len(tokens) - 1)
+        return self._program.reusable(slot, alike)
 
     def leave(self, slot: int) -> None:
         """Frees a slot, if it was taken; its text stays for prompts that begin alike."""

@@ -139,6 +139,8 @@ class HostProgram:
         given[tensors.POSITION_IDS][at, : len(tree)] = self._positions(past, tree)
         given[tensors.TREE_MASK][at] = padded_mask(tree, width)
         given[tensors.PAST_LENGTH][at] = past
+        if tensors.KNOWN_TOKENS in given:
+            given[tensors.KNOWN_TOKENS][at] = 1
 
     def _positions(self, past: int, tree: TokenTree) -> Ints:
         # A step at the end of the context reaches past it; what it computes there is cut off where it ends.
@@ -194,6 +196,9 @@ class HostProgram:
     def filled(self, slot: int) -> int:
         return self._target.filled(slot)
 
+    def reusable(self, slot: int, tokens: int) -> int:
+        return self._target.reusable(slot, tokens)
+
     def prefill(self, view: SlotView) -> bool:
         """Reads a chunk of all but the last token, which is the first step's root; whether there is more."""
         more = self._read(view)
@@ -211,7 +216,7 @@ class HostProgram:
             chunk = rows = self._target.widths(len(slots))[-1]
         done, end = self._target.filled(slot), len(view.tokens) - 1
         if view.method is not None:
-            needed = min(done, self.proposer(view.method).needs_from(view))
+            needed = self._target.reusable(slot, min(done, self.proposer(view.method).needs_from(view)))
             view.read_again += done - needed
             done = needed
         count, at = min(chunk, end - done), slot - slots.start
@@ -226,6 +231,8 @@ class HostProgram:
         chain = TokenTree.chain(chunk)
         given[tensors.POSITION_IDS][at] = self._positions(done, chain)
         given[tensors.PAST_LENGTH][at] = done
+        if tensors.KNOWN_TOKENS in given:
+            given[tensors.KNOWN_TOKENS][at] = count
         if top is None:
             given[tensors.LOGITS_ROWS][at] = count - 1
         else:

@@ -136,8 +136,9 @@ class ExactWidths:
         for width in (self._chunk, half):
             self._target.copy(0, 0, 0)
             for past in range(0, count, width):
-                self._run(slot, width, rows=1 if width == self._chunk else width, start=past)
-                self._target.commit(0, past, range(min(width, count - past)))
+                more = min(width, count - past)
+                self._run(slot, width, rows=1 if width == self._chunk else width, start=past, known=more)
+                self._target.commit(0, past, range(more))
             made.append(self._run(slot, _GRAIN, start=count)[0].copy())
         self._target.commit(0, count, range(half))
         later = self._run(slot, _GRAIN, start=count + half)[0]
@@ -188,8 +189,13 @@ class ExactWidths:
         self._memory.save(self.agreement)
         return width
 
-    def _run(self, slots: range, width: int, rows: int | None = None, start: int | None = None) -> Array:
-        """Logits ``[B,R,V]`` of a step of the same tokens in every slot of a window, behind what the slots hold."""
+    def _run(
+        self, slots: range, width: int, rows: int | None = None, start: int | None = None, known: int = 0
+    ) -> Array:
+        """Logits ``[B,R,V]`` of a step of the same tokens in every slot of a window, behind what the slots hold.
+
+        The first ``known`` of the tokens are to stay there.
+        """
         rows = width if rows is None else rows
         self._target.reserve(max(map(self._target.filled, slots)) + width)
         given = self._target.inputs(width, rows, slots=slots)
@@ -202,6 +208,8 @@ class ExactWidths:
             given[tensors.TREE_MASK][:] = np.tri(width, dtype=np.bool_)
         if tensors.EMBEDS_MASK in given:
             given[tensors.EMBEDS_MASK][:] = False
+        if tensors.KNOWN_TOKENS in given:
+            given[tensors.KNOWN_TOKENS][:] = known
         made: Array = self._target.run(width, rows, slots=slots)[tensors.LOGITS]
         return made
 

@@ -146,7 +146,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def step_graph(family: Family) -> Path:
     path = family.folder / "step.onnx"
     ir.save(
-        trace.trace_step(StepModule(family.checkpoint.model, len(family.checkpoint.cache)), family.checkpoint.cache),
+        trace.trace_step(StepModule(family.checkpoint.model), family.checkpoint.cache),
         path,
     )
     return path
@@ -155,7 +155,7 @@ def step_graph(family: Family) -> Path:
 @pytest.fixture(scope="module")
 def propose_graph(family: Family) -> Path:
     path, loaded = family.folder / "propose.onnx", family.checkpoint
-    one_pass = DraftPass(loaded.model, len(loaded.cache), loaded.vocab_size, loaded.input_vocab, loaded.max_positions)
+    one_pass = DraftPass(loaded.model, loaded.vocab_size, loaded.input_vocab, loaded.max_positions)
     ir.save(compose.propose_graph(trace.trace_draft_pass(one_pass, loaded.cache), loaded.cache), path)
     return path
 
@@ -541,7 +541,7 @@ def test_values_may_be_narrower_than_keys(tmp_path: Path) -> None:
     loaded = load_checkpoint(str(tmp_path))
     assert [(layer.key_size, layer.value_size) for layer in loaded.cache] == [(24, 16)]
     eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
-    ir.save(trace.trace_step(StepModule(loaded.model, len(loaded.cache)), loaded.cache), tmp_path / "step.onnx")
+    ir.save(trace.trace_step(StepModule(loaded.model), loaded.cache), tmp_path / "step.onnx")
     worst = differences(Family("minicpm3", loaded, eager, tmp_path), tmp_path / "step.onnx", (13, 7), 8, 32)
     assert max(worst.values()) < TOLERANCE, worst
 
@@ -576,7 +576,7 @@ def test_rotary_frequencies_that_change_with_length_hold_up_to_the_declared_one(
     loaded = load_checkpoint(str(tmp_path))
     assert loaded.max_positions == positions
     eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
-    ir.save(trace.trace_step(StepModule(loaded.model, len(loaded.cache)), loaded.cache), tmp_path / "step.onnx")
+    ir.save(trace.trace_step(StepModule(loaded.model), loaded.cache), tmp_path / "step.onnx")
     family = Family(name, loaded, eager, tmp_path)
     worst = differences(family, tmp_path / "step.onnx", (48 - CHAIN_STEPS - len(TREE),), 16, 64)
     assert max(worst.values()) < TOLERANCE, worst

@@ -76,7 +76,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     eager = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     ).eval()
-    ir.save(trace.trace_step(StepModule(loaded.model, len(loaded.cache)), loaded.cache), folder / "step.onnx")
+    ir.save(trace.trace_step(StepModule(loaded.model), loaded.cache), folder / "step.onnx")
     return Family(request.param, loaded, eager, folder)
 
 
@@ -130,7 +130,7 @@ def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: Precisio
     sizes = {"num_experts": 16, "hidden_size": 128, "moe_intermediate_size": 128}
     folder = make_checkpoint(tmp_path, "qwen3_moe", **{**MIXTURES["qwen3_moe"], **sizes})
     loaded = load_checkpoint(str(folder))
-    model = trace.trace_step(StepModule(loaded.model, 1), loaded.cache)
+    model = trace.trace_step(StepModule(loaded.model), loaded.cache)
     with WeightsFile(tmp_path / "weights.bin") as weights:
         weights.externalize(model.graph, Storage(kind, 32))
     passes.RemoveUnusedNodesPass()(model)
@@ -167,7 +167,7 @@ def test_a_mixture_compiles(tmp_path: Path, kind: Precision) -> None:
 def test_a_row_is_the_same_whatever_runs_beside_it(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "mixtral", **MIXTURES["mixtral"])
     loaded = load_checkpoint(str(folder))
-    ir.save(trace.trace_step(StepModule(loaded.model, 1), loaded.cache), folder / "step.onnx")
+    ir.save(trace.trace_step(StepModule(loaded.model), loaded.cache), folder / "step.onnx")
     text = random_text(16, 5)
     wide = Graph(folder / "step.onnx", loaded, 1, 32).step(np.array([text]), [0], TokenTree.chain(16))[0]
     for width in (1, 2, 3, 4, 8):

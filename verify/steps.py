@@ -37,12 +37,14 @@ class StepCall:
         tokens: T more.
         tree: how they follow each other.
         rows: the R tokens whose logits are compared.
+        known: how many of the tokens are text, whatever is accepted of them.
     """
 
     committed: list[int]
     tokens: list[int]
     tree: TokenTree
     rows: range
+    known: int = 1
 
     def feed(self, model: Model) -> Feed:
         """The graph's inputs, caches and embeddings aside."""
@@ -55,6 +57,7 @@ class StepCall:
             tensors.TREE_MASK: self.tree.mask[None],
             tensors.PAST_LENGTH: np.array([past], np.int64),
             tensors.LOGITS_ROWS: np.array([self.rows], np.int64),
+            tensors.KNOWN_TOKENS: np.array([self.known]),
         }
 
     def expected(self, model: Any) -> Array:
@@ -75,7 +78,7 @@ def prefill_calls(manifest: Manifest, text: Sequence[int]) -> Iterator[StepCall]
     for done in range(0, len(text), chunk):
         part = list(text[done : done + chunk])
         rows = range(max(0, len(part) - _COMPARED_ROWS), len(part))
-        yield StepCall(list(text[:done]), part + [0] * (chunk - len(part)), TokenTree.chain(chunk), rows)
+        yield StepCall(list(text[:done]), part + [0] * (chunk - len(part)), TokenTree.chain(chunk), rows, len(part))
 
 
 def step_calls(manifest: Manifest, text: Sequence[int], K: int) -> Iterator[StepCall]:
@@ -89,15 +92,17 @@ def step_calls(manifest: Manifest, text: Sequence[int], K: int) -> Iterator[Step
     # Tokens from the text itself, so that models are asked about what they know.
     more = [text[i % len(text)] for i in range(2 * width + 1)]
     committed = list(text)
-    binary = TokenTree(tuple((node - 1) // 2 if node else -1 for node in range(width)))
-    for tokens, tree, kept in (
+    tree = TokenTree(tuple((node - 1) // 2 if node else -1 for node in range(width)))
+    if manifest.target.states:
+        tree = TokenTree.chain(width)
+    for tokens, shape, kept in (
         (more[:width], TokenTree.chain(width), 2),
-        (more[width : 2 * width], binary, 1),
+        (more[width : 2 * width], tree, 1),
         (more[2 * width :], TokenTree.chain(1), 1),
     ):
-        if len(committed) + len(tree) > manifest.target.max_positions:
+        if len(committed) + len(shape) > manifest.target.max_positions:
             return
-        yield StepCall(list(committed), tokens, tree, range(len(tree)))
+        yield StepCall(list(committed), tokens, shape, range(len(shape)))
         committed += tokens[:kept]
 
 

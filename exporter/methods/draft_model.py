@@ -116,7 +116,7 @@ def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build
     lowering = build.options.lowering
 
     def tracer() -> ir.Model:
-        one_pass = DraftPass(draft.model, len(draft.cache), vocab, draft.input_vocab, draft.max_positions)
+        one_pass = DraftPass(draft.model, vocab, draft.input_vocab, draft.max_positions)
         return compose.propose_graph(trace.trace_draft_pass(one_pass, draft.cache, lowering), draft.cache, lowering)
 
     return write_draft(draft, build, "propose", tracer, build.plan.propose_points(method))

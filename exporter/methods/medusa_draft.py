@@ -56,8 +56,8 @@ class MedusaDraftExporter(MethodExporter[MedusaDraft]):
         heads = heads_of(method.medusa, draft)
         vocab, lowering = min(draft.vocab_size, build.target.vocab_size), build.options.lowering
         known = min(MAX_TOP_K, vocab)
-        layers, points = len(draft.cache), self.points(method, build.plan)
-        step = CandidatesModule(draft.model, layers, heads, known, vocab, draft.input_vocab, lowering)
+        points = self.points(method, build.plan)
+        step = CandidatesModule(draft.model, heads, known, vocab, draft.input_vocab, lowering)
         model = write_draft(draft, build, "step", lambda: trace.trace_step(step, draft.cache), points)
         return msgspec.structs.replace(
             method,

@@ -29,13 +29,15 @@ class SelfDraftExporter(ChainDraftExporter[SelfDraft]):
         Raises:
             BuildError: the target has no such layers.
         """
+        if target.states:
+            raise BuildError(
+                f"self_draft: {target.source} has layers without attention, which drafts must not have; leave it out"
+            )
         cache = target.cache[: method.layers]
         try:
             with first_layers(target.model, method.layers):
                 parameters = sum(parameter.numel() for parameter in target.model.parameters())
-                one_pass = DraftPass(
-                    target.model, len(cache), target.vocab_size, target.input_vocab, target.max_positions
-                )
+                one_pass = DraftPass(target.model, target.vocab_size, target.input_vocab, target.max_positions)
                 made = traced(target, lambda: trace.trace_draft_pass(one_pass, cache, build.lowering))
         except ValueError as error:
             raise BuildError(f"self_draft: layers is {method.layers}, but of {target.source}: {error}") from error

@@ -66,6 +66,7 @@ class DeviceProgram:
         # All but steps is the host's.
         self.sizes, self.filled, self.prefill, self.release = host.sizes, host.filled, host.prefill, host.release
         self.move, self.share, self.shrink_cache = host.move, host.share, host.shrink_cache
+        self.reusable = host.reusable
 
     def step(self, views: Sequence[SlotView]) -> StepResult:
         accept = self._variants.deciding(views)

@@ -1,0 +1,154 @@
+"""How layers without attention keep their states, so that a step can go back to any token it accepted.
+
+A convolution reads the inputs of the last few tokens; those are kept as rows, of committed tokens alone.
+
+A recurrent state takes tokens in and cannot give them back. So it is only advanced over tokens that are text, and what
+the others would do to it, their *updates*, are rows too: those committed since are kept until the state has seen them.
+A step reads the state, and works through the updates behind it and its own new tokens. It does so in *cells* of
+``CELL`` tokens that begin at multiples of ``CELL``: a state has seen whole cells, and in a cell sums are always taken
+alike, so that what a token's row says does not depend on how the text was cut into steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from specexport.contract import tensors
+from specexport.contract.model import StateLayer
+
+Array = npt.NDArray[Any]
+CELL = 8
+"""G, tokens of a cell: so few that a step of one token does little in vain, so many that a state is seldom written."""
+
+
+def with_rows(layers: Sequence[StateLayer], widest: int) -> tuple[StateLayer, ...]:
+    """Layers that keep the updates that are left after any step of at most ``widest`` tokens."""
+    rows = CELL + widest
+    return tuple(
+        layer
+        if layer.recurrence is None
+        else msgspec.structs.replace(layer, recurrence=msgspec.structs.replace(layer.recurrence, rows=rows))
+        for layer in layers
+    )
+
+
+def cell_rows(past: Sequence[int], seen: Sequence[int], tokens: int, rows: int) -> npt.NDArray[np.int64]:
+    """Where the cells of a step find the updates of their tokens.
+
+    Args:
+        past: of each slot, how many tokens its cache holds.
+        seen: how many of those its states have seen, a multiple of ``CELL``.
+        tokens: T of the step.
+        rows: R, how many updates are kept: the one of position p at p modulo R.
+
+    Returns:
+        int64 ``[C,B,G]``: an update's place among the R kept ones followed by the T new ones, -1 behind the last token.
+        C is as large as the slot with the most updates needs.
+    """
+    cells = max(-(-(end + tokens - start) // CELL) for end, start in zip(past, seen, strict=True))
+    positions = np.array(seen)[None, :, None] + np.arange(cells * CELL).reshape(cells, 1, CELL)
+    after = positions - np.array(past)[None, :, None]
+    return np.where(after < 0, positions % rows, np.where(after < tokens, rows + after, -1))
+
+
+class KeptStates:
+    """The states of all slots, in the memory that step graphs are given.
+
+    Args:
+        layers: those of a model.
+        slots: how many.
+
+    Attributes:
+        arrays: by the names of ``tensors.state_names``, ``[slots, ...]`` each.
+    """
+
+    def __init__(self, layers: Sequence[StateLayer], slots: int) -> None:
+        self._seen = [0] * slots
+        self._kept = 0  # R
+        self._names: dict[tuple[int, int], list[str]] = {}
+        self._states: dict[str, Array] = {}
+        self._new_states: dict[int, dict[str, Array]] = {}
+        for index, layer in enumerate(layers):
+            self._names.setdefault((layer.conv_rows, layer.conv_size), []).append(f"conv.{index}")
+            if (state := layer.recurrence) is not None:
+                self._kept = state.rows
+                self._names.setdefault((state.rows, state.update_size), []).append(f"updates.{index}")
+                shape = (slots, state.heads, state.key_size, state.value_size)
+                self._states[f"past_state.{index}"] = np.zeros(shape, np.float32)
+        # Rows of one shape lie in one block, so that a commit is one copy over all their layers.
+        self._blocks = [np.zeros((len(n), slots, *shape), np.float32) for shape, n in self._names.items()]
+        self.arrays = self._states | self._parts("past", self._blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def outputs(self, batch: int, tokens: int) -> tuple[list[Array], dict[str, Array]]:
+        """Room for what a step of ``batch`` slots makes: rows for :meth:`commit`, and all of it by output name.
+
+        Its states are the same memory for every number of tokens.
+        """
+        blocks = [np.zeros((len(n), batch, tokens, width), np.float32) for (_, width), n in self._names.items()]
+        if batch not in self._new_states:
+            self._new_states[batch] = {
+                name.replace("past_", "new_", 1): np.zeros((batch, *state.shape[1:]), np.float32)
+                for name, state in self._states.items()
+            }
+        return blocks, self._new_states[batch] | self._parts("new", blocks)
+
+    def _parts(self, kind: str, blocks: Sequence[Array]) -> dict[str, Array]:
+        every = zip(self._names.values(), blocks, strict=True)
+        return {f"{kind}_{name}": part for names, block in every for name, part in zip(names, block, strict=True)}
+
+    def cells(self, slots: range, past: Sequence[int], tokens: int) -> dict[str, Array]:
+        """What a step of these slots is given beside :attr:`arrays`; a slot's text may begin anew with it."""
+        if not self._kept:
+            return {}
+        for slot, end in zip(slots, past, strict=True):
+            if end < self._seen[slot]:
+                self.clear(slot)
+        return {tensors.CELL_ROWS: cell_rows(past, [self._seen[slot] for slot in slots], tokens, self._kept)}
+
+    def ran(self, slots: range, past: Sequence[int], known: Sequence[int]) -> None:
+        """To be called after a step of these slots, of whose tokens so many were known to be text."""
+        made = self._new_states.get(len(slots), {})
+        for at, (slot, end, more) in enumerate(zip(slots, past, known, strict=True)):
+            seen = (end + more) // CELL * CELL
+            if seen != self._seen[slot]:
+                self._seen[slot] = seen
+                for name, state in self._states.items():
+                    state[slot] = made[name.replace("past_", "new_", 1)][at]
+
+    def commit(self, slot: int, past: int, nodes: Sequence[int], made: Sequence[Array], at: int) -> None:
+        """Keeps the rows of those tokens of a step that became text.
+
+        Args:
+            slot: theirs.
+            past: how many tokens were there before.
+            nodes: which of the step's tokens they are.
+            made: of :meth:`outputs`.
+            at: the slot's place in them.
+        """
+        for block, new in zip(self._blocks, made, strict=True):
+            rows = block.shape[2]
+            last = list(nodes[-rows:])
+            first = past + len(nodes) - len(last)
+            block[:, slot][:, np.arange(first, first + len(last)) % rows] = new[:, at][:, last]
+
+    def copy(self, source: int, to: int) -> None:
+        """Makes a slot's states those of another one."""
+        for array in (*self._states.values(), *(part for block in self._blocks for part in block)):
+            array[to] = array[source]
+        self._seen[to] = self._seen[source]
+
+    def clear(self, slot: int) -> None:
+        """Makes a slot's states those of an empty text."""
+        for state in self._states.values():
+            state[slot] = 0
+        self._seen[slot] = 0

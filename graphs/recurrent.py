@@ -1,0 +1,314 @@
+"""How layers without attention are lowered: short convolutions, and recurrent states with a decay.
+
+transformers' model code hands a layer's convolution inputs to its cache, and its queries, keys and values to a function
+of the layer's module. Both come here, so no model code of ours is needed. What a step keeps of them says
+:mod:`specexport.contract.states`.
+
+The gated delta rule (Yang et al. 2024, "Gated Delta Networks"), of one head with state ``S [Dk,Dv]``::
+
+    S_t = exp(g_t) S_{t-1} + k_t u_t^T      u_t = beta_t (v_t - exp(g_t) S_{t-1}^T k_t)      o_t = S_t^T q_t
+
+Over a cell of G tokens, with ``c`` the sum of ``g`` so far, the ``u`` solve a unit lower triangular system (Yang et al.
+2024, "Parallelizing Linear Transformers with the Delta Rule")::
+
+    (I + L) U = beta (V - exp(c) K S)       L_ij = beta_i exp(c_i - c_j) k_i.k_j  for j < i
+
+Mamba-2 (Dao and Gu 2024) has the same state without the correction: ``u_t = v_t``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch._higher_order_ops.scan import scan
+
+from specexport.contract.model import Recurrence, StateLayer
+from specexport.contract.states import CELL
+
+_EPSILON = 1e-6
+"""Under the root of a key's length, as in transformers' own."""
+
+
+class Updates(NamedTuple):
+    """What T tokens do to a layer's state, and what they ask of it.
+
+    Attributes:
+        query: ``[B,T,Hk,Dk]``, scaled.
+        key: ``[B,T,Hk,Dk]``.
+        value: ``[B,T,H,Dv]``.
+        decay: ``[B,T,H]``, g.
+        strength: ``[B,T,H]``, beta; None where the state is not corrected.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    decay: torch.Tensor
+    strength: torch.Tensor | None
+
+
+class States(Protocol):
+    """What the layers without attention of one run go on from."""
+
+    def convolve(self, layer: int, inputs: torch.Tensor, width: int) -> torch.Tensor:
+        """A convolution's inputs ``[B,C,T]``, with those before them that it reads; ``width`` is all it reads."""
+
+    def read(self, updates: Updates) -> torch.Tensor:
+        """What the layer that convolved last says of its tokens, ``[B,T,H,Dv]``."""
+
+
+_active: States | None = None
+
+
+@contextlib.contextmanager
+def recurrent(active: States) -> Iterator[None]:
+    """While active, layers without attention read and write these states."""
+    global _active
+    previous, _active = _active, active
+    try:
+        yield
+    finally:
+        _active = previous
+
+
+def active_states() -> States | None:
+    """Those of the run that is going on."""
+    return _active
+
+
+def take_over(model: torch.nn.Module) -> None:
+    """Has the recurrent layers of a model ask :func:`recurrent` states; without any they are transformers' own."""
+    for name in {type(module).__module__ for module in model.modules()}:
+        code: Any = sys.modules[name]
+        for rule, ours in _RULES.items():
+            own = getattr(code, rule, None)
+            if own is not None and not isinstance(own, _TakenOver):
+                setattr(code, rule, _TakenOver(own, ours))
+
+
+class _TakenOver:
+    """A function of model code that goes through all tokens of a text at once, or, while states are active, ours."""
+
+    def __init__(self, own: Callable[..., Any], ours: Callable[..., torch.Tensor]) -> None:
+        self._own = own
+        self._ours = ours
+
+    def __call__(self, *args: Any, **how: Any) -> Any:
+        return self._own(*args, **how) if _active is None else (self._ours(_active, *args, **how), None)
+
+
+def _gated_delta_rule(
+    states: States,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> torch.Tensor:
+    if use_qk_l2norm_in_kernel:
+        query, key = _unit(query), _unit(key)
+    return states.read(Updates(query * query.shape[-1] ** -0.5, key, value, g, beta))
+
+
+def _mamba2(
+    states: States,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> torch.Tensor:
+    if dt_bias is not None:
+        dt = dt + dt_bias
+    if dt_softplus:
+        dt = torch.nn.functional.softplus(dt)
+    dt = dt.clamp(*dt_limit)
+    made = states.read(Updates(C, B, hidden_states * dt[..., None], A * dt, None))
+    return made if D is None else made + D[:, None] * hidden_states
+
+
+_RULES = {"torch_chunk_gated_delta_rule": _gated_delta_rule, "mamba2_chunk_scan": _mamba2}
+"""By their names in model code."""
+
+
+def _unit(rows: torch.Tensor) -> torch.Tensor:
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + _EPSILON)
+
+
+class StateProbe:
+    """States that only write down the shapes of each layer's, by the layer's index."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, StateLayer] = {}
+        self._layer = 0
+
+    def convolve(self, layer: int, inputs: torch.Tensor, width: int) -> torch.Tensor:
+        self._layer = layer
+        self.seen[layer] = StateLayer(conv_size=inputs.shape[1], conv_rows=width - 1)
+        return inputs
+
+    def read(self, updates: Updates) -> torch.Tensor:
+        _, _, heads, value_size = updates.value.shape
+        _, _, key_heads, key_size = updates.key.shape
+        state = Recurrence(heads=heads, key_heads=key_heads, key_size=key_size, value_size=value_size, rows=CELL)
+        known = self.seen[self._layer]
+        self.seen[self._layer] = StateLayer(conv_size=known.conv_size, conv_rows=known.conv_rows, recurrence=state)
+        return torch.zeros_like(updates.value)
+
+
+class StepStates:
+    """The states of a step graph.
+
+    Args:
+        layers: by their index among all layers of the model.
+        given: the graph's inputs ``known_tokens`` and ``cell_rows`` where one of them is recurrent, then those of
+            ``tensors.state_names``.
+        past_length: int64 ``[B]``.
+
+    Attributes:
+        returned: what the graph returns, of ``tensors.returned_state_names``, once the model ran.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, StateLayer],
+        given: Sequence[torch.Tensor],
+        past_length: torch.Tensor,
+    ) -> None:
+        rest = iter(given)
+        if any(layer.recurrence for layer in layers.values()):
+            self._known, self._cells = next(rest), next(rest)
+        self._layers = layers
+        self._given = {
+            index: [next(rest) for _ in range(1 if layer.recurrence is None else 3)] for index, layer in layers.items()
+        }
+        self._past_length = past_length
+        self._at = 0
+        self._made: dict[int, list[torch.Tensor]] = {}
+
+    @property
+    def returned(self) -> list[torch.Tensor]:
+        return [tensor for index in self._layers for tensor in self._made[index]]
+
+    def convolve(self, layer: int, inputs: torch.Tensor, width: int) -> torch.Tensor:
+        self._at = layer
+        self._made[self._at] = [inputs.transpose(1, 2).contiguous()]
+        rows = width - 1
+        positions = self._past_length[:, None] - rows + torch.arange(rows)
+        kept = self._given[self._at][0]
+        place = (positions % rows)[:, :, None].expand(-1, -1, kept.shape[2])
+        before = torch.gather(kept, 1, place) * (positions >= 0)[:, :, None]
+        return torch.cat([before.transpose(1, 2), inputs], 2)
+
+    def read(self, updates: Updates) -> torch.Tensor:
+        shape = self._layers[self._at].recurrence
+        assert shape is not None
+        _, kept, state = self._given[self._at]
+        batch, tokens = updates.value.shape[:2]
+        strength = torch.ones_like(updates.decay) if updates.strength is None else updates.strength
+        new = torch.cat([updates.key.flatten(2), updates.value.flatten(2), updates.decay, strength], -1)
+        there = self._cells >= 0
+        rows = _rows(torch.cat([kept, new], 1), self._cells.clamp(min=0)) * there[..., None]  # [C,B,G,U]
+        queries = _rows(updates.query.flatten(2), (self._cells - shape.rows).clamp(min=0))  # [C,B,G,Hk*Dk]
+        pending = (there & (self._cells < shape.rows)).sum((0, 2))  # [B]
+        whole = (pending + self._known) // CELL
+        keeps = torch.arange(self._cells.shape[0])[:, None] < whole
+        state, out = _through_cells(shape, updates.strength is not None, state, rows, queries, keeps)
+        # out is [C,B,H,G,Dv]; a slot's tokens come behind its pending rows.
+        by_slot = out.permute(1, 0, 3, 2, 4).reshape(batch, -1, shape.heads * shape.value_size)
+        own = (pending[:, None] + torch.arange(tokens))[None]
+        self._made[self._at] += [new, state]
+        return _rows(by_slot, own).reshape(batch, tokens, shape.heads, shape.value_size)
+
+
+def _rows(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Of tables ``[B,N,W]`` the rows at int64 places ``[...,B,K]``: ``[...,B,K,W]``."""
+    first = torch.arange(table.shape[0])[:, None] * table.shape[1]
+    picked = table.reshape(-1, table.shape[2]).index_select(0, (first + places).reshape(-1))
+    return picked.reshape(*places.shape, table.shape[2])
+
+
+def _through_cells(
+    shape: Recurrence,
+    corrected: bool,
+    state: torch.Tensor,
+    rows: torch.Tensor,
+    queries: torch.Tensor,
+    keeps: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Works through cells one after the other.
+
+    Args:
+        shape: of the state.
+        corrected: whether it follows the delta rule.
+        state: ``[B,H,Dk,Dv]`` before the first cell.
+        rows: updates ``[C,B,G,U]``, zeros where there are none.
+        queries: ``[C,B,G,Hk*Dk]``.
+        keeps: bool ``[C,B]``, whether the state after a cell is to be returned.
+
+    Returns:
+        The state after the last cell that is kept, and what the tokens read, ``[C,B,H,G,Dv]``.
+    """
+    heads, keys = shape.heads, shape.key_heads
+    sizes = [keys * shape.key_size, heads * shape.value_size, heads, heads]
+
+    def by_head(flat: torch.Tensor, count: int) -> torch.Tensor:
+        """``[B,G,count*D]`` as ``[B,H,G,D]``."""
+        split = flat.reshape(flat.shape[0], CELL, count, -1).transpose(1, 2)
+        if count == heads:
+            return split
+        each = split[:, :, None].expand(-1, -1, heads // count, -1, -1)
+        return each.reshape(split.shape[0], heads, CELL, -1)
+
+    def cell(
+        states: tuple[torch.Tensor, torch.Tensor], given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+        (seen, kept), (updates, asked, keep) = states, given
+        flat_key, flat_value, decay, strength = torch.split(updates, sizes, -1)
+        query, key, value = by_head(asked, keys), by_head(flat_key, keys), by_head(flat_value, heads)
+        earlier = torch.ones(CELL, CELL).tril()
+        # A product a slot: a sum would be taken in another order with several slots.
+        so_far = torch.matmul(earlier, decay).transpose(1, 2)  # [B,H,G]
+        between = so_far[..., :, None] - so_far[..., None, :]
+        faded = torch.where(earlier > 0, between, -torch.inf).exp()  # [B,H,G,G]
+        since, until = so_far.exp()[..., None], (so_far[..., -1:] - so_far).exp()[..., None]
+        both = torch.cat([query, key], 2) * torch.cat([since, since], 2)
+        of_state = torch.matmul(both, seen)
+        read, remembered = torch.split(of_state, CELL, 2)
+        made = value
+        if corrected:
+            beta = strength.transpose(1, 2)[..., None]
+            lower = torch.matmul(key, key.transpose(2, 3)) * faded * beta * earlier.tril(-1)
+            made = torch.matmul(_inverse(lower), beta * (value - remembered))
+        out = read + torch.matmul(torch.matmul(query, key.transpose(2, 3)) * faded, made)
+        after = seen * so_far[..., -1:].exp()[..., None] + torch.matmul((key * until).transpose(2, 3), made)
+        return (after, torch.where(keep[:, None, None, None], after, kept)), out
+
+    if torch.compiler.is_exporting():
+        (_, kept), out = scan(cell, (state, state.clone()), (rows, queries, keeps))
+        return kept, out
+    carried, made = (state, state), []
+    for given in zip(rows, queries, keeps, strict=True):
+        carried, one = cell(carried, given)
+        made.append(one)
+    return carried[1], torch.stack(made)
+
+
+def _inverse(lower: torch.Tensor) -> torch.Tensor:
+    """``(I + L)^-1`` of strictly lower triangular ``[..., 8, 8]``: its powers end with the seventh."""
+    unit = torch.eye(CELL)
+    square = torch.matmul(lower, lower)
+    product = torch.matmul(unit - lower, unit + square)
+    return torch.matmul(product, unit + torch.matmul(square, square))
