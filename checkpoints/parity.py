@@ -106,8 +106,7 @@ def _through_lowering(
             torch.from_numpy(shape.mask)[None],
             torch.tensor([done]),
             torch.arange(first_row, count)[None],
-            past,
-            [torch.from_numpy(array) for array in own.values()],
+            [*past, *(torch.from_numpy(array) for array in own.values())],
             *given,
         )
         logits.append(out[0][0])

@@ -14,7 +14,7 @@ from onnxscript import optimizer
 from specexport.checkpoints.quiet import quiet
 from specexport.contract import tensors
 from specexport.contract.engines import AcceptRule
-from specexport.contract.model import OPSETS, CacheLayer, LoweredAs
+from specexport.contract.model import OPSETS, CacheLayer, LoweredAs, StateLayer
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import states
 from specexport.contract.states import CELL, cell_rows
@@ -58,18 +58,12 @@ def trace_step(module: StepModule, shapes: Sequence[CacheLayer], embedding_size:
         tensors.TREE_MASK: (torch.ones(_B, _T, _T, dtype=torch.bool).tril(), {0: b, 1: t, 2: t}),
         tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
         tensors.LOGITS_ROWS: (torch.tensor([[0, 1, 2]] * _B), {0: b, 1: r}),
-        **_caches(cache_names(len(shapes)), shapes, _S, b, "S"),
     }
     layers = list(module.states.values())
-    given: dict[str, tuple[torch.Tensor, Any]] = {}
-    if any(layer.recurrence for layer in layers):
-        cells = torch.from_numpy(cell_rows([3, 6], [0, 0], 2 * CELL, 4 * CELL))
-        given[tensors.KNOWN_TOKENS] = torch.tensor([1, 2]), {0: b}
-        given[tensors.CELL_ROWS] = cells, {0: torch.export.Dim("C"), 1: b}
-    sizes = ShapePoint(_B, _T, _S)
-    given |= {name: (torch.zeros(spec.shape(sizes)), {0: b}) for name, spec in states(layers).items()}
-    examples, dims = zip(*given.values(), strict=True) if given else ((), ())
-    inputs[tuple(given)] = list(examples), list(dims)
+    ((names, (caches, of_caches)),) = _caches(cache_names(len(shapes)), shapes, _S, b, "S").items()
+    kept = _states(layers, b)
+    examples, dims = zip(*kept.values(), strict=True) if kept else ((), ())
+    inputs[(*names, *kept)] = [*caches, *examples], [*of_caches, *dims]
     if embedding_size is not None:
         inputs[tensors.INPUTS_EMBEDS] = (torch.zeros(_B, _T, embedding_size), {0: b, 1: t})
         inputs[tensors.EMBEDS_MASK] = (torch.zeros(_B, _T, dtype=torch.bool), {0: b, 1: t})
@@ -252,6 +246,17 @@ def _caches(names: list[str], shapes: Sequence[CacheLayer], rows: int, batch: An
     caches = [torch.zeros(_B, s.heads, rows, size) for s in shapes for size in (s.key_size, s.value_size)]
     dim = torch.export.Dim(symbol)
     return {tuple(names): (caches, [{0: batch, 2: dim}] * len(caches))}
+
+
+def _states(layers: Sequence[StateLayer], batch: Any) -> dict[str, tuple[torch.Tensor, Any]]:
+    """What a step graph takes for layers without attention, by name."""
+    made: dict[str, tuple[torch.Tensor, Any]] = {}
+    if any(layer.recurrence for layer in layers):
+        cells = torch.from_numpy(cell_rows([3, 6], [0, 0], 2 * CELL, 4 * CELL))
+        made[tensors.KNOWN_TOKENS] = torch.tensor([1, 2]), {0: batch}
+        made[tensors.CELL_ROWS] = cells, {0: torch.export.Dim("C"), 1: batch}
+    sizes = ShapePoint(_B, _T, _S)
+    return made | {name: (torch.zeros(spec.shape(sizes)), {0: batch}) for name, spec in states(layers).items()}
 
 
 def _sampling(batch: Any) -> _Inputs:

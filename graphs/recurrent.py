@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._higher_order_ops.scan import scan
+from transformers.activations import ACT2FN
 
 from specexport.contract.model import Recurrence, StateLayer
 from specexport.contract.states import CELL
@@ -93,12 +94,30 @@ def take_over(model: torch.nn.Module) -> None:
 class _TakenOver:
     """A function of model code that goes through all tokens of a text at once, or, while states are active, ours."""
 
-    def __init__(self, own: Callable[..., Any], ours: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, own: Callable[..., Any], ours: Callable[..., Any]) -> None:
         self._own = own
         self._ours = ours
 
     def __call__(self, *args: Any, **how: Any) -> Any:
-        return self._own(*args, **how) if _active is None else (self._ours(_active, *args, **how), None)
+        return self._own(*args, **how) if _active is None else self._ours(_active, *args, **how)
+
+
+def _convolution(
+    _: States,
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **__: Any,
+) -> torch.Tensor:
+    """Of inputs ``[B,C,W-1+T]`` the last T outputs; spelt out, as onnxruntime takes 0.2 ms for 6,144 channels."""
+    width = weight.shape[1]
+    tokens = hidden_states.shape[2] - width + 1
+    made = sum(hidden_states[:, :, at : at + tokens] * weight[:, at : at + 1] for at in range(width))
+    assert isinstance(made, torch.Tensor)
+    if bias is not None:
+        made = made + bias[:, None]
+    return made if activation is None else ACT2FN[activation](made)
 
 
 def _gated_delta_rule(
@@ -110,10 +129,10 @@ def _gated_delta_rule(
     beta: torch.Tensor,
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, None]:
     if use_qk_l2norm_in_kernel:
         query, key = _unit(query), _unit(key)
-    return states.read(Updates(query * query.shape[-1] ** -0.5, key, value, g, beta))
+    return states.read(Updates(query * query.shape[-1] ** -0.5, key, value, g, beta)), None
 
 
 def _mamba2(
@@ -129,17 +148,21 @@ def _mamba2(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, None]:
     if dt_bias is not None:
         dt = dt + dt_bias
     if dt_softplus:
         dt = torch.nn.functional.softplus(dt)
     dt = dt.clamp(*dt_limit)
     made = states.read(Updates(C, B, hidden_states * dt[..., None], A * dt, None))
-    return made if D is None else made + D[:, None] * hidden_states
+    return (made if D is None else made + D[:, None] * hidden_states), None
 
 
-_RULES = {"torch_chunk_gated_delta_rule": _gated_delta_rule, "mamba2_chunk_scan": _mamba2}
+_RULES: dict[str, Callable[..., torch.Tensor]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "mamba2_chunk_scan": _mamba2,
+}
 """By their names in model code."""
 
 
@@ -157,7 +180,7 @@ class StateProbe:
     def convolve(self, layer: int, inputs: torch.Tensor, width: int) -> torch.Tensor:
         self._layer = layer
         self.seen[layer] = StateLayer(conv_size=inputs.shape[1], conv_rows=width - 1)
-        return inputs
+        return torch.nn.functional.pad(inputs, (width - 1, 0))
 
     def read(self, updates: Updates) -> torch.Tensor:
         _, _, heads, value_size = updates.value.shape
@@ -173,27 +196,26 @@ class StepStates:
 
     Args:
         layers: by their index among all layers of the model.
-        given: the graph's inputs ``known_tokens`` and ``cell_rows`` where one of them is recurrent, then those of
-            ``tensors.state_names``.
+        past: ends with the graph's inputs ``known_tokens`` and ``cell_rows``, where one of them is recurrent, and those
+            of ``tensors.state_names``.
         past_length: int64 ``[B]``.
 
     Attributes:
+        given: how many of those inputs there are.
         returned: what the graph returns, of ``tensors.returned_state_names``, once the model ran.
     """
 
     def __init__(
-        self,
-        layers: Mapping[int, StateLayer],
-        given: Sequence[torch.Tensor],
-        past_length: torch.Tensor,
+        self, layers: Mapping[int, StateLayer], past: Sequence[torch.Tensor], past_length: torch.Tensor
     ) -> None:
-        rest = iter(given)
-        if any(layer.recurrence for layer in layers.values()):
+        counts = {index: 1 if layer.recurrence is None else 3 for index, layer in layers.items()}
+        recurrent = 2 if any(layer.recurrence for layer in layers.values()) else 0
+        self.given = recurrent + sum(counts.values())
+        rest = iter(past[len(past) - self.given :])
+        if recurrent:
             self._known, self._cells = next(rest), next(rest)
+        self._given = {index: [next(rest) for _ in range(count)] for index, count in counts.items()}
         self._layers = layers
-        self._given = {
-            index: [next(rest) for _ in range(1 if layer.recurrence is None else 3)] for index, layer in layers.items()
-        }
         self._past_length = past_length
         self._at = 0
         self._made: dict[int, list[torch.Tensor]] = {}
@@ -273,7 +295,7 @@ def _through_cells(
         return each.reshape(split.shape[0], heads, CELL, -1)
 
     def cell(
-        states: tuple[torch.Tensor, torch.Tensor], given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        states: tuple[torch.Tensor, torch.Tensor], given: tuple[torch.Tensor, ...]
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
         (seen, kept), (updates, asked, keep) = states, given
         flat_key, flat_value, decay, strength = torch.split(updates, sizes, -1)
@@ -296,11 +318,12 @@ def _through_cells(
         after = seen * so_far[..., -1:].exp()[..., None] + torch.matmul((key * until).transpose(2, 3), made)
         return (after, torch.where(keep[:, None, None, None], after, kept)), out
 
+    cells = (rows, queries, keeps)
     if torch.compiler.is_exporting():
-        (_, kept), out = scan(cell, (state, state.clone()), (rows, queries, keeps))
+        (_, kept), out = scan(cell, (state, state.clone()), cells)
         return kept, out
     carried, made = (state, state), []
-    for given in zip(rows, queries, keeps, strict=True):
+    for given in zip(*cells, strict=True):
         carried, one = cell(carried, given)
         made.append(one)
     return carried[1], torch.stack(made)

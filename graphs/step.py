@@ -116,17 +116,18 @@ class StepModule(torch.nn.Module):
         past_length: torch.Tensor,
         logits_rows: torch.Tensor,
         past: list[torch.Tensor],
-        past_states: Sequence[torch.Tensor] = (),
         inputs_embeds: torch.Tensor | None = None,
         embeds_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Returns :meth:`outputs`, then ``present_key.0, present_value.0, ...``; lowered portably, new rows instead.
 
-        After them comes what layers without attention return; ``past_states`` are theirs, behind ``known_tokens`` and
-        ``cell_rows`` where one of them is recurrent. With embeddings given, they are read where the mask says so.
+        After them comes what layers without attention return. ``past`` are the caches, and behind them what
+        :class:`~specexport.graphs.recurrent.StepStates` is given. With embeddings given, they are read where the mask
+        says so.
         """
-        active = step_lowering(self.lowering, pairs(past), tree_mask, position_ids, past_length)
-        states = StepStates(self.states, past_states, past_length)
+        states = StepStates(self.states, past, past_length)
+        caches = pairs(past[: len(past) - states.given])
+        active = step_lowering(self.lowering, caches, tree_mask, position_ids, past_length)
         if self.input_vocab is not None:
             input_ids = input_ids.clamp(max=self.input_vocab - 1)
         if inputs_embeds is not None and embeds_mask is not None:
