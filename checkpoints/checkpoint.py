@@ -69,6 +69,11 @@ class Checkpoint:
     quantized_in: str = ""
     states: dict[int, StateLayer] = field(default_factory=dict)
 
+    @property
+    def layers(self) -> int:
+        """How many decoder layers it has."""
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
 
 def load_checkpoint(source: str) -> Checkpoint:
     """Loads the model in fp32 and probes its attention layers.

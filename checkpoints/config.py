@@ -88,6 +88,11 @@ def read_model_config(folder: Path) -> Any:
         raise BuildError(f"{path}: {error or type(error).__name__}") from error
 
 
+def layers_in(folder: Path) -> int:
+    """How many decoder layers a checkpoint's configuration says it has."""
+    return int(read_model_config(folder).get_text_config().num_hidden_layers)
+
+
 def read_generation(folder: Path, config: Any) -> tuple[dict[str, float], tuple[int, ...]]:
     """The sampling defaults of a checkpoint (``temperature``, ``top_p``, ...), and the tokens that end a text.
 

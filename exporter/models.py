@@ -45,7 +45,7 @@ def target_stage(folder: Path, options: BuildOptions, tokenizer: TokenizerFiles,
     progress("loading the target", 0, 1)
     target = load_checkpoint(options.target)
     progress("loading the target", 1, 1)
-    outline = TargetOutline(target.vocab_size, target.parameters, len(target.cache), target.path)
+    outline = TargetOutline(target.vocab_size, target.parameters, target.layers, target.path)
     heads = [exporter_of(method).heads(method, target) for method in options.methods]
     methods = tuple(exporter_of(method).plan(method, outline) for method in options.methods)
     if target.states:

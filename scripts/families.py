@@ -31,7 +31,7 @@ from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.verify.logits import LIMITS
-from tests.checkpoints import EOS, FAMILIES, GROUPED, LAYERS_DIFFER, WINDOW, make_checkpoint
+from tests.checkpoints import EOS, FAMILIES, GROUPED, HYBRIDS, LAYERS_DIFFER, WINDOW, make_checkpoint
 from tests.test_families import REFUSED
 from tests.test_mixtures import MIXTURES
 
@@ -81,13 +81,12 @@ MORE: dict[str, dict[str, Any]] = {
     "starcoder2": {**GROUPED, "sliding_window": WINDOW},
     "vaultgemma": {**_HEAD, **_WINDOWS},
     "gptj": {**_GPT, "rotary_dim": 8},
-    "lfm2, convolutions": {"model_type": "lfm2", **GROUPED, "layer_types": ["conv", "full_attention"]},
     "minimax": {**_HEAD, **_LINEAR, "num_local_experts": 4},
-    "qwen3_5_text": {**_HEAD, **_LINEAR},
+    "kimi_linear": _HEAD,
+    **{f"{name}, hybrid": {"model_type": name, **config} for name, config in HYBRIDS.items()},
 }
 """Families besides those that tests trace or find refused, with the sizes of tiny models."""
 
-_BACK = "states that go back to any accepted token"
 _INTERFACE = "attention through transformers' interface in the family's code"
 HELP = {
     "bloom, ALiBi": f"{_INTERFACE}, with a bias for the distance",
@@ -95,15 +94,13 @@ HELP = {
     "falcon, attention of its own": _INTERFACE,
     "gemma3_text, bidirectional": "nothing: its tokens see later ones",
     "gptj": _INTERFACE,
-    "lfm2, convolutions": _BACK,
     "llama4_text, chunks": "real instead of complex rotary embeddings, and chunks in the graph's masks",
-    "mamba, no attention": _BACK,
-    "minimax": _BACK,
+    "kimi_linear": "its rule of a decay for each channel, as graphs/recurrent.py has others'",
+    "mamba, no attention": "graphs without any cache",
+    "minimax": "the rule of its lightning attention, as graphs/recurrent.py has others'",
     "mpt, ALiBi, another": f"{_INTERFACE}, with a bias for the distance",
     "phimoe, window in the mask": "a family that tells its attention the window",
     "qwen2_moe, window in the mask of some layers": "a family that tells its attention the window",
-    "qwen3_5_text": _BACK,
-    "qwen3_next, attention in some layers": _BACK,
 }
 """What would help families that are refused."""
 

@@ -93,6 +93,49 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
+_MIXED = {**GROUPED, "num_hidden_layers": 3}
+_CONVOLVED = {**_MIXED, "layer_types": ["conv", "full_attention", "conv"]}
+_DELTA = {
+    **_MIXED,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 32}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_d_conv": 4}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "lfm2": _CONVOLVED,
+    "lfm2_moe": {**_CONVOLVED, **_EXPERTS, "num_dense_layers": 1},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_SHARED},
+    "qwen3_next": {**_DELTA, **_SHARED},
+    "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
+    "granitemoehybrid": {
+        **_MIXED,
+        **_MAMBA,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+    },
+    "nemotron_h": {
+        **_MIXED,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 24,
+    },
+    "bamba": {**_MIXED, **_MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {**GROUPED, **_MAMBA, "head_dim": 16, "mamba_d_ssm": 128},
+}
+"""Families with layers without attention; those of the last have both in every layer."""
 LAYERS_DIFFER = ("gemma2", "gemma3", "smollm3")
 """Families whose two layers are of two types; those of the others are alike."""
 
@@ -128,7 +171,7 @@ def make_model(family: str, *, seed: int = 0, calm: bool = False, **config: Any)
         "bos_token_id": BOS,
         "eos_token_id": EOS,
         "pad_token_id": PAD,
-        **_CONFIGS.get(family, {"model_type": family}),
+        **_CONFIGS.get(family, {"model_type": family, **HYBRIDS.get(family, {})}),
         **config,
     }
     model: torch.nn.Module = AutoModelForCausalLM.from_config(

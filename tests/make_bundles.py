@@ -78,6 +78,17 @@ DICE_EXPERTS: dict[str, Any] = {
     "topk_group": 1,
     "moe_intermediate_size": 16,
 }
+DICE_HYBRID: dict[str, Any] = {
+    **DICE,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "published": "qwen",
+}
 
 
 @dataclass(frozen=True)
@@ -164,6 +175,11 @@ RECIPES = {
     "dice-eagle3": Recipe("llama", None, config=DICE, trees=(_SPINE, _SMALL_SPINE), eagle3=True),
     "dice-dflash": Recipe("llama", None, config=DICE, trees=(_BUSHY, _SMALL), dflash=True),
     "dice-mtp": Recipe("glm4_moe", None, config=DICE_EXPERTS, trees=(_SPINE, _SMALL_SPINE), mtp=True),
+    "dice-hybrid": Recipe("qwen3_5_text", None, (1, 3), 5, DICE_HYBRID, mtp=True),
+    **{
+        f"{family}-hybrid": Recipe(family, None, lookups=("ngram", "suffix", "hypothesis"))
+        for family in ("lfm2", "qwen3_5_text", "granitemoehybrid")
+    },
     "dice-ngram": Recipe("llama", None, (1, 3), 5, DICE, lookups=("ngram",)),
     "dice-suffix": Recipe("llama", None, (1, 3), 5, DICE, lookups=("suffix",)),
     "dice-hypothesis": Recipe("llama", None, (1, 3), 5, DICE, lookups=("hypothesis",)),
@@ -181,6 +197,8 @@ BATCHED = (
     "dice-eagle3",
     "dice-dflash",
     "dice-mtp",
+    "dice-hybrid",
+    "qwen3_5_text-hybrid",
 )
 RECIPES |= {f"{name}-batch": dataclasses.replace(RECIPES[name], batch=8) for name in BATCHED}
 """With eight slots."""
@@ -195,6 +213,8 @@ PORTABLE = (
     "dice-mixed-batch",
     "dice-eagle3",
     "dice-dflash",
+    "dice-hybrid",
+    "lfm2-hybrid",
 )
 """These are there lowered portably too, as ``{name}-portable``."""
 _CHAINS = (3, 2, 1)

@@ -469,10 +469,6 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "no attention": ("mamba", {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}),
-    "attention in some layers": (
-        "qwen3_next",
-        {**GROUPED, "head_dim": 16, "num_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
-    ),
     "ALiBi": ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
     "ALiBi, another": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}),
     "attention of its own": ("falcon", {**GROUPED, "alibi": True}),

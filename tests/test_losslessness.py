@@ -46,6 +46,7 @@ QUICK_BUNDLES = ("llama-near", "qwen3-medusa")
 TREE_BUNDLES = ("qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree")
 MLP_BUNDLES = ("qwen3-mlp",)
 LOOKUP_BUNDLES = ("qwen3-lookup", "qwen3-lookahead")
+HYBRID_BUNDLES = ("lfm2-hybrid", "qwen3_5_text-hybrid", "granitemoehybrid-hybrid", "lfm2-hybrid-portable")
 PORTABLE_BUNDLES = tuple(f"{name}-portable" for name in ("llama-near", "gemma2-equal", *TREE_BUNDLES))
 
 # --- greedy -----------------------------------------------------------------------------------------------------------
@@ -55,7 +56,13 @@ PORTABLE_BUNDLES = tuple(f"{name}-portable" for name in ("llama-near", "gemma2-e
     "name",
     [
         pytest.param(name, marks=() if name in QUICK_BUNDLES else pytest.mark.slow)
-        for name in GREEDY_BUNDLES + SELF_BUNDLES + TREE_BUNDLES + MLP_BUNDLES + LOOKUP_BUNDLES + PORTABLE_BUNDLES
+        for name in GREEDY_BUNDLES
+        + SELF_BUNDLES
+        + TREE_BUNDLES
+        + MLP_BUNDLES
+        + LOOKUP_BUNDLES
+        + HYBRID_BUNDLES
+        + PORTABLE_BUNDLES
     ],
 )
 def test_greedy_text_is_what_transformers_generates(
@@ -182,6 +189,8 @@ ENGINE_SETTINGS = (
     Setting("eagle3", 3, SamplingParams(top_p=0.9)),
     Setting("mtp", 8, SamplingParams(temperature=0.9)),
     Setting("mtp", 3, SamplingParams(top_p=0.9)),
+    Setting("hybrid", 5, SamplingParams(temperature=0.9)),
+    Setting("hybrid", 3, SamplingParams(top_p=0.9)),
     Setting("dflash", 10, SamplingParams()),
     Setting("dflash", 5, SamplingParams(temperature=0.8, top_p=0.95)),
     Setting("ngram", 5, SamplingParams(temperature=0.8)),

@@ -39,7 +39,7 @@ from tests.device import require_same_as_alone
 from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu, installed
 from tests.step_program import GREEDY, SAMPLED, WAYS, for_onnxruntime, same, says_what_it_says
 
-traces = pytest.mark.exporter  # the step program's graphs
+pytestmark = pytest.mark.exporter  # the step program's graphs
 
 
 @pytest.fixture
@@ -71,7 +71,6 @@ def load(
 # --- what it says -----------------------------------------------------------------------------------------------------
 
 
-@traces
 @pytest.mark.parametrize("name", WAYS)
 def test_says_what_the_cpu_says(
     name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu
@@ -83,7 +82,6 @@ def test_says_what_the_cpu_says(
             says_what_it_says(there, cpu, WAYS[name], "graph per step")
 
 
-@traces
 @pytest.mark.parametrize(("name", "launches"), [("dice-eagle3", 1), ("dice-eagle3-portable", 5)])
 def test_eagle3_drafts_in_the_step(
     name: str, launches: int, load: Callable[[str], Engine], bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu
@@ -103,7 +101,6 @@ def test_eagle3_drafts_in_the_step(
                     same(said, cpu.generate(prompt, params, how))
 
 
-@traces
 def test_eagle3_drafts_for_several_at_once(load: Callable[..., Engine], engine: Callable[[str], Engine]) -> None:
     name, prompts = "dice-eagle3-batch", [[7, 9, 11], [5] * 20, [7, 9], [3, 4, 5, 6, 7], [8], [7, 9, 11, 5]]
     with load(name, max_batch_size=4) as there:
@@ -115,7 +112,6 @@ def test_eagle3_drafts_for_several_at_once(load: Callable[..., Engine], engine: 
     assert sum(one.stats.accepted for one in said) > 0
 
 
-@traces
 @pytest.mark.parametrize("name", ["dice-dflash", "dice-dflash-portable"])
 def test_dflash_drafts_in_one_call(name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]) -> None:
     """The host hands the target's states over, and writes what a block says into trees of both sizes."""
@@ -126,7 +122,6 @@ def test_dflash_drafts_in_one_call(name: str, load: Callable[[str], Engine], bun
                     same(there.generate(prompt, params, how), cpu.generate(prompt, params, how))
 
 
-@traces
 @pytest.mark.parametrize("name", ["llama-near", "llama-near-portable", "gpt2-tree", "gpt2-tree-portable"])
 def test_reads_prompts_in_chunks_and_lets_texts_grow(
     name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]
@@ -138,7 +133,6 @@ def test_reads_prompts_in_chunks_and_lets_texts_grow(
                 same(there.generate(prompt, params, method), cpu.generate(prompt, params, method))
 
 
-@traces
 def test_reads_embeddings(load: Callable[[str], Engine], engine: Callable[[str], Engine]) -> None:
     """They go to the device like every other input, at every shape; tokens that come after them are read again."""
     rows = np.random.default_rng(0).standard_normal((70, 64))
@@ -147,7 +141,6 @@ def test_reads_embeddings(load: Callable[[str], Engine], engine: Callable[[str],
             same(there.generate(prompt, GREEDY), engine("granite-embeds").generate(prompt, GREEDY))
 
 
-@traces
 @pytest.mark.parametrize("name", ["llama-near-batch", "llama-near-batch-portable", "gpt2-tree-batch"])
 def test_several_requests_at_once_say_what_each_says_alone(
     name: str, load: Callable[..., Engine], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
@@ -159,7 +152,6 @@ def test_several_requests_at_once_say_what_each_says_alone(
         require_same_as_alone(there, alone, prompts, gpu.cuda)
 
 
-@traces
 @pytest.mark.parametrize("name", ["dice-mixed-batch", "dice-mixed-batch-portable", "dice-mlp-batch"])
 def test_the_device_decides_for_several_at_once(
     name: str, load: Callable[..., Engine], bundle: Callable[[str], Path]
@@ -186,7 +178,6 @@ def test_the_device_decides_for_several_at_once(
 # --- how it runs ------------------------------------------------------------------------------------------------------
 
 
-@traces
 @pytest.mark.parametrize("captures", [True, False])
 def test_any_thread_may_ask(captures: bool, load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
     """Sessions run on one thread, which the stand-in checks; nothing is captured or run twice for another one."""
@@ -202,7 +193,6 @@ def test_any_thread_may_ask(captures: bool, load: Callable[[str], Engine], gpu: 
         assert found[0].stats.execution == ("graph per step" if captures else "plain")
 
 
-@traces
 @pytest.mark.parametrize("name", ["dice-near", "dice-mixed", "dice-medusa"])
 def test_a_step_is_one_launch_and_one_wait(name: str, load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
     with load(name) as there:
@@ -215,7 +205,6 @@ def test_a_step_is_one_launch_and_one_wait(name: str, load: Callable[[str], Engi
         assert gpu.runs == 0
 
 
-@traces
 def test_logits_stay_on_the_device_unless_the_host_looks_into_them(
     load: Callable[[str], Engine], gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,14 +227,12 @@ def test_logits_stay_on_the_device_unless_the_host_looks_into_them(
         assert logits & set(copied)
 
 
-@traces
 def test_weights_are_opened_once_a_model(load: Callable[..., Engine], gpu: OnnxRuntimeGpu) -> None:
     with load("llama-near-batch", max_batch_size=4):
         models = [path for path in gpu.opened if not path.startswith("accept") and not path.startswith("commit")]
         assert sorted(models) == ["propose.k1.slots.cuda.fp32.onnx", "step.slots.cuda.fp32.onnx"]
 
 
-@traces
 def test_sessions_are_told_to_stay_on_our_stream_within_our_memory(
     load: Callable[[str], Engine], gpu: OnnxRuntimeGpu
 ) -> None:
@@ -256,13 +243,11 @@ def test_sessions_are_told_to_stay_on_our_stream_within_our_memory(
         assert all(0 < limit < 0.9 * (1 << 30) for limit in limits)
 
 
-@traces
 def test_by_default_one_request_runs(load: Callable[[str], Engine]) -> None:
     with load("llama-near-batch") as there:
         assert there.slots == 1
 
 
-@traces
 def test_gaps_between_steps_are_measured(load: Callable[[str], Engine]) -> None:
     with load("dice-near") as there:
         there.generate([5, 6, 7, 8], GREEDY)
@@ -275,7 +260,6 @@ def test_gaps_between_steps_are_measured(load: Callable[[str], Engine]) -> None:
 # --- what it refuses --------------------------------------------------------------------------------------------------
 
 
-@traces
 def test_graphs_that_need_the_cpu_leave_acceptance_to_the_host(
     load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
 ) -> None:
@@ -289,7 +273,6 @@ def test_graphs_that_need_the_cpu_leave_acceptance_to_the_host(
         same(ours, engine("dice-near").generate([7, 9, 11], SAMPLED))
 
 
-@traces
 def test_without_capture_it_runs_plainly_and_says_so(
     load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
 ) -> None:
@@ -301,14 +284,12 @@ def test_without_capture_it_runs_plainly_and_says_so(
         same(ours, engine("dice-near").generate([7, 9, 11], SAMPLED))
 
 
-@traces
 def test_a_run_that_fails_is_an_error_of_ours(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
     gpu.failing = True
     with pytest.raises(BackendError, match=r"onnxruntime did not run the graph at b1\.t1\S*: out of kernels"):
         load("llama-near")
 
 
-@traces
 def test_nonsense_from_the_device_is_an_error(load: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     with load("dice-near") as there:
         backend: Any = there.backend
@@ -329,13 +310,11 @@ def test_bundles_without_engines_for_it_say_what_to_do(bundle: Callable[[str], P
         Engine.load(bundle("dice-near"), backend="onnxruntime-cuda", check_hashes=False)
 
 
-@traces
 def test_bundles_for_the_gpu_run_on_the_cpu(load: Callable[..., Engine], engine: Callable[[str], Engine]) -> None:
     with load("dice-mixed", backend="onnxruntime", threads=1) as there:
         same(there.generate([7, 9, 11], SAMPLED), engine("dice-mixed").generate([7, 9, 11], SAMPLED))
 
 
-@traces
 def test_nodes_on_the_cpu_are_refused_by_name(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
     gpu.on_cpu = ("TensorScatter",)
     with pytest.raises(
@@ -344,14 +323,12 @@ def test_nodes_on_the_cpu_are_refused_by_name(load: Callable[[str], Engine], gpu
         load("llama-near")
 
 
-@traces
 def test_missing_libraries_are_no_silent_detour(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
     gpu.without_libraries = True
     with pytest.raises(BackendError, match="CUDAExecutionProvider could not be loaded"):
         load("llama-near")
 
 
-@traces
 def test_too_small_a_part_of_the_memory(load: Callable[..., Engine], gpu: OnnxRuntimeGpu) -> None:
     with pytest.raises(BackendError, match=r"loading target/weights.bin needs .* --gpu-memory-utilization"):
         load("llama-near", gpu_memory_utilization=1e-4)
@@ -396,7 +373,6 @@ def test_a_machine_without_a_gpu_is_told_so(bundle: Callable[[str], Path]) -> No
 # --- building for it --------------------------------------------------------------------------------------------------
 
 
-@traces
 def test_building_for_it(
     accept_graph: Callable[[str, int], bytes],
     gpu: OnnxRuntimeGpu,
@@ -424,7 +400,6 @@ def test_building_for_it(
     assert (engine.file, engine.compute) == ("target/step.cuda.fp16.onnx", "fp16")
 
 
-@traces
 def test_bfloat16_beside_blocks_of_integers_is_refused(bundle: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
     manifest = read_manifest(folder)

@@ -13,6 +13,7 @@ import onnx_ir as ir
 import torch
 
 from specexport.checkpoints.checkpoint import Checkpoint
+from specexport.checkpoints.config import layers_in
 from specexport.checkpoints.drafts import as_checkpoint
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.reference import load_reference, reference_logits
@@ -98,7 +99,7 @@ class StatesDraftExporter(ChainDraftExporter[S]):
             self.read(self.source(method, target.source)),
             hidden=hidden,
             vocab=target.vocab_size,
-            layers=len(target.cache),
+            layers=target.layers,
         )
         return None
 
@@ -106,7 +107,8 @@ class StatesDraftExporter(ChainDraftExporter[S]):
         build.progress(f"loading the {self.title}", 0, 1)
         source, positions = self.source(method, build.options.target), build.target.max_positions
         outline = self.read(source)
-        draft = self.load(outline, locate(build.options.target), len(build.target.cache), positions)
+        target = locate(build.options.target)
+        draft = self.load(outline, target, layers_in(target), positions)
         checkpoint = as_checkpoint(outline, method.role, source, draft, positions)
         build.progress(f"loading the {self.title}", 1, 1)
         build.progress(f"tracing the {self.title}", 0, 1)
@@ -136,7 +138,7 @@ class StatesDraftExporter(ChainDraftExporter[S]):
         made = run.recorded(method)
         outline, positions = self.read(str(source)), manifest.target.max_positions
         original = load_reference(target, manifest.target)
-        loaded = self.load(outline, target, len(manifest.target.cache), positions)
+        loaded = self.load(outline, target, layers_in(target), positions)
         draft = as_checkpoint(outline, method.role, str(source), loaded, positions)
         agreement = run.agreement(manifest.target.precision.weights, model.precision.weights)
         ids = torch.arange(outline.draft_vocab) if loaded.target_ids is None else loaded.target_ids
