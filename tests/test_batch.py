@@ -101,6 +101,9 @@ class Caches:
     def filled(self, slot: int) -> int:
         return len(self.rows[slot])
 
+    def reusable(self, slot: int, tokens: int) -> int:
+        return tokens
+
     def share(self, source: int, to: int, tokens: int) -> None:
         self.rows[to] = self.rows[source][:tokens]
 

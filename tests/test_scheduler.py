@@ -36,6 +36,9 @@ class Counting:
     def filled(self, slot: int) -> int:
         return 0
 
+    def reusable(self, slot: int, tokens: int) -> int:
+        return 0
+
     def prefill(self, view: SlotView) -> bool:
         return False
 
