@@ -9,6 +9,7 @@ from typing import Protocol
 from tokenizers import Tokenizer
 
 from specexport.runtime.params import SamplingParams
+from specexport.runtime.program import Outcome
 from specexport.runtime.request import Chunk, Request
 
 
@@ -54,7 +55,7 @@ class BypassRunner:
     def submit(self, request: Request) -> None:
         """Makes the whole output one chunk."""
         began = time.perf_counter()
-        chunk = request.take(request.view.hypothesis, last=True)
+        chunk = request.take(Outcome(list(request.view.hypothesis)), last=True)
         request.stats.total = request.stats.first_token = time.perf_counter() - began
         request.give(chunk)
 

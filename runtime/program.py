@@ -24,6 +24,26 @@ class Speculation:
 
 
 @dataclass(frozen=True)
+class Verified:
+    """The tree a step verified for one slot, and what came of it.
+
+    Attributes:
+        tree: its shape; node 0 is the last token of the text before the step.
+        drafted: the tokens of its nodes 1..K; empty where a draft on the device did not tell them.
+        path: the nodes accepted, in order.
+        positions: of each of the step's tokens, as which token of its proposal it was drafted, from 1; 0 for the
+            target's own.
+        held: how many of the first nodes are tokens that an earlier step accepted and held back.
+    """
+
+    tree: TokenTree
+    drafted: Sequence[int]
+    path: Sequence[int]
+    positions: Sequence[int]
+    held: int = 0
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What a step did for one slot.
 
@@ -33,6 +53,7 @@ class Outcome:
         depth: the longest path among them.
         accepted: draft tokens accepted; some of them may come with the next step's tokens.
         finite: whether the logits that the last token follows from are numbers; a device does not look.
+        verified: the tree; None for a plain step.
     """
 
     tokens: list[int]
@@ -41,6 +62,7 @@ class Outcome:
     accepted: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     finite: bool = True
+    verified: Verified | None = None
 
 
 @dataclass(frozen=True)

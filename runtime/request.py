@@ -9,6 +9,7 @@ from typing import Literal
 
 from specexport.runtime.acceptance import History
 from specexport.runtime.logprobs import TokenLogprobs
+from specexport.runtime.program import Outcome, Verified
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.stats import Stats
 from specexport.runtime.text import TextStream
@@ -26,12 +27,16 @@ class Chunk:
         finish_reason: set on the last chunk: ``stop`` (end of text or a stop text), ``length`` (``max_tokens`` or the
             end of the context) or ``cancelled``.
         logprobs: of each new token, if the request asks for them.
+        pieces: the text by the token that let it be given out, as many as tokens; together ``text`` if there are any.
+        verified: the tree of the step; None for a plain one.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    pieces: tuple[str, ...] = ()
+    verified: Verified | None = None
 
 
 class Request:
@@ -87,27 +92,28 @@ class Request:
         """Whether no step is to run for it any more."""
         return self.finished or self.cancelled or self.abandoned or self.error is not None
 
-    def take(self, made: Sequence[int], logprobs: tuple[TokenLogprobs, ...] = (), *, last: bool = False) -> Chunk:
+    def take(self, outcome: Outcome, *, last: bool = False) -> Chunk:
         """Adds a step's tokens to the text, up to its end: what that adds to the output."""
-        new, piece, kept, stopped = made[: self.room], "", 0, False
-        while kept < len(new) and not stopped:
-            token = new[kept]
-            kept += 1
+        pieces: list[str] = []
+        new, stopped = outcome.tokens[: self.room], False
+        while len(pieces) < len(new) and not stopped:
+            token = new[len(pieces)]
             self.view.tokens.append(token)
             stopped = token in self._ends
-            if not stopped:
-                piece += self._text.push(token)
-                stopped = self._text.stopped
+            pieces.append("" if stopped else self._text.push(token))
+            stopped |= self._text.stopped
+        kept = len(pieces)
         self.stats.output_tokens += kept
         self.room -= kept
         reason: FinishReason | None = None
-        if stopped or (last and kept == len(made)):
+        if stopped or (last and kept == len(outcome.tokens)):
             reason = "stop"
         elif self.room == 0:
             reason = "length"
-        if reason is not None:
-            piece += self._text.finish()
-        return Chunk(piece, tuple(new[:kept]), reason, logprobs[:kept])
+        if reason is not None and pieces:
+            pieces[-1] += self._text.finish()
+        text, tokens = "".join(pieces), tuple(new[:kept])
+        return Chunk(text, tokens, reason, outcome.logprobs[:kept], tuple(pieces), outcome.verified)
 
     def give(self, chunk: Chunk) -> None:
         """Lays a chunk out for its reader."""

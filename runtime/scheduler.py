@@ -260,7 +260,7 @@ def _take(request: Request, outcome: Outcome) -> Chunk | None:
             )
         method = request.view.lookup or request.view.method or PLAIN
         request.stats.count_step(method, outcome.drafted, outcome.depth, outcome.accepted)
-        return request.take(outcome.tokens, outcome.logprobs)
+        return request.take(outcome)
     except Exception as error:
         request.error = error
         return None

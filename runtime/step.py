@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,17 @@ from specexport.contract.tree import MAX_NODES, TokenTree
 from specexport.runtime.embeds import is_embedding
 from specexport.runtime.graph import Array, Graph
 from specexport.runtime.logprobs import token_logprobs
-from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation, StepResult
+from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation, StepResult, Verified
 from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotView, TextProposer, Window
 from specexport.runtime.sampling import accept_greedy, accept_relaxed, accept_sampled, accept_typical
 from specexport.runtime.widths import Widths
+
+
+class _Held(NamedTuple):
+    """Tokens that are accepted and come with the next step's, and their ``Verified.positions``."""
+
+    tokens: Sequence[int] = ()
+    positions: Sequence[int] = ()
 
 
 class HostProgram:
@@ -58,7 +66,7 @@ class HostProgram:
         self._last_position = manifest.target.max_positions - 1
         self._target = target
         self._speculations = speculations
-        self._held: dict[int, list[int]] = {}
+        self._held: dict[int, _Held] = {}
 
     def step(self, views: Sequence[SlotView]) -> StepResult:
         start = time.perf_counter()
@@ -89,7 +97,7 @@ class HostProgram:
             proposals |= proposer.propose(its_views)
         for view in views:
             if (held := self._held.get(view.slot)) is not None:
-                proposals[view.slot] = _below(held, proposals.get(view.slot))
+                proposals[view.slot] = _below(held.tokens, proposals.get(view.slot))
         return proposals
 
     def look_up(self, method: str, view: SlotView) -> Sequence[int]:
@@ -102,7 +110,7 @@ class HostProgram:
         if (held := self._held.get(view.slot)) is None:
             return view
         ahead = copy.copy(view)
-        ahead.tokens = [*view.tokens, *held]
+        ahead.tokens = [*view.tokens, *held.tokens]
         return ahead
 
     def _verify(self, views: Sequence[SlotView], proposals: Mapping[int, Proposal]) -> dict[int, dict[str, Array]]:
@@ -150,14 +158,16 @@ class HostProgram:
         self, view: SlotView, proposal: Proposal | None, outputs: Mapping[str, Array], path: list[int], bonus: int
     ) -> Outcome:
         """Keeps the rows of an accepted path, and tells those who go on from it."""
-        known = len(self._held.pop(view.slot, ()))  # draft tokens that an earlier step accepted
+        held = self._held.pop(view.slot, _Held())
+        known = len(held.tokens)  # draft tokens that an earlier step accepted
+        positions = [*held.positions[: len(path)], *range(1, len(path) - known + 1), 0]
         new = [*(int(proposal.tokens[node - 1]) for node in path), bonus] if proposal else [bonus]
         kept = self._exact(view, path)
         if kept < len(path):
             if self._may_hold(view, len(new)):
-                self._held[view.slot] = new[kept + 1 :]
+                self._held[view.slot] = _Held(new[kept + 1 :], positions[kept + 1 :])
             else:
-                path = path[:kept]
+                path, positions = path[:kept], [*positions[:kept], 0]
             new = new[: kept + 1]
         if view.method is not None:
             if len(path) < known:  # it went on from tokens that are not the text
@@ -175,7 +185,8 @@ class HostProgram:
         if proposal is None:
             return Outcome(new, logprobs=logprobs, finite=finite)
         drafted, depth = len(proposal.tokens) - known, proposal.tree.depth - known
-        return Outcome(new, drafted, depth, max(0, len(path) - known), logprobs, finite)
+        verified = Verified(proposal.tree, proposal.tokens.tolist(), path, positions[: len(new)], known)
+        return Outcome(new, drafted, depth, max(0, len(path) - known), logprobs, finite, verified)
 
     def _may_hold(self, view: SlotView, count: int) -> bool:
         """Whether there is room for the widest step of a slot with so many tokens before it."""

@@ -147,7 +147,7 @@ def test_unknown_endpoints_are_answered_with_those_there_are(running: Served) ->
     known = "POST /v1/completions, POST /v1/chat/completions, POST /v1/responses, POST /tokenize, GET /health"
     for method, path, status in (
         ("GET", "/v1/nothing", 404),
-        ("POST", "/", 404),
+        ("POST", "/", 405),  # where the page is
         ("GET", "/v1/completions", 405),
         ("DELETE", "/health", 405),
     ):

@@ -19,7 +19,7 @@ from specexport.runtime.cuda.step_variants import StepVariant, StepVariants, rea
 from specexport.runtime.cuda.steps import Steps
 from specexport.runtime.cuda.stream import CudaStream
 from specexport.runtime.graph import Array
-from specexport.runtime.program import PLAIN_TREE, Outcome, StepResult
+from specexport.runtime.program import PLAIN_TREE, Outcome, StepResult, Verified
 from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, SlotView
 from specexport.runtime.step import HostProgram, padded_mask
 
@@ -167,7 +167,11 @@ class DeviceProgram:
             proposer = self._host.proposer(view.method)
             proposer.observe(view.slot, seen, path[-1] if path else 0)
             proposer.observe_text(view, seen, past, [0, *path])
-        return Outcome(new, len(tree) - 1, tree.depth, accepted)
+        verified = None
+        if len(tree) > 1:
+            told = part.proposal.tokens.tolist() if part.proposal is not None else ()
+            verified = Verified(tree, told, path, [*range(1, accepted + 1), 0])
+        return Outcome(new, len(tree) - 1, tree.depth, accepted, verified=verified)
 
 
 @lru_cache(maxsize=256)

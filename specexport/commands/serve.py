@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="pages that may call it; repeatable; * for any",
     )
+    parser.add_argument("--no-page", action="store_false", dest="page", help="have no page at / to try it with")
     parser.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="the model's names in the API (default: as given)"
     )
@@ -94,7 +95,7 @@ def main(arguments: argparse.Namespace) -> int:
     )
     service = Service(engine, tuple(arguments.served_model_name or [source]), arguments.timeout or None)
     keys, most = _keys(arguments.api_key), arguments.max_body_bytes
-    app = create_app(service, api_keys=keys, max_body_bytes=most, origins=arguments.cors)
+    app = create_app(service, api_keys=keys, max_body_bytes=most, origins=arguments.cors, page=arguments.page)
     settings = {"host": arguments.host, "port": arguments.port, "log_level": arguments.log_level}
     server = Server(app, engine, patience=arguments.shutdown_timeout, **settings)
     server.run()

@@ -24,6 +24,7 @@ from specexport.server.chat import chat, chat_tokens, known_message
 from specexport.server.completions import complete
 from specexport.server.errors import ApiError, api_error
 from specexport.server.middleware import REQUEST_ID, Edge
+from specexport.server.page import PATHS, add_page
 from specexport.server.responses import answer_response
 from specexport.server.schema import (
     ChatRequest,
@@ -70,6 +71,7 @@ def create_app(
     api_keys: Sequence[str] = (),
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     origins: Sequence[str] = (),
+    page: bool = True,
 ) -> FastAPI:
     """Makes the application.
 
@@ -79,7 +81,9 @@ def create_app(
             anyone in.
         max_body_bytes: most bytes of a request's body.
         origins: web pages of these may call it, ``*`` any page; without them browsers let none.
+        page: whether there is one at ``/`` to try it with.
     """
+    unlocked = (*_OPEN, *PATHS) if page else _OPEN
 
     async def explain(request: Request, error: Exception) -> Response:
         if type(error) is HTTPException and error.status_code in (404, 405):
@@ -101,7 +105,7 @@ def create_app(
 
     def admit(scope: Scope, others: int) -> None:
         """Refuses before a body is read: who has no key, and who would find no place."""
-        if scope["path"] not in _OPEN:
+        if scope["path"] not in unlocked:
             require_key(scope)
         if scope["method"] == "POST":
             service.engine.require_place(others)
@@ -175,6 +179,8 @@ def create_app(
         """What Prometheus asks for."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    if page:
+        add_page(app)
     endpoints = [f"{method} {path}" for path, ways in app.openapi()["paths"].items() for method in map(str.upper, ways)]
     return app
 

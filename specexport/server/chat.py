@@ -25,6 +25,7 @@ from specexport.server.schema import (
     ChatMessage,
     ChatRequest,
     ChatResponse,
+    Choice,
     JsonSchema,
     TopLogprob,
     Usage,
@@ -53,12 +54,13 @@ async def chat(service: Service, request: Request, given: ChatRequest) -> Respon
     if given.response_format is not None and given.response_format.type != "text":
         if bound:
             raise RequestError("response_format: given beside tools; give one of them", param="response_format")
-        form = given.response_format
-        schema = json.dumps(form.json_schema.schema_) if isinstance(form, JsonSchema) else ANY_OBJECT
+        wanted = given.response_format
+        schema = json.dumps(wanted.json_schema.schema_) if isinstance(wanted, JsonSchema) else ANY_OBJECT
         bound = {"json_schema": schema}
     params = service.params(given, most, (given.top_logprobs or 0) if given.logprobs else None, bound)
     streams = await service.start([prompt], params, given)
-    return await respond(service, request, given, streams, _Format(service, head, calls), len(prompt))
+    form = _Format(service, head, calls, given.include_steps)
+    return await respond(service, request, given, streams, form, len(prompt))
 
 
 async def chat_tokens(
@@ -84,13 +86,13 @@ def known_message(message: ChatMessage) -> Message:
 class _Format:
     """Chat completions, whose first piece says that it is the assistant's."""
 
-    def __init__(self, service: Service, head: dict[str, Any], calls: Calling | None) -> None:
+    def __init__(self, service: Service, head: dict[str, Any], calls: Calling | None, steps: bool) -> None:
         self._token_text = service.engine.frontend.token_text
         self._head = head
-        self._calls = calls
+        self._calls, self._steps = calls, steps
         self._readers: dict[int, CallReader | None] = {}
 
-    def choice(self, index: int, chunk: Chunk, streamed: bool) -> BaseModel | None:
+    def choice(self, index: int, chunk: Chunk, streamed: bool) -> Choice | None:
         said = AssistantMessage(content=chunk.text)
         reason: Any = chunk.finish_reason
         begins = index not in self._readers
@@ -101,7 +103,7 @@ class _Format:
             said = AssistantMessage(content=text) if text or (begins and streamed) else AssistantMessage()
             if pieces:
                 said.tool_calls = pieces if streamed else whole_calls(pieces)
-            elif streamed and not (text or begins or chunk.logprobs or reason):
+            elif streamed and not (text or begins or chunk.logprobs or reason or self._steps):
                 return None
             if not streamed and not text:
                 said.content = None

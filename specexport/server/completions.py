@@ -64,7 +64,7 @@ class _Format:
         self._echoed, self._scored = dict(enumerate(echoed)), dict(enumerate(scored))
         self._said = [0] * len(streams)
 
-    def choice(self, index: int, chunk: Chunk, streamed: bool) -> BaseModel:
+    def choice(self, index: int, chunk: Chunk, streamed: bool) -> CompletionChoice:
         first, entries = self._scored.pop(index, None), chunk.logprobs
         if first is not None:
             entries = (*self._streams[index].prompt_logprobs, *entries)

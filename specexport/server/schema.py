@@ -203,6 +203,7 @@ class Generation(Accepted):
     structured_outputs: StructuredOutputs | None = Field(None, description="Constrains the output.")
     speculative: SpeculativeOptions | None = Field(None, description="How to speculate; None as the server does.")
     include_speculation: bool = Field(False, description="Add what speculation did to the usage.")
+    include_steps: bool = Field(False, description="Streamed: say of each token who proposed it, and the step's tree.")
     timeout: float | None = Field(None, gt=0, le=86400, description="Seconds, waiting included; the server's at most.")
 
     @property
@@ -412,6 +413,7 @@ class ResponseRequest(Generation):
     reasoning: Reasoning | None = None
     chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Any] = {}
     conversation: Unsupported = None
+    include_steps: Annotated[Any, Only((False,))] = None
     max_tool_calls: Unsupported = None
     parallel_tool_calls: Annotated[Any, Only((True, False))] = None
     previous_response_id: Unsupported = None
@@ -492,9 +494,26 @@ class Usage(BaseModel):
     speculation: SpeculationUsage | None = None
 
 
-class _Choice(BaseModel):
+class Step(BaseModel):
+    """The step that made a chunk: the target's own token at the end, draft tokens accepted before it."""
+
+    tokens: list[tuple[str, int]] = Field(
+        description="Text of each, and as which token of its proposal it was drafted, from 1; 0 is the target's own."
+    )
+    parents: list[int] = Field(description="The tree verified: each node's parent, -1 for the root.")
+    drafted: list[str] = Field(description="Draft tokens, of the nodes from 1; none where a device kept them.")
+    path: list[int] = Field(description="The nodes accepted.")
+    held: int = Field(
+        description="How many of the first nodes an earlier step accepted, whose tokens come with this one."
+    )
+
+
+class Choice(BaseModel):
+    """What all outputs have in common."""
+
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    step: Step | None = None
 
 
 class _Answer(BaseModel):
@@ -513,7 +532,7 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionChoice(_Choice):
+class CompletionChoice(Choice):
     """One output, or a piece of one."""
 
     text: str
@@ -571,7 +590,7 @@ class AssistantMessage(BaseModel):
     tool_calls: list[AssistantCall] | None = None
 
 
-class ChatChoice(_Choice):
+class ChatChoice(Choice):
     """One answer."""
 
     message: AssistantMessage
@@ -585,7 +604,7 @@ class ChatResponse(_Answer):
     choices: list[ChatChoice]
 
 
-class ChatChunkChoice(_Choice):
+class ChatChunkChoice(Choice):
     """A piece of an answer."""
 
     delta: AssistantMessage

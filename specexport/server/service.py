@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -22,7 +22,15 @@ from specexport.runtime import Chunk, SamplingParams, Stream
 from specexport.runtime.speculative import Speculative
 from specexport.server.errors import ApiError, api_error
 from specexport.server.metrics import Metrics
-from specexport.server.schema import CompletionTokensDetails, Generation, SpeculationUsage, StreamOptions, Usage
+from specexport.server.schema import (
+    Choice,
+    CompletionTokensDetails,
+    Generation,
+    SpeculationUsage,
+    Step,
+    StreamOptions,
+    Usage,
+)
 
 _SAMPLING = {
     *("temperature", "top_p", "top_k", "min_p", "ignore_eos", "min_tokens", "skip_special_tokens"),
@@ -130,8 +138,9 @@ class Service:
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, given: Generation
     ) -> list[AsyncStream]:
         """Streams of all prompts' outputs, those of the first prompt first."""
-        if given.stream_options is not None and not given.stream:
-            raise RequestError("stream_options: given without stream", param="stream_options")
+        for name in ("stream_options", "include_steps"):
+            if getattr(given, name) and not given.stream:
+                raise RequestError(f"{name}: given without stream", param=name)
         frontend = self.engine.frontend
         chosen = speculation(given, frontend.speculative)
         limits = [limit for limit in (self.timeout, given.timeout) if limit is not None]
@@ -146,7 +155,7 @@ class Service:
 class Format(Protocol):
     """How an endpoint words what the streams say, streamed in parts or as a whole."""
 
-    def choice(self, index: int, chunk: Chunk, streamed: bool) -> BaseModel | None:
+    def choice(self, index: int, chunk: Chunk, streamed: bool) -> Choice | None:
         """What an output says next, or all of it; None for nothing yet."""
 
     def answer(self, choices: list[Any], usage: Usage | None, streamed: bool) -> BaseModel:
@@ -213,20 +222,37 @@ async def _events(
 
     def piece(index: int, chunk: Chunk) -> str:
         said = form.choice(index, chunk, True)
+        if said is not None and given.include_steps:
+            said.step = step_of(chunk, service.engine.frontend.token_text)
         usage = usage_of(given, streams, prompt_tokens) if options.continuous_usage_stats else None
         return "" if said is None else event(form.answer([said], usage, True))
 
     try:
         async with contextlib.aclosing(merged(service, streams)) as chunks:
             async for index, chunk in chunks:
-                if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
-                    # Those of a prompt come all at once.
-                    yield await asyncio.to_thread(piece, index, chunk) if chunk.logprobs else piece(index, chunk)
+                if chunk.text or chunk.logprobs or given.include_steps or chunk.finish_reason is not None:
+                    # Log-probabilities of a prompt come all at once, and trees have many tokens.
+                    long = chunk.logprobs or given.include_steps
+                    yield await asyncio.to_thread(piece, index, chunk) if long else piece(index, chunk)
         if options.include_usage:
             yield event(form.answer([], usage_of(given, streams, prompt_tokens), True))
     except Exception as error:  # the answer has begun, so that its end has to say what went wrong
         yield event(api_error(error).body)
     yield "data: [DONE]\n\n"
+
+
+def step_of(chunk: Chunk, token_text: Callable[[int], str]) -> Step:
+    """The step that made a chunk, in texts."""
+    if chunk.verified is None:
+        return Step(tokens=[(text, 0) for text in chunk.pieces], parents=[-1], drafted=[], path=[], held=0)
+    step = chunk.verified
+    return Step(
+        tokens=list(zip(chunk.pieces, step.positions, strict=False)),  # the output may end before the step's tokens do
+        parents=list(step.tree.parents),
+        drafted=list(map(token_text, step.drafted)),
+        path=list(step.path),
+        held=step.held,
+    )
 
 
 async def _collected(service: Service, streams: list[AsyncStream]) -> list[Chunk]:

@@ -1,0 +1,30 @@
+"""The page at ``/``: a prompt, its text as it streams, and who proposed each token of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import FastAPI, Response
+
+_ASSETS = Path(__file__).parent / "assets"
+_FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+PATHS = tuple(_FILES)
+"""What a browser asks for without an API key: the page asks for one itself."""
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def add_page(app: FastAPI) -> None:
+    """Adds the page's routes, which are no part of the API's document."""
+    for path, (name, kind) in _FILES.items():
+        answer = Response((_ASSETS / name).read_bytes(), headers=_HEADERS, media_type=kind)
+        app.add_api_route(path, lambda answer=answer: answer, include_in_schema=False)

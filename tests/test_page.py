@@ -1,0 +1,333 @@
+"""The page at ``/``, in a real browser, and what streams tell it of their steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from specexport.cli import parser
+from specexport.contract.tree import TokenTree
+from specexport.runtime import Chunk, Engine, SamplingParams
+from tests.browser import CHROMIUM, Browser, browser
+from tests.serving import HERMES, Served, served, with_chat_template
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+PROMPT = "one two three"
+GREEDY = {"temperature": 0, "max_tokens": 64, "ignore_eos": True, "include_speculation": True}
+STEPS = {"stream": True, "include_steps": True, "stream_options": {"include_usage": True}}
+TAB, ENTER, ESCAPE, END, LEFT = 9, 13, 27, 35, 37
+
+
+@pytest.fixture(scope="module")
+def tiny(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server over a bundle that verifies trees."""
+    with served(with_chat_template(bundle("qwen3-medusa"), tmp_path_factory.mktemp("page") / "bundle")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as made:
+        yield made
+
+
+@pytest.fixture
+def page(tiny: Served, window: Browser) -> Browser:
+    """The page, loaded anew, in a window of a desk's size."""
+    window.shape(1100, 900)
+    window.asked.clear()
+    window.complaints.clear()
+    window.open(f"{tiny.url}/")
+    window.until("find('model').textContent.includes('context of 512')")
+    return window
+
+
+# --- what a stream says of its steps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-near", "qwen3-medusa", "qwen3-lookup", "dice-tree"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_chunk_says_where_its_tokens_come_from(bundle: Callable[[str], Path], name: str, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=120, ignore_eos=True, seed=5)
+    with Engine.load(bundle(name), threads=1) as engine, engine.stream([5, 6, 7, 5, 6, 7, 5, 6], params) as stream:
+        chunks: list[Chunk] = []
+        told = 0
+        for chunk in stream:
+            chunks.append(chunk)
+            assert "".join(chunk.pieces) == chunk.text
+            assert len(chunk.pieces) == len(chunk.token_ids)
+            step = chunk.verified
+            if step is None:
+                assert len(chunk.token_ids) == 1
+                continue
+            nodes = dict(enumerate(step.drafted, start=1))
+            assert [step.tree.parents[node] for node in step.path] == [0, *step.path][: len(step.path)]
+            whole = [nodes[node] for node in step.path]
+            assert list(chunk.token_ids[: len(whole)]) == whole[: len(chunk.token_ids)]
+            told += sum(map(bool, step.positions))
+        assert any(chunk.verified for chunk in chunks)
+        # What was accepted off a tree's first path may be held back, and then not be asked for any more.
+        assert told <= stream.stats.accepted <= told + 8
+        assert stream.stats.accepted > 0
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_says_where_its_tokens_come_from(tiny: Served, chat: bool) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    events = streamed(tiny, path, asked | GREEDY | STEPS)
+    choices = [choice for event in events for choice in event["choices"]]
+    steps = [choice["step"] for choice in choices]
+    assert all(len(step["tokens"]) >= 1 for step in steps)
+    for choice in choices:
+        said = choice["delta"].get("content", "") if chat else choice["text"]
+        assert "".join(text for text, _ in choice["step"]["tokens"]) == said
+    for step in steps:
+        tree = TokenTree(tuple(step["parents"]))
+        assert len(step["drafted"]) == len(tree) - 1
+        assert all(0 < node < len(tree) for node in step["path"])
+        positions = [position for _, position in step["tokens"]][step["held"] :]
+        assert positions == [*range(1, len(step["path"]) - step["held"] + 1), 0][: len(positions)]
+    assert any(step["held"] for step in steps)
+    usage = events[-1]["usage"]
+    assert sum(len(step["tokens"]) for step in steps) == usage["completion_tokens"] == 64
+    assert sum(len(step["drafted"]) - step["held"] for step in steps) == usage["speculation"]["num_draft_tokens"]
+    assert sum(len(step["path"]) - step["held"] for step in steps) == usage["speculation"]["num_accepted_tokens"] > 0
+
+
+def test_a_plain_stream_has_the_targets_own_tokens(tiny: Served) -> None:
+    asked = {"prompt": PROMPT, "speculative": {"num_speculative_tokens": 0}}
+    choices = [
+        choice for event in streamed(tiny, "/v1/completions", asked | GREEDY | STEPS) for choice in event["choices"]
+    ]
+    assert len(choices) == 64
+    for choice in choices:
+        (token,) = choice["step"]["tokens"]
+        assert token[1] == 0
+        assert choice["step"] == {"tokens": [token], "parents": [-1], "drafted": [], "path": [], "held": 0}
+
+
+def test_the_steps_of_a_call_are_told_too(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+    """A call's deltas wait until they are clear; the steps do not."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required"}
+    with served(with_chat_template(bundle("llama-near"), tmp_path / "bundle", HERMES)) as running:
+        events = streamed(running, "/v1/chat/completions", asked | STEPS | {"max_tokens": 40, "temperature": 0})
+    steps = [choice["step"] for event in events for choice in event["choices"]]
+    assert sum(len(step["tokens"]) for step in steps) == events[-1]["usage"]["completion_tokens"]
+
+
+def test_steps_are_told_only_where_they_can_be(tiny: Served) -> None:
+    for path, body, why in (
+        ("/v1/completions", {"prompt": "a"}, "include_steps: given without stream"),
+        ("/v1/responses", {"input": "a", "stream": True}, "not supported"),
+    ):
+        answer = httpx.post(tiny.url + path, json=body | {"include_steps": True})
+        assert answer.status_code == 400
+        assert why in answer.json()["error"]["message"]
+    assert "step" not in streamed(tiny, "/v1/completions", {"prompt": "a", "stream": True})[0]["choices"][0]
+
+
+# --- how the page is served -------------------------------------------------------------------------------------------
+
+
+def test_the_page_may_load_nothing_from_elsewhere(tiny: Served) -> None:
+    for path, kind in (("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "text/javascript")):
+        answer = httpx.get(tiny.url + path)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == f"{kind}; charset=utf-8"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+        assert policy == {
+            "default-src": "'none'",
+            "script-src": "'self'",
+            "style-src": "'self'",
+            "connect-src": "'self'",
+            "img-src": "'self' data:",
+            "base-uri": "'none'",
+            "form-action": "'none'",
+            "frame-ancestors": "'none'",
+        }
+        assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+        assert "https://" not in answer.text
+    assert not set(httpx.get(f"{tiny.url}/openapi.json").json()["paths"]) & {"/", "/page.css", "/page.js"}
+
+
+def test_a_key_is_needed_for_all_but_the_page_and_it_can_be_left_out(bundle: Callable[[str], Path]) -> None:
+    with served(bundle("llama-near"), api_keys=["secret"]) as running:
+        assert [httpx.get(running.url + path).status_code for path in ("/", "/page.js", "/v1/models")] == [
+            200,
+            200,
+            401,
+        ]
+    with served(bundle("llama-near"), page=False) as running:
+        assert [httpx.get(running.url + path).status_code for path in ("/", "/page.js", "/page.css")] == [404] * 3
+    assert parser().parse_args(["serve", "a"]).page
+    assert not parser().parse_args(["serve", "a", "--no-page"]).page
+
+
+# --- in a browser -----------------------------------------------------------------------------------------------------
+
+
+@needs_browser
+def test_the_page_shows_who_proposed_what(tiny: Served, page: Browser) -> None:
+    page.run("find('max-tokens').value = 64; find('beside').click()")
+    run(page, PROMPT)
+    page.until("find('status').textContent.startsWith('Done')")
+    expected = streamed(tiny, "/v1/completions", {"prompt": PROMPT, "max_tokens": 64, "temperature": 0} | STEPS)
+    tokens = [token for event in expected for choice in event["choices"] for token in choice["step"]["tokens"]]
+    texts = page.run("[...document.querySelectorAll('.output')].map((one) => one.textContent)")
+    assert texts == ["".join(text for text, _ in tokens)] * 2
+    shown = page.run(
+        "[...document.querySelectorAll('.output')[0].querySelectorAll('.step > span')]"
+        ".map((one) => [one.textContent, Number(one.dataset.position ?? 0), one.className])"
+    )
+    assert shown == [[text, at, f"p{min(at, 6)}" if at else ""] for text, at in tokens if text]
+    assert {at for _, at, _ in shown} >= {0, 1, 2}
+    # Four figures each; the plain one has a token a step.
+    fast, plain = page.run(
+        "[...document.querySelectorAll('section')].map((one) => "
+        "[...one.querySelectorAll('dd')].map((dd) => dd.textContent))"
+    )
+    assert [float(fast[0]) > 0, float(fast[1]) > 1, fast[2].endswith("%"), fast[3]] == [True, True, True, "64"]
+    assert plain[1:] == ["1.00", "none drafted", "64"]
+    assert page.run("find('status').textContent").endswith("The texts are the same.")
+    # Colours tell positions apart, and so do underlines and numbers.
+    looks = page.run(
+        "['p1', 'p2', 'p3'].map((name) => { const look = getComputedStyle(document.querySelector(`.step > .${name}`));"
+        "return [look.color, look.textDecorationLine] })"
+    )
+    assert len({colour for colour, _ in looks}) == 3
+    assert {line for _, line in looks} == {"underline"}
+    assert page.run("getComputedStyle(document.querySelector('.step > .p2'), '::after').content") == '"2"'
+    page.run("find('positions').click()")
+    assert page.run("getComputedStyle(document.querySelector('.step > .p2'), '::after').content") == "none"
+    assert page.complaints == []
+    assert {url.removeprefix(tiny.url) for url in page.asked} == {
+        "/", "/page.css", "/page.js", "/v1/models", "/v1/completions"
+    }  # fmt: skip
+
+
+@needs_browser
+def test_a_steps_tree_is_shown_to_mouse_and_keyboard(tiny: Served, page: Browser) -> None:
+    run(page, PROMPT)
+    page.until("find('status').textContent.startsWith('Done')")
+    asked = {"prompt": PROMPT, "max_tokens": 128, "temperature": 0} | STEPS
+    steps = [choice["step"] for event in streamed(tiny, "/v1/completions", asked) for choice in event["choices"]]
+    at = next(at for at, step in enumerate(steps) if len(step["path"]) > 1)
+
+    def shows(number: int) -> None:
+        step = steps[number]
+        assert f"step {number + 1}: " in page.run("find('caption').textContent")
+        nodes, kept = page.run("['', '.kept'].map((mark) => document.querySelectorAll(`#tree g${mark}`).length)")
+        own = len(step["tokens"]) > len(step["path"])
+        assert (nodes, kept) == (len(step["parents"]) + own, 1 + len(step["path"]) + own)
+
+    page.hover(f".step:nth-child({at + 1}) > span")
+    page.until(f"find('caption').textContent.includes('step {at + 1}:')")
+    shows(at)
+    # By keyboard: Tab from the form to the text, End, an arrow.
+    page.run("find('run').focus()")
+    for _ in range(4):
+        if not page.run("document.activeElement.matches('.step')"):
+            page.press("Tab", TAB)
+    assert page.run("document.activeElement.matches('.step')")
+    assert page.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.press("End", END)
+    shows(len(steps) - 1)
+    page.press("ArrowLeft", LEFT)
+    shows(len(steps) - 2)
+    assert f"step {len(steps) - 1}:" in page.run("find('status').textContent")
+    assert page.complaints == []
+
+
+@needs_browser
+def test_keys_run_and_stop(tiny: Served, page: Browser) -> None:
+    page.run("find('prompt').focus(); find('max-tokens').value = 480; find('drafts').value = 0")
+    page.call("Input.insertText", text=PROMPT)
+    page.press("Enter", ENTER, "\r", modifiers=2)
+    page.until("document.querySelectorAll('.step').length > 0 || find('status').textContent.startsWith('Done')")
+    page.press("Escape", ESCAPE)
+    page.until("find('stop').disabled")
+    tiny.idle()
+    assert page.run("find('status').textContent").startswith(("Stopped", "Done"))
+    # What the server refuses is said.
+    page.run("find('max-tokens').value = 8; find('temperature').value = 0; find('drafts').value = 99")
+    page.run("find('run').click()")
+    page.until("!find('error').hidden")
+    assert "num_speculative_tokens" in page.run("find('error').textContent")
+
+
+@needs_browser
+def test_every_control_has_a_name_and_a_phone_shows_all(page: Browser) -> None:
+    names = page.run("[...document.querySelectorAll('input, select, textarea')].map((one) => one.labels.length)")
+    assert names and all(names)
+    assert page.run("[find('status').getAttribute('role'), find('error').getAttribute('role')]") == ["status", "alert"]
+    backs = set()
+    for dark in (False, True):
+        page.shape(320, 700, mobile=True, dark=dark)
+        run(page, PROMPT)
+        page.until("find('status').textContent.startsWith('Done')")
+        page.run("document.querySelector('.step:last-child').focus()")
+        assert page.run("document.documentElement.scrollWidth") == 320
+        heights = "[...document.querySelectorAll('#form button')].map((one) => one.getBoundingClientRect().height)"
+        assert min(page.run(heights)) >= 40
+        for mark in (".p1", ".p2", ".p3", "#status", ".legend", ".hint"):
+            colours = page.run(
+                f"[getComputedStyle(document.querySelector('{mark}')).color, "
+                "getComputedStyle(document.querySelector('section')).backgroundColor]"
+            )
+            assert contrast(*colours) >= 4.5, (mark, dark, colours)
+        backs.add(page.run("getComputedStyle(document.body).backgroundColor"))
+    assert len(backs) == 2
+
+
+@needs_browser
+def test_the_page_asks_for_a_key_and_keeps_it_to_itself(bundle: Callable[[str], Path], window: Browser) -> None:
+    window.shape(1100, 900)
+    with served(bundle("llama-near"), api_keys=["secret"]) as running:
+        window.open(f"{running.url}/")
+        window.until("!find('key-form').hidden && !find('error').hidden")
+        assert "API key" in window.run("find('error').textContent")
+        for given, hidden in (("wrong", False), ("secret", True)):
+            window.run(f"find('model').textContent = '…'; find('error').hidden = true; find('key').value = '{given}'")
+            window.run("find('key-form').querySelector('button').click()")
+            window.until("!find('error').hidden || find('model').textContent !== '…'")
+            assert window.run("find('key-form').hidden") is hidden
+        run(window, PROMPT)
+        window.until("find('status').textContent.startsWith('Done')")
+        kept = window.run(
+            "[localStorage.length, sessionStorage.length, document.cookie, find('key').value, location.search]"
+        )
+        assert kept == [0, 0, "", "", ""]
+
+
+def run(page: Browser, prompt: str) -> None:
+    """Types a prompt and presses the button."""
+    page.run(f"find('status').textContent = ''; find('prompt').value = {json.dumps(prompt)}; find('run').click()")
+
+
+def streamed(server: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream."""
+    with httpx.stream("POST", server.url + path, json=body, timeout=60) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert answer.status_code == 200, lines
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2's contrast of two colours such as ``rgb(1, 2, 3)``."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
