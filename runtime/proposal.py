@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -238,6 +240,46 @@ def fill(tree: TokenTree, candidates: Ints) -> Ints:
     depths, ranks = tree.depths[1:], np.asarray(tree.ranks[1:])
     tokens: Ints = candidates[depths - 1, ranks]
     return tokens
+
+
+def most_probable_tree(tree: TokenTree, weights: Floats, spine: bool) -> TokenTree:
+    """The nodes whose paths are most probable: at most as many as a tree has, and at most as deep.
+
+    Args:
+        tree: says how many nodes, and how deep.
+        weights: float32 ``[depth,M]``, of a token by its depth and rank; a path's probability is their product. They
+            fall with the rank; on a spine only from rank 1 on.
+        spine: whether the path of ranks 0 is in the tree whatever its probability, and no other node has children.
+    """
+    by_rank, deepest = weights[: tree.depth].tolist(), tree.depth
+    chosen: list[tuple[int, ...]] = []
+    reached: list[tuple[float, tuple[int, ...], float]] = []  # -probability, path, its parent's probability
+
+    def reach(path: tuple[int, ...], before: float) -> None:
+        known = by_rank[len(path) - 1]
+        if path[-1] < len(known) and before * known[path[-1]] > 0.0:
+            heapq.heappush(reached, (-before * known[path[-1]], path, before))
+
+    if spine:
+        before = 1.0
+        for depth in range(deepest):
+            reach((*chosen[-1:][0], 1) if chosen else (1,), before)
+            chosen.append((0,) * (depth + 1))
+            before *= by_rank[depth][0]
+    else:
+        reach((0,), 1.0)
+    while reached and len(chosen) < len(tree) - 1:
+        negative, path, before = heapq.heappop(reached)
+        chosen.append(path)
+        reach((*path[:-1], path[-1] + 1), before)
+        if not spine and len(path) < deepest:
+            reach((*path, 0), -negative)
+    return _tree_of(tuple(chosen))
+
+
+@lru_cache(maxsize=1024)
+def _tree_of(choices: tuple[tuple[int, ...], ...]) -> TokenTree:
+    return TokenTree.from_choices(choices)
 
 
 def drawn(tree: TokenTree, rows: Ints, tokens: Ints, ids: Ints, probs: Floats) -> tuple[Ints, Distributions, Ints]:

@@ -77,8 +77,12 @@ class StatesDraft(ChainDraft, frozen=True, kw_only=True):
         states: after how many of the target's layers it sees the residual stream.
         hidden: the target's hidden size.
         rows: that a run which drafts makes of a text, at most: as many as a step of its deepest tree can accept.
+        dynamic_tree: whether the nodes of a tree are chosen anew in each step, by how probable the draft finds the
+            paths to them: at most as many, and at most as deep, as the tree that was asked for has (EAGLE-2, arXiv
+            2406.16858, section 4).
     """
 
+    dynamic_tree: bool = False
     states: Annotated[tuple[Annotated[int, Meta(ge=0, le=4096)], ...], Meta(max_length=MAX_STATES)] = ()
     hidden: Size = 1
     rows: Size = 1
@@ -94,7 +98,8 @@ class StatesDraft(ChainDraft, frozen=True, kw_only=True):
         return self.rows
 
     def describe(self) -> str:
-        return f"{self.name}, states after {', '.join(map(str, self.states))} of the target's layers"
+        dynamic = ", dynamic trees" if self.dynamic_tree else ""
+        return f"{self.name}, states after {', '.join(map(str, self.states))} of the target's layers{dynamic}"
 
 
 class OwnStateDraft(StatesDraft, frozen=True, kw_only=True):
@@ -107,6 +112,11 @@ class OwnStateDraft(StatesDraft, frozen=True, kw_only=True):
     draft_hidden: Size = 1
 
     built: ClassVar[frozenset[str]] = StatesDraft.built | {"draft_hidden"}
+
+    def validate(self) -> str | None:
+        if self.dynamic_tree and self.trees and all(tree.is_chain for tree in self.token_trees()):
+            return "dynamic_tree: its trees are chains, which leave nothing to choose; give trees of more nodes (trees)"
+        return super().validate()
 
     @property
     def follow_up(self) -> int:

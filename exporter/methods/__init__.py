@@ -171,7 +171,10 @@ class MethodExporter(Generic[M]):
         for tree in trees:
             if (reason := known.validate_tree(tree)) is not None:
                 raise BuildError(f"{known.name}: the tree of {len(tree) - 1} draft tokens cannot be filled: {reason}")
-        return with_trees(known, trees)
+        planned = with_trees(known, trees)
+        if (reason := planned.validate()) is not None:
+            raise BuildError(f"{known.name}: {reason}")
+        return planned
 
     def heads(self, method: M, target: Checkpoint) -> MedusaHeads | None:
         """Heads that become part of the target's graph; checkpoints that do not fit the target are refused."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -13,10 +14,12 @@ from specexport.contract.shapes import CATCH_UP_TOKENS, window
 from specexport.contract.tree import TokenTree
 from specexport.runtime.buffers import write_sampling
 from specexport.runtime.graph import Array, Graph
-from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, SlotView, drawn, fill
+from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, SlotView, drawn, fill, most_probable_tree
 from specexport.runtime.proposers.opening import Opening
 from specexport.runtime.proposers.reader import Reader, ReadingProposer
 
+Dynamic = Literal["spine", "any"]
+"""Which nodes of a dynamic tree may have children: those of a chain alone, or any."""
 _TOGETHER = 8
 """Most tokens of a text that are read along in a run of several slots."""
 
@@ -129,14 +132,24 @@ def chain_rows(tree: TokenTree) -> Ints:
     return rows
 
 
-def chain_proposal(view: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
-    """What a propose graph drafted for the slot at a place of the window, with other likely tokens beside the chain."""
+def chain_proposal(view: SlotView, made: Mapping[str, Array], at: int, dynamic: Dynamic | None = None) -> Proposal:
+    """What a propose graph drafted for the slot at a place of the window, with other likely tokens beside the chain.
+
+    Dynamic trees have nodes of their own in each step. Where any node may have children, which they are follows from q
+    alone, and so not from what was drawn; beside a chain, which is whole, they have none. See docs/trees.md.
+    """
     tree = view.tree
     ids = made[tensors.DRAFT_IDS][: tree.depth, at].astype(np.int64)
+    probs = made[tensors.DRAFT_PROBS][: tree.depth, at].astype(np.float32)
+    drafted = made[tensors.DRAFT_TOKENS][: tree.depth, at].astype(np.int64)
+    if dynamic == "any":
+        tree = most_probable_tree(tree, probs, spine=False)
+        ids, probs, drafted = ids[: tree.depth], probs[: tree.depth], drafted[: tree.depth]
+    elif dynamic == "spine":
+        order = np.argsort(ids != drafted[:, None], axis=1, kind="stable")  # as drawn() ranks them
+        tree = most_probable_tree(tree, np.take_along_axis(probs, order, 1), spine=True)
     if view.params.greedy:
         return Proposal(fill(tree, ids), tree, None, ids)
-    drafted = made[tensors.DRAFT_TOKENS][: tree.depth, at].astype(np.int64)
-    probs = made[tensors.DRAFT_PROBS][: tree.depth, at].astype(np.float32)
     tokens, q, candidates = drawn(tree, chain_rows(tree), drafted, ids, probs)
     return Proposal(tokens, tree, q, candidates)
 

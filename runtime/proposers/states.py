@@ -15,8 +15,9 @@ from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
 from specexport.runtime.buffers import write_sampling
 from specexport.runtime.graph import Array, Graph
+from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, Proposer, SlotView
-from specexport.runtime.proposers.draft_model import chain_proposal, chain_rows
+from specexport.runtime.proposers.draft_model import Dynamic, chain_proposal, chain_rows
 from specexport.runtime.proposers.reader import common_prefix
 from specexport.runtime.sampling import Floats
 
@@ -53,6 +54,9 @@ class StatesProposer(Proposer):
         self.graph = graph
         self._chunk = manifest.prefill_chunk
         self._width = method.catch_up
+        self._dynamic: Dynamic | None = None
+        if method.dynamic_tree:
+            self._dynamic = "any" if method.branching == 2 else "spine"
         self._names = [tensors.layer_states(count) for count in method.states]
         self.observes = frozenset(self._names)
         self._texts: dict[int, list[int]] = {}
@@ -88,8 +92,9 @@ class StatesProposer(Proposer):
         return max(0, min(shown.end, len(view.tokens) - 1) - row)
 
     @property
-    def device_draft(self) -> DeviceDraft:
-        return self
+    def device_draft(self) -> DeviceDraft | None:
+        # A device's step is laid out for a tree before it drafts.
+        return self if self._dynamic is None else None
 
     # --- the draft's runs ---------------------------------------------------------------------------------------------
     def prefill(self, view: SlotView) -> bool:
@@ -119,7 +124,7 @@ class StatesProposer(Proposer):
         made = self.graph.run(self._width, drafts=K, slots=slots)
         for view in ready:
             self._keep(view, self._unread(view))
-        return {view.slot: chain_proposal(view, made, view.slot - slots.start) for view in ready}
+        return {view.slot: chain_proposal(view, made, view.slot - slots.start, self._dynamic) for view in ready}
 
     def _rows(self, ready: Sequence[SlotView], K: int) -> int:
         """Of a cache for a run that drafts."""
@@ -142,6 +147,10 @@ class StatesProposer(Proposer):
                 # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
                 depth = view.tree.depth
                 given[tensors.UNIFORM][at, :depth] = view.random.random(depth, np.float32)
+            elif self._dynamic is not None:
+                # The most probable token is drawn without noise, and top-k of 1 would hide how probable others are.
+                write_sampling(given, at, SamplingParams())
+                given[tensors.UNIFORM][at] = 0.0
         return slots
 
     def rows(self, tree: TokenTree, tokens: int) -> Ints:

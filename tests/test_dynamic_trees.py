@@ -1,0 +1,118 @@
+"""Dynamic trees: the most probable nodes are chosen, greedy text stays plain decoding's, samples stay the target's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specexport.contract.errors import SpecExportError
+from specexport.contract.tree import TokenTree
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.proposal import most_probable_tree
+from specexport.runtime.proposers import states
+from specexport.runtime.proposers.draft_model import chain_proposal
+from specexport.runtime.speculative import PLAIN
+from tests.make_bundles import DICE_PROMPT
+from tests.reference import exact_texts, prefix_p_values
+
+RUNS, LENGTH, SIGNIFICANCE = 6000, 3, 1e-3
+WIDE = TokenTree.from_choices([[0], [0, 0], [0, 0, 0], [1], [2], [3], [4], [5]])
+
+
+def dynamic(source: Path, to: Path, trees: list[Any] | None = None) -> Path:
+    """The bundle with dynamic trees, and perhaps with others."""
+    copytree(source, to)
+    manifest = json.loads((to / "specexport.json").read_text())
+    manifest["methods"][0]["dynamic_tree"] = True
+    if trees is not None:
+        manifest["methods"][0]["trees"] = trees
+    (to / "specexport.json").write_text(json.dumps(manifest))
+    return to
+
+
+@pytest.mark.parametrize("spine", [False, True])
+def test_the_most_probable_nodes_are_chosen(spine: bool) -> None:
+    """Against all paths, listed; the chain is whole where a spine is asked for."""
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        weights = -np.sort(-draw.dirichlet([0.4] * 4, 3).astype(np.float32), 1)
+        tree = most_probable_tree(WIDE, weights, spine)
+        paths = [path for length in (1, 2, 3) for path in itertools.product(range(4), repeat=length)]
+        if spine:
+            paths = [path for path in paths if not any(path[:-1])]
+
+        def weight(path: tuple[int, ...], known: Any = weights) -> float:
+            forced = spine and not any(path)
+            return 2.0 if forced else float(np.prod([known[at, rank] for at, rank in enumerate(path)], dtype=float))
+
+        expected = sorted(paths, key=weight, reverse=True)[: len(WIDE) - 1]
+        assert set(tree.choices) == set(expected)
+
+
+def test_what_has_no_probability_is_left_out() -> None:
+    weights = np.array([[1, 0, 0], [0.5, 0.5, 0], [1, 0, 0]], np.float32)
+    assert set(most_probable_tree(WIDE, weights, False).choices) == {(0,), (0, 0), (0, 1), (0, 0, 0), (0, 1, 0)}
+    assert set(most_probable_tree(WIDE, weights, True).choices) == {(0,), (0, 0), (0, 1), (0, 0, 0)}
+
+
+@pytest.mark.parametrize("name", ["dflash", "eagle3"])
+def test_greedy_text_is_plain_decoding_s(
+    bundle: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    draw, shapes = np.random.default_rng(1), set()
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    with Engine.load(dynamic(bundle(f"dice-{name}"), tmp_path / "b"), threads=1) as engine:
+        assert "dynamic trees" in engine.methods[name].describe()
+
+        def watched(*given: Any) -> Any:
+            made = chain_proposal(*given)
+            shapes.add(made.tree)
+            return made
+
+        monkeypatch.setattr(states, "chain_proposal", watched)
+        for length in (1, 2, 7, 30):
+            prompt = draw.integers(3, 12, length).tolist()
+            plain = engine.generate(prompt, params, PLAIN).token_ids
+            done = engine.generate(prompt, params, name)
+            assert done.token_ids == plain
+            assert done.stats.accepted > 0
+    assert len(shapes) > 1
+
+
+@pytest.mark.parametrize("name", ["dflash", "eagle3"])
+def test_samples_are_distributed_as_the_target_s(
+    bundle: Callable[[str], Path], oracle: Callable[[str], Any], tmp_path: Path, name: str
+) -> None:
+    with Engine.load(dynamic(bundle(f"dice-{name}"), tmp_path / "b"), threads=1) as engine:
+        for temperature in (1.0, 0.6):
+            params = SamplingParams(temperature=temperature, max_tokens=LENGTH, ignore_eos=True)
+            made = [engine.generate(DICE_PROMPT, params.replace(seed=seed), name) for seed in range(RUNS)]
+            exact = exact_texts(oracle(f"dice-{name}")["next_logits"], params, LENGTH)
+            assert min(prefix_p_values([one.token_ids for one in made], exact)) > SIGNIFICANCE
+            assert engine.generate(DICE_PROMPT, params.replace(seed=3), name).token_ids == made[3].token_ids
+
+
+@pytest.mark.parametrize("name", ["dflash", "eagle3"])
+def test_several_requests_at_once(bundle: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    draw = np.random.default_rng(3)
+    texts = [draw.integers(3, 12, length).tolist() for length in (1, 4, 9, 2)]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    with Engine.load(dynamic(bundle(f"dice-{name}-batch"), tmp_path / "b"), threads=1) as engine:
+        alone = [engine.generate(text, params, PLAIN).token_ids for text in texts]
+        streams = [engine.stream(text, params, name) for text in texts]
+        together = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
+        assert sum(stream.stats.drafted for stream in streams) > 0
+    assert together == alone
+
+
+def test_chains_leave_nothing_to_choose_beside_them(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+    source = dynamic(bundle("dice-eagle3"), tmp_path / "b", [[[0], [0, 0]]])
+    with pytest.raises(SpecExportError, match="dynamic_tree: its trees are chains"):
+        Engine.load(source)
