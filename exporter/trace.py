@@ -60,15 +60,16 @@ def trace_step(module: StepModule, shapes: Sequence[CacheLayer], embedding_size:
         tensors.LOGITS_ROWS: (torch.tensor([[0, 1, 2]] * _B), {0: b, 1: r}),
     }
     layers = list(module.states.values())
-    ((names, (caches, of_caches)),) = _caches(cache_names(len(shapes)), shapes, _S, b, "S").items()
-    kept = _states(layers, b)
-    examples, dims = zip(*kept.values(), strict=True) if kept else ((), ())
-    inputs[(*names, *kept)] = [*caches, *examples], [*of_caches, *dims]
+    names, kept = cache_names(len(shapes)), _states(layers, b)
+    examples, dims = _caches(names, shapes, _S, b, "S")[tuple(names)]
+    more = list(kept.values())
+    every = (*names, *kept)
+    inputs[every] = [*examples, *(one for one, _ in more)], [*dims, *(one for _, one in more)]
     if embedding_size is not None:
         inputs[tensors.INPUTS_EMBEDS] = (torch.zeros(_B, _T, embedding_size), {0: b, 1: t})
         inputs[tensors.EMBEDS_MASK] = (torch.zeros(_B, _T, dtype=torch.bool), {0: b, 1: t})
-    names = [*module.made, *returned_names(len(shapes), module.lowering), *returned_state_names(layers)]
-    return _trace(module.model, module, inputs, names, module.lowering)
+    made = [*module.made, *returned_names(len(shapes), module.lowering), *returned_state_names(layers)]
+    return _trace(module.model, module, inputs, made, module.lowering)
 
 
 def trace_draft_pass(draft: DraftPass, shapes: Sequence[CacheLayer], lowering: LoweredAs = "native") -> ir.Model:

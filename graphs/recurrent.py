@@ -158,7 +158,7 @@ def _mamba2(
     return (made if D is None else made + D[:, None] * hidden_states), None
 
 
-_RULES: dict[str, Callable[..., torch.Tensor]] = {
+_RULES: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
     "mamba2_chunk_scan": _mamba2,
