@@ -169,6 +169,12 @@ def plan(
         raise BuildError(f"max_seq_len is {context}; expected at least 2")
     nodes = MOST_DRAFTS + 1 if method is None else sum(_DEFAULT_TREES)
     model = meta_model(target)
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if without := sorted(kinds & {"conv", "linear_attention", "mamba"}):
+        raise BuildError(
+            f"{target}: has {', '.join(without)} layers; layers without attention run on the CPU alone yet, and this "
+            "plans for devices"
+        )
     models = [_model(target, model, model.config, _row(model.config), precision, context, backend, nodes)]
     most, block = 0, None
     if method is not None:

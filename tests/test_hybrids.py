@@ -28,6 +28,7 @@ from specexport.exporter.engines.compiler import compile_graph, load_library
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
+from specexport.exporter.plan import DEVICES, plan
 from specexport.graphs.recurrent import StepStates, Updates
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN, Speculative
@@ -265,6 +266,8 @@ def test_what_reads_chains_alone_says_so(tmp_path: Path) -> None:
             build(BuildOptions(source, tmp_path / "out", max_seq_len=64, **how))
         assert not (tmp_path / "out").exists()
 
+    with pytest.raises(BuildError, match="has conv layers; layers without attention run on the CPU alone yet"):
+        plan(target, None, DEVICES["orin-nano-8gb"], precision="int8", context=64, acceptance=0.5)
     refused("which read chains alone, and 'draft_model'", methods=ways(draft=dense, trees=[tree]))
     refused("which read chains alone, and 'lookahead'", methods=ways(lookahead=(3, 3, 2)))
     refused("self_draft: .* has layers without attention", methods=ways(self_draft=1))
