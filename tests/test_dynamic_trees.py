@@ -66,7 +66,7 @@ def test_what_has_no_probability_is_left_out() -> None:
 def test_greedy_text_is_plain_decoding_s(
     bundle: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    draw, shapes = np.random.default_rng(1), set()
+    draw, shapes, accepted = np.random.default_rng(1), set(), 0
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     with Engine.load(dynamic(bundle(f"dice-{name}"), tmp_path / "b"), threads=1) as engine:
         assert "dynamic trees" in engine.methods[name].describe()
@@ -82,8 +82,8 @@ def test_greedy_text_is_plain_decoding_s(
             plain = engine.generate(prompt, params, PLAIN).token_ids
             done = engine.generate(prompt, params, name)
             assert done.token_ids == plain
-            assert done.stats.accepted > 0
-    assert len(shapes) > 1
+            accepted += done.stats.accepted
+    assert accepted > 0 and len(shapes) > 1
 
 
 @pytest.mark.parametrize("name", ["dflash", "eagle3"])
