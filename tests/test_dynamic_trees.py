@@ -19,8 +19,8 @@ from specexport.runtime.proposal import most_probable_tree
 from specexport.runtime.proposers import states
 from specexport.runtime.proposers.draft_model import chain_proposal
 from specexport.runtime.speculative import PLAIN
-from tests.make_bundles import DICE_PROMPT
 from tests.reference import exact_texts, prefix_p_values
+from tests.test_losslessness import PROMPT as DICE_PROMPT
 
 RUNS, LENGTH, SIGNIFICANCE = 6000, 3, 1e-3
 WIDE = TokenTree.from_choices([[0], [0, 0], [0, 0, 0], [1], [2], [3], [4], [5]])
