@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # The tests of the loop: proposing from text, trees, acceptance, the step, the scheduler.
 QUICK := $(patsubst %,tests/test_%.py,tree sampling text engine batch budget scheduler losslessness lookup lookahead hypothesis)
 
-.PHONY: demo test quick lint types package unit gpu-dry-run fuzz clients compat aarch64 bench losslessness clean
+.PHONY: demo test quick lint types package unit gpu-dry-run fuzz clients ray triton compat aarch64 bench losslessness clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -50,6 +50,17 @@ fuzz: $(VENV)/.dev
 clients: $(VENV)/.dev
 	$(BIN)/python -m tests.make_bundles build/test-bundles
 	$(BIN)/python scripts/clients.py build/test-bundles/llama-near --record tests/client_requests.json
+
+# The server on a Ray of two replicas: one is killed, the bundle is exchanged, replicas come and go.
+ray: $(VENV)/.dev
+	$(PIP) -e '.[dev,ray]'
+	$(BIN)/python -m pytest -n 0 tests/test_ray.py
+
+# Triton's real server, from the wheel of nvidia-pytriton, over a bundle. That server's Python wants NumPy 1.
+triton: $(VENV)/.dev
+	$(PIP) --no-deps --upgrade --target build/triton nvidia-pytriton==0.7.0 'numpy<2'
+	$(PIP) --no-deps --upgrade --target build/tritonclient tritonclient grpcio python-rapidjson 'protobuf<7'
+	PYTHONPATH=build/tritonclient SPECEXPORT_TRITON=build/triton $(BIN)/python -m pytest -n 0 tests/test_triton.py
 
 # Whether the runtime's dependencies have wheels for aarch64, and its tests on other Pythons, without torch, over bundles made
 # here. The newest onnxruntime for Python 3.10 runs portable bundles only, so there their tests are run, and those that need

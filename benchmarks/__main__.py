@@ -1,6 +1,7 @@
 """``python -m benchmarks COMMAND``.
 
-The models are those that ``benchmarks.inflate`` makes, but for ``exactness``, ``gpu-host`` and ``losslessness``.
+The models are those that ``benchmarks.inflate`` makes, but for ``exactness``, ``gpu-host``, ``losslessness`` and
+``real-size``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from benchmarks import (
     methods,
     operators,
     peers,
+    ranks,
+    real_size,
     serve,
     soak,
     turns,
@@ -38,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
         methods,
         operators,
         peers,
+        ranks,
+        real_size,
         serve,
         soak,
         turns,

@@ -72,7 +72,7 @@ def _measured(opened: Bundle, widths: tuple[int, ...], rounds: int, threads: int
     """Microseconds of a step and of its operators, the largest first, at each width."""
     model = opened.manifest.target
     graph = _open(opened, model, threads)
-    step = [1e6 * statistics.median(times) for times in _runs(graph, widths, rounds)]
+    step = [1e6 * statistics.median(times) for times in runs(graph, widths, rounds)]
     with tempfile.TemporaryDirectory() as folder:
         real = onnxruntime.InferenceSession
 
@@ -82,7 +82,7 @@ def _measured(opened: Bundle, widths: tuple[int, ...], rounds: int, threads: int
 
         with patch.object(onnxruntime, "InferenceSession", profiled):
             graph = _open(opened, model, threads)
-        _runs(graph, widths, rounds)
+        runs(graph, widths, rounds)
         events = json.loads(Path(graph._session.end_profiling()).read_text(encoding="utf-8"))  # type: ignore[attr-defined]
     starts = sorted(event["ts"] for event in events if event["name"] == "model_run")
     taken: dict[str, list[list[float]]] = defaultdict(lambda: [[0.0] * (len(starts) // len(widths)) for _ in widths])
@@ -100,7 +100,7 @@ def _open(opened: Bundle, model: Model, threads: int) -> Graph:
     return graph
 
 
-def _runs(graph: Graph, widths: tuple[int, ...], rounds: int) -> list[list[float]]:
+def runs(graph: Graph, widths: tuple[int, ...], rounds: int) -> list[list[float]]:
     """Seconds of every run but the first, a width each, in turns."""
     times: list[list[float]] = [[] for _ in widths]
     for turn in range(rounds + 1):

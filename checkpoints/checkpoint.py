@@ -35,6 +35,8 @@ from specexport.graphs.rotary import freeze_frequencies
 class Checkpoint:
     """A loaded model, in fp32, whose attention goes through :mod:`specexport.graphs.attention`.
 
+    Its large matrices stay in their files (:mod:`specexport.checkpoints.streamed`).
+
     Attributes:
         source: what the user named: a folder or a hub id.
         path: the local folder.
@@ -91,6 +93,7 @@ def load_checkpoint(source: str) -> Checkpoint:
         model, loaded, scales = load_causal_lm(
             path,
             config,
+            streamed=True,
             dtype=torch.float32,
             attn_implementation=ATTENTION_NAME,
             experts_implementation=EXPERTS_NAME,

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specexport.checkpoints.quantized import Kind, QuantizedTensor, Scales, dequantized, quantization
 from specexport.checkpoints.quiet import quiet
 from specexport.checkpoints.stored import CONFIG, StoredTensor, read_config, stored_tensors
+from specexport.checkpoints.streamed import StandIns
 from specexport.contract.errors import BuildError
 
 GENERATION = "generation_config.json"
@@ -86,6 +87,25 @@ def read_model_config(folder: Path) -> Any:
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the family's code raises
         raise BuildError(f"{path}: {error or type(error).__name__}") from error
+
+
+class TextSizes(NamedTuple):
+    """Sizes of a language model that its family's configuration may leave out, or call by its own name."""
+
+    key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+
+
+def text_sizes(config: Any) -> TextSizes:
+    """What a configuration says of them, or else what is usual; transformers' ``attribute_map`` knows other names."""
+    text = config.get_text_config()
+    heads, hidden = text.num_attention_heads, text.hidden_size
+    return TextSizes(
+        getattr(text, "num_key_value_heads", None) or heads,
+        getattr(text, "head_dim", None) or hidden // heads,
+        getattr(text, "intermediate_size", None) or 4 * hidden,
+    )
 
 
 def layers_in(folder: Path) -> int:
@@ -180,12 +200,16 @@ def quantized_in(folder: Path) -> tuple[str, Kind] | None:
     return quantization(path, _document(path, _MAX_BYTES))
 
 
-def load_causal_lm(folder: Path, config: Any, **how: Any) -> tuple[Any, dict[str, Any], dict[str, Scales | None]]:
+def load_causal_lm(
+    folder: Path, config: Any, *, streamed: bool = False, **how: Any
+) -> tuple[Any, dict[str, Any], dict[str, Scales | None]]:
     """A model as transformers loads it, from safetensors; quantized matrices become floating-point ones.
 
     Args:
         folder: the checkpoint.
         config: its configuration.
+        streamed: leaves large matrices in their files; the model then runs within
+            :func:`~specexport.checkpoints.streamed.read_weights`.
         how: more arguments of ``from_pretrained``.
 
     Returns:
@@ -194,25 +218,24 @@ def load_causal_lm(folder: Path, config: Any, **how: Any) -> tuple[Any, dict[str
     Raises:
         BuildError: the files are wrong; transformers raises whatever else there is.
     """
-    how |= {"config": config, "output_loading_info": True}
+    if quantized_in(folder) is not None:
+        config = copy.deepcopy(config)
+        del config.quantization_config  # else transformers would ask for the library that made it
     with quiet():
-        if quantized_in(folder) is None:
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                folder, use_safetensors=True, trust_remote_code=False, **how
-            )
-            return model, loaded, {}
+        with torch.device("meta"):
+            outline = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+        stand_ins = StandIns(outline)
         scales: dict[str, Scales | None] = {}
         held: dict[str, torch.Tensor] = {}
         for tensor in checkpoint_tensors(folder):
             if isinstance(tensor, QuantizedTensor):
                 held[tensor.name], scales[tensor.name] = tensor.load()
             else:
-                held[tensor.name] = tensor.read()
-        how["config"] = config = copy.deepcopy(config)
-        del config.quantization_config  # else transformers would ask for the library that made it
-        with torch.device("meta"):
-            made_by = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
-        model, loaded = made_by.from_pretrained(None, state_dict=held, **how)
+                held[tensor.name] = stand_ins.held(tensor) if streamed else tensor.read()
+        model, loaded = type(outline).from_pretrained(
+            None, state_dict=held, config=config, output_loading_info=True, **how
+        )
+        stand_ins.find(model)
         return model, loaded, scales
 
 

@@ -16,6 +16,11 @@ def locate(source: str) -> Path:
         BuildError: it is neither a folder with a ``config.json`` and safetensors nor a reachable hub id.
     """
     path = Path(source).expanduser()
+    if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))):
+        raise BuildError(
+            f"{source}: GGUF files are not read; expected a Hugging Face model folder or a hub id. Build from the "
+            "original that the file was made of: it is rounded once then, and with --precision int4 or int8 as small"
+        )
     if not path.is_dir():
         if path.exists() or source.count("/") != 1 or source.startswith((".", "/", "~")):
             raise BuildError(f"{source}: no such folder; expected a Hugging Face model folder or a hub id (owner/name)")

@@ -15,6 +15,7 @@ import torch
 
 from specexport.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.checkpoints.quiet import quiet
+from specexport.checkpoints.streamed import read_weights
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs
@@ -46,7 +47,7 @@ def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, emb
     chain = torch.randint(0, vocab, (1, 2), generator=generator)
     tree = torch.randint(0, vocab, (1, len(_TREE)), generator=generator)
     try:
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), quiet(), read_weights(model):
             with fused_rotary(model) if lowering == "native" else contextlib.nullcontext():
                 ours = _through_lowering(checkpoint, lowering, embeds, prompt, chain, tree)
             with plain_transformers(model):

@@ -121,6 +121,11 @@ class Manifest(Strict, frozen=True):
         return {"target": self.target} | {role: model for one in self.methods for role, model in one.models.items()}
 
     @property
+    def has_states(self) -> bool:
+        """Whether a model has layers without attention."""
+        return any(model.states for model in self.models.values())
+
+    @property
     def engines(self) -> tuple[CompiledEngine, ...]:
         """Every engine: the models', then the step program's."""
         holders = (*self.models.values(), *self.program)

@@ -39,6 +39,20 @@ class GraphFiles(Strict, frozen=True):
     points: tuple[ShapePoint, ...]
 
 
+class RankFiles(Strict, frozen=True):
+    """What one process runs of a model that is split among several: tensor parallelism.
+
+    Attributes:
+        weights: its weights file.
+        segments: ONNX files, run one after the other. Between two of them the ranks meet: every output of one whose
+            name is in :data:`~specexport.contract.tensors.MEETINGS`, a number behind it, is put together with those of
+            the other ranks and is then the input of that name of those after it.
+    """
+
+    weights: str
+    segments: tuple[str, ...]
+
+
 class CacheLayer(Strict, frozen=True):
     """Key/value heads and head sizes of one layer."""
 
@@ -55,6 +69,7 @@ class Recurrence(Strict, frozen=True):
         key_heads: Hk, of which each serves ``heads / key_heads`` neighbouring heads.
         key_size: Dk.
         value_size: Dv.
+        decays: of each head: one, or one for each of the Dk numbers of a key.
         rows: R, of how many of the last tokens the updates are kept.
     """
 
@@ -63,11 +78,12 @@ class Recurrence(Strict, frozen=True):
     key_size: Size
     value_size: Size
     rows: Size
+    decays: Size = 1
 
     @property
     def update_size(self) -> int:
-        """U, the numbers of a token's update: its keys, its values, and of each head a decay and a strength."""
-        return self.key_heads * self.key_size + self.heads * (self.value_size + 2)
+        """U, the numbers of a token's update: its keys, its values, and of each head the decays and a strength."""
+        return self.key_heads * self.key_size + self.heads * (self.value_size + self.decays + 1)
 
 
 class StateLayer(Strict, frozen=True):
@@ -75,13 +91,20 @@ class StateLayer(Strict, frozen=True):
 
     Attributes:
         conv_size: C, the width of its convolution's inputs.
-        conv_rows: of how many of the last tokens those inputs are kept: one less than the convolution reads.
+        conv_rows: of how many tokens before its own it reads those inputs: one less than the convolution's width.
         recurrence: None for a convolution alone.
+        back: how many of the last tokens may be taken back: those that a draft has read and were not accepted.
     """
 
     conv_size: Size
     conv_rows: Size
     recurrence: Recurrence | None = None
+    back: Count = 0
+
+    @property
+    def kept_rows(self) -> int:
+        """Of how many of the last tokens the convolution's inputs are kept."""
+        return self.conv_rows + self.back
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +112,7 @@ class StateLayer(Strict, frozen=True):
         own = 0
         if (state := self.recurrence) is not None:
             own = state.heads * state.key_size * state.value_size + state.rows * state.update_size
-        return 4 * (self.conv_rows * self.conv_size + own)
+        return 4 * (self.kept_rows * self.conv_size + own)
 
 
 class QuantizedBefore(Strict, frozen=True):
@@ -154,6 +177,8 @@ class Model(Strict, frozen=True):
         engines: that graph, compiled for devices.
         embedding_size: H of the embeddings that its step graph reads in the place of tokens; None where it reads none.
         states: one entry a layer without attention; those have none in ``cache``.
+        ranks: of a model that is split among processes, what each runs; ``weights`` and ``graph`` are then those of the
+            first, before it was cut where they meet.
     """
 
     family: str
@@ -168,6 +193,14 @@ class Model(Strict, frozen=True):
     engines: tuple[CompiledEngine, ...] = ()
     embedding_size: Size | None = None
     states: tuple[StateLayer, ...] = ()
+    ranks: tuple[RankFiles, ...] = ()
+
+    @property
+    def part(self) -> Model:
+        """What each rank has of it: a share of the heads."""
+        shares = len(self.ranks) or 1
+        cache = tuple(msgspec.structs.replace(layer, heads=layer.heads // shares) for layer in self.cache)
+        return msgspec.structs.replace(self, cache=cache, ranks=())
 
     @property
     def cache_row_bytes(self) -> int:

@@ -16,6 +16,7 @@ from specexport.contract.errors import UNREADABLE, BundleError, SpecExportError
 from specexport.contract.folders import claimed, writing
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
 from specexport.contract.methods import Method, decode_hook
+from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 
@@ -130,6 +131,7 @@ def _check_references(path: Path, manifest: Manifest) -> None:
     used += [file for method in manifest.methods for file in method.files]
     for model in manifest.models.values():
         used += [model.weights, model.graph.master]
+        used += [file for rank in model.ranks for file in (rank.weights, *rank.segments)]
     used += [graph.file for graph in manifest.program]
     used += [name for engine in manifest.engines for name in (engine.file, engine.source)]
     for name in used:
@@ -174,6 +176,7 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
     }
     for role, model in manifest.models.items():
         points = model.graph.points
+        _check_ranks(path, role, model)
         _check_points(path, role, points, role in proposing, manifest)
         width = sum(layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
         size = 4 * width * max((point.batch * point.cache for point in points), default=0)
@@ -198,6 +201,19 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
                         f"{path}: engine {engine.file}: no shape point of the {role} is like its profile {profile}; "
                         "compile the bundle again"
                     )
+
+
+def _check_ranks(path: Path, role: str, model: Model) -> None:
+    """A target alone is split; each rank has as many segments, and a whole number of heads."""
+    if not (ranks := model.ranks):
+        return
+    uneven = any(layer.heads % len(ranks) for layer in model.cache)
+    cut = len({len(rank.segments) for rank in ranks}) == 1 and len(ranks[0].segments) > 1
+    if role != "target" or len(ranks) < 2 or uneven or not cut or model.states or model.engines:
+        raise BundleError(
+            f"{path}: ranks of the {role}: expected two or more of a target, with as many segments each and an equal "
+            "share of its heads, and no engines; build the bundle again"
+        )
 
 
 def _check_points(path: Path, role: str, points: Sequence[ShapePoint], proposes: bool, manifest: Manifest) -> None:

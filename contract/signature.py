@@ -100,10 +100,10 @@ def caches(model: Model) -> Signature:
 
 
 def states(layers: Sequence[StateLayer]) -> Signature:
-    """What a step graph takes of layers without attention."""
+    """What a graph takes of layers without attention."""
     shapes: list[tuple[Dim, ...]] = []
     for layer in layers:
-        shapes.append(("B", layer.conv_rows, layer.conv_size))
+        shapes.append(("B", layer.kept_rows, layer.conv_size))
         if (state := layer.recurrence) is not None:
             shapes.append(("B", state.rows, state.update_size))
             shapes.append(("B", state.heads, state.key_size, state.value_size))
@@ -114,7 +114,7 @@ def returned(model: Model, lowering: LoweredAs, fed: str) -> Signature:
     """What a model's graph returns of its cache; ``fed`` is the symbol of the tokens fed in a call."""
     rows = "S" if lowering == "native" else fed
     names = zip(tensors.returned_state_names(model.states), states(model.states).values(), strict=True)
-    made = {name: Spec("float32", ("B", "T", s.dims[2])) if len(s.dims) == 3 else s for name, s in names}
+    made = {name: Spec("float32", ("B", fed, s.dims[2])) if len(s.dims) == 3 else s for name, s in names}
     return _of_layers(model, tensors.returned_names(len(model.cache), lowering), rows) | made
 
 

@@ -4,6 +4,7 @@ A convolution reads the inputs of the last few tokens; those are kept as rows, o
 
 A recurrent state takes tokens in and cannot give them back. So it is only advanced over tokens that are text, and what
 the others would do to it, their *updates*, are rows too: those committed since are kept until the state has seen them.
+A draft's own tokens are kept like text, as far as they may be taken back, and its state waits that long.
 A step reads the state, and works through the updates behind it and its own new tokens. It does so in *cells* of
 ``CELL`` tokens that begin at multiples of ``CELL``: a state has seen whole cells, and in a cell sums are always taken
 alike, so that what a token's row says does not depend on how the text was cut into steps.
@@ -26,15 +27,16 @@ CELL = 8
 """G, tokens of a cell: so few that a step of one token does little in vain, so many that a state is seldom written."""
 
 
-def with_rows(layers: Sequence[StateLayer], widest: int) -> tuple[StateLayer, ...]:
-    """Layers that keep the updates that are left after any step of at most ``widest`` tokens."""
+def with_rows(layers: Sequence[StateLayer], widest: int, back: int = 0) -> tuple[StateLayer, ...]:
+    """Layers that keep the updates that are left after any step of at most ``widest`` tokens, and may go ``back``."""
     rows = CELL + widest
-    return tuple(
-        layer
-        if layer.recurrence is None
-        else msgspec.structs.replace(layer, recurrence=msgspec.structs.replace(layer.recurrence, rows=rows))
-        for layer in layers
-    )
+
+    def kept(layer: StateLayer) -> StateLayer:
+        state = layer.recurrence
+        own = None if state is None else msgspec.structs.replace(state, rows=rows)
+        return msgspec.structs.replace(layer, recurrence=own, back=back)
+
+    return tuple(map(kept, layers))
 
 
 def cell_rows(past: Sequence[int], seen: Sequence[int], tokens: int, rows: int) -> npt.NDArray[np.int64]:
@@ -65,16 +67,19 @@ class KeptStates:
 
     Attributes:
         arrays: by the names of ``tensors.state_names``, ``[slots, ...]`` each.
+        back: how many of a text's last tokens may be taken back.
     """
 
     def __init__(self, layers: Sequence[StateLayer], slots: int) -> None:
+        self.back = max((layer.back for layer in layers), default=0)
         self._seen = [0] * slots
+        self._written = [0] * slots  # behind the last row that was kept, whether it was taken back or not
         self._kept = 0  # R
         self._names: dict[tuple[int, int], list[str]] = {}
         self._states: dict[str, Array] = {}
         self._new_states: dict[int, dict[str, Array]] = {}
         for index, layer in enumerate(layers):
-            self._names.setdefault((layer.conv_rows, layer.conv_size), []).append(f"conv.{index}")
+            self._names.setdefault((layer.kept_rows, layer.conv_size), []).append(f"conv.{index}")
             if (state := layer.recurrence) is not None:
                 self._kept = state.rows
                 self._names.setdefault((state.rows, state.update_size), []).append(f"updates.{index}")
@@ -106,6 +111,10 @@ class KeptStates:
         every = zip(self._names.values(), blocks, strict=True)
         return {f"{kind}_{name}": part for names, block in every for name, part in zip(names, block, strict=True)}
 
+    def reach(self, slot: int, tokens: int) -> bool:
+        """Whether a text may go on from so many of a slot's tokens."""
+        return self._seen[slot] <= tokens and self._written[slot] - tokens <= self.back
+
     def cells(self, slots: range, past: Sequence[int], tokens: int) -> dict[str, Array]:
         """What a step of these slots is given beside :attr:`arrays`; a slot's text may begin anew with it."""
         if not self._kept:
@@ -120,7 +129,7 @@ class KeptStates:
         made = self._new_states.get(len(slots), {})
         for at, (slot, end, more) in enumerate(zip(slots, past, known, strict=True)):
             seen = (end + more) // CELL * CELL
-            if seen != self._seen[slot]:
+            if seen > self._seen[slot]:
                 self._seen[slot] = seen
                 for name, state in self._states.items():
                     state[slot] = made[name.replace("past_", "new_", 1)][at]
@@ -135,6 +144,7 @@ class KeptStates:
             made: of :meth:`outputs`.
             at: the slot's place in them.
         """
+        self._written[slot] = max(self._written[slot] if past else 0, past + len(nodes))
         for block, new in zip(self._blocks, made, strict=True):
             rows = block.shape[2]
             last = list(nodes[-rows:])
@@ -145,10 +155,10 @@ class KeptStates:
         """Makes a slot's states those of another one."""
         for array in (*self._states.values(), *(part for block in self._blocks for part in block)):
             array[to] = array[source]
-        self._seen[to] = self._seen[source]
+        self._seen[to], self._written[to] = self._seen[source], self._written[source]
 
     def clear(self, slot: int) -> None:
         """Makes a slot's states those of an empty text."""
         for state in self._states.values():
             state[slot] = 0
-        self._seen[slot] = 0
+        self._seen[slot] = self._written[slot] = 0

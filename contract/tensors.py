@@ -25,7 +25,7 @@ CANDIDATES = "candidates"  # int64 [B,N,R,M]  with Medusa heads: each head's mos
 HIDDEN = "hidden_states"  # float32 [B,R,H]  with an MLP speculator: what the language-model head reads
 LAYER_STATES = "layer_states"  # see layer_states()
 KNOWN_TOKENS = (
-    "known_tokens"  # int64 [B]  with recurrent layers: how many of the T tokens are text already, and no drafts
+    "known_tokens"  # int64 [B]  with recurrent layers: how many of the T tokens are text, whatever is accepted
 )
 CELL_ROWS = "cell_rows"  # int64 [C,B,G]  alike: see contract.states
 
@@ -99,7 +99,7 @@ def layer_states(layers: int) -> str:
 def state_names(layers: Sequence[StateLayer]) -> list[str]:
     """``[past_conv.0, past_updates.0, past_state.0, past_conv.1, ...]``; a convolution alone has the first of them.
 
-    float32 ``[B,conv_rows,C]``, ``[B,R,U]``, of which the row of the token at position p is the one at p modulo their
+    float32 ``[B,kept_rows,C]``, ``[B,R,U]``, of which the row of the token at position p is the one at p modulo their
     number, and ``[B,H,Dk,Dv]``.
     """
     return _of_states(layers, "past_conv", "past_updates", "past_state")
@@ -108,7 +108,7 @@ def state_names(layers: Sequence[StateLayer]) -> list[str]:
 def returned_state_names(layers: Sequence[StateLayer]) -> list[str]:
     """``[new_conv.0, new_updates.0, new_state.0, new_conv.1, ...]``, of the inputs above.
 
-    New rows are float32 ``[B,T,C]`` and ``[B,T,U]``; a state has seen all whole cells of known tokens.
+    New rows are float32 ``[B,F,C]`` and ``[B,F,U]``; a state has seen all whole cells of known tokens.
     """
     return _of_states(layers, "new_conv", "new_updates", "new_state")
 
@@ -122,6 +122,12 @@ CACHES = ("past_key.", "past_value.", "present_key.", "present_value.", "new_key
 """What the names of caches and of their rows begin with."""
 STATES = ("past_conv.", "past_updates.", "past_state.", "new_conv.", "new_updates.", "new_state.")
 """And those of what layers without attention keep."""
+MEETINGS = ("sum.", "join.")
+"""And those of what the ranks of a split model put together: added up, or joined along the last axis."""
+CARRIED = "carried."
+"""And those of what a later segment of such a model reads of an earlier one."""
+MEETING_DOMAIN = "specexport"
+"""Of the operators that stand for that until a graph is cut there."""
 
 
 def of_stage(name: str, stage: int) -> str:

@@ -33,6 +33,7 @@ from specexport.exporter.engines.program import write_program
 from specexport.exporter.methods import Build, exporter_of
 from specexport.exporter.models import WrittenTarget, target_stage
 from specexport.exporter.options import BuildOptions
+from specexport.exporter.sound import require_finite
 from specexport.exporter.stages import RECORDS, Stages
 from specexport.exporter.writing import Progress
 
@@ -97,6 +98,11 @@ def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progres
             made.append(stages.run(exporter.stage, Entry, export))
         else:
             made.append(method)
+    written = [target.model, *(model for method in made for model in method.models.values())]
+    for index, model in enumerate(written):
+        progress("running the graphs once", index, len(written))
+        require_finite(folder, model, options.lowering)
+    progress("running the graphs once", len(written), len(written))
 
     (folder / "tokenizer").mkdir()
     text = tokenizer.tokenizer.to_str(pretty=True)

@@ -13,7 +13,6 @@ from specexport.contract.model import OPSETS, CacheLayer, LoweredAs
 from specexport.contract.tensors import cache_names, returned_names
 from specexport.exporter.passes.editing import constant
 from specexport.exporter.passes.hoist import hoist_invariants
-from specexport.exporter.trace import row_names
 
 _INT64, _FLOAT, _BOOL = ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.BOOL
 
@@ -41,6 +40,8 @@ def propose_graph(
             returned. It is consumed.
     """
     layers = len(shapes)
+    given = draft_pass.graph.inputs
+    carried = {str(value.name): value.shape for value in given if str(value.name).startswith("row.")}
     sizes = [(shape.heads, size) for shape in shapes for size in (shape.key_size, shape.value_size)]
     caches = [
         ir.val(name, _FLOAT, ["B", heads, "S", size])
@@ -48,32 +49,41 @@ def propose_graph(
     ]
     handed = [] if start is None else list(start.graph.outputs)
     own = [] if start is None else [ir.val(one.name, one.dtype, one.shape) for one in start.graph.inputs]
-    inputs = {str(value.name): value for value in (*_inputs(), *own, *caches)}
+    kept = [
+        ir.val(value.name, value.dtype, value.shape)
+        for value in given
+        if str(value.name).startswith(tensors.STATES) or value.name in (tensors.KNOWN_TOKENS, tensors.CELL_ROWS)
+    ]
+    inputs = {str(value.name): value for value in (*_inputs(), *own, *caches, *kept)}
     graph = ir.Graph(list(inputs.values()), [], nodes=[], opset_imports={"": OPSETS[lowering]}, name="propose")
-    body = _loop_body(draft_pass.graph, inputs, [*(str(value.name) for value in handed), *row_names(layers)])
+    body = _loop_body(draft_pass.graph, inputs, [*(str(value.name) for value in handed), *carried])
     if start is not None:
         _put_before(start.graph, graph, body, inputs)
 
     tape = Tape(graph)
     batch = tape.op("Shape", [inputs[tensors.PAST_LENGTH]], output=ir.val("batch"))
-    empty = []  # the rows made so far: none
-    for name, (heads, size) in zip(row_names(layers), sizes, strict=True):
-        rest = constant(graph, f"{name}.rest", np.array([heads, 0, size], np.int64))
+    first = []  # the rows made so far, none, and states as they are
+    for name, shape in carried.items():
+        if (at_first := name.replace("row.", "past_", 1)).startswith("past_state."):
+            first.append(inputs[at_first])
+            continue
+        assert shape is not None
+        rest = constant(graph, f"{name}.rest", np.array([d if isinstance(d, int) else 0 for d in shape[1:]], np.int64))
         extent = tape.op("Concat", [batch, rest], {"axis": 0}, output=ir.val(f"{name}.shape"))
-        empty.append(tape.op("ConstantOfShape", [extent], output=ir.val(f"{name}.empty")))
+        first.append(tape.op("ConstantOfShape", [extent], output=ir.val(f"{name}.empty")))
     always = constant(graph, "always", np.array(True))
-    given = [inputs[name] for name in (tensors.INPUT_IDS, tensors.LAST_ROW)]
+    read = [inputs[name] for name in (tensors.INPUT_IDS, tensors.LAST_ROW)]
     made = tape.op_multi_out(
         "Loop",
-        [inputs[tensors.NUM_DRAFT_TOKENS], always, *given, *handed, *empty],
+        [inputs[tensors.NUM_DRAFT_TOKENS], always, *read, *handed, *first],
         {"body": ir.AttrGraph("body", body)},
         outputs=_loop_outputs(body),
         name="draft",
     )
     hoist_invariants(graph, tape.nodes[-1])
-    rows, drafted = made[-3 - 2 * layers : -3], made[-3:]
-    returned = []
-    for row, (heads, size), past, new in zip(rows, sizes, caches, returned_names(layers, lowering), strict=True):
+    rows, drafted = made[-3 - len(carried) : -3], made[-3:]
+    returned, new_names = [], returned_names(layers, lowering)
+    for row, (heads, size), past, new in zip(rows[: 2 * layers], sizes, caches, new_names, strict=True):
         if lowering == "portable":
             row.name, row.dtype, row.shape = new, _FLOAT, ir.Shape(["B", heads, "F", size])
             returned.append(row)
@@ -82,6 +92,11 @@ def propose_graph(
             returned.append(
                 tape.op("TensorScatter", [past, row, inputs[tensors.PAST_LENGTH]], {"axis": -2}, output=written)
             )
+    for row, (name, shape) in list(zip(rows, carried.items(), strict=True))[2 * layers :]:
+        row.name, row.dtype, row.shape = name.replace("row.", "new_", 1), _FLOAT, shape
+        if shape is not None and len(shape) == 3:
+            row.shape = ir.Shape(["B", "F", shape[2]])
+        returned.append(row)
     states = made[2 : 2 + len(handed[:1])]
     for state in states:
         state.name, state.dtype, state.shape = tensors.NEXT_STATE, _FLOAT, body.outputs[3].shape

@@ -33,10 +33,10 @@ def load_draft(source: str, build: Build) -> Checkpoint:
     build.progress("loading the draft", 0, 1)
     draft = load_checkpoint(source)
     build.progress("loading the draft", 1, 1)
-    if draft.states:
+    if draft.states and build.options.backend != "onnxruntime":
         raise BuildError(
-            f"{draft.source}: model family '{draft.family}' has layers without attention, which drafts must not have; "
-            "choose another draft, or a method that needs none ('--method ngram')"
+            f"{draft.source}: model family '{draft.family}' has layers without attention, which run on the CPU alone "
+            "yet; choose another draft, or build it with --backend onnxruntime"
         )
     longest = build.plan.max_seq_len
     if draft.max_positions < longest:
@@ -59,7 +59,7 @@ def write_draft(
     build.progress("tracing the draft", 1, 1)
     options = build.options
     (model,) = write_models(
-        build.folder / "draft", [part], draft, options.proposing, None, options.lowering, build.progress
+        build.folder, "draft", [part], draft, options.proposing, None, options.lowering, build.progress
     )
     return model
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import onnx_ir as ir
 
 from specexport.checkpoints import parity
 from specexport.checkpoints.checkpoint import Checkpoint, TokenizerFiles, load_checkpoint
+from specexport.checkpoints.split import same_when_split, split_checkpoint
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import Method, not_a_chain, with_trees
-from specexport.contract.model import LoweredAs, Model, Strict
+from specexport.contract.model import LoweredAs, Model, RankFiles, Strict
 from specexport.contract.states import with_rows
 from specexport.contract.tree import TokenTree
 from specexport.exporter import quality, trace
 from specexport.exporter.build_plan import BuildPlan
+from specexport.exporter.cut import cut
 from specexport.exporter.drafts import traced
 from specexport.exporter.methods import TargetOutline, exporter_of
 from specexport.exporter.options import BuildOptions
@@ -111,6 +115,8 @@ def _write(
     if options.inputs_embeds:
         parity.same_as_eager(target, options.lowering, embeds=True)
         embedding_size = int(target.model.get_input_embeddings().weight.shape[1])
+    if options.tensor_parallel > 1:
+        same_when_split(target, options.tensor_parallel)
     progress("checking the target's lowering", 1, 1)
     progress("tracing the target", 0, 1)
     added = next((one for one in heads if one is not None), None)
@@ -118,15 +124,30 @@ def _write(
     observed = [name for method in plan.methods for name in method.target_outputs]
     layers = with_rows(list(target.states.values()), plan.widths[-1])
     states = dict(zip(target.states, layers, strict=True))
-    step_module = StepModule(target.model, added, ranks, observed, options.lowering, states)
-    graph = traced(target, lambda: trace.trace_step(step_module, target.cache, embedding_size))
+
+    def step(of: Checkpoint) -> Part:
+        module = StepModule(of.model, added, ranks, observed, options.lowering, states)
+        graph = traced(of, lambda: trace.trace_step(module, of.cache, embedding_size))
+        return Part("step", graph, plan.target_points(), of.cache, target.parameters)
+
+    def write(role: str, written: list[Part]) -> list[Model]:
+        return write_models(
+            folder, role, written, target, options.stored, options.proposing, options.lowering, progress
+        )
+
     parts = [exporter_of(method).part(method, target, options, plan) for method in plan.methods]
-    progress("tracing the target", 1, 1)
-    step = Part("step", graph, plan.target_points(), target.cache, target.parameters)
     beside = [part for part in parts if part is not None]
-    model, *rest = write_models(
-        folder / "target", [step, *beside], target, options.stored, options.proposing, options.lowering, progress
-    )
+    if options.tensor_parallel > 1:
+        if beside:
+            raise BuildError(
+                f"tensor_parallel is {options.tensor_parallel}, and a method drafts with layers of the target, which "
+                "are split; choose a draft of its own"
+            )
+        model, rest = _write_ranks(folder, target, options.tensor_parallel, step, write), []
+    else:
+        first = step(target)
+        progress("tracing the target", 1, 1)
+        model, *rest = write("target", [first, *beside])
     made = iter(rest)
     methods = tuple(
         exporter_of(method).in_target(method, options, one, next(made) if part is not None else None)
@@ -135,11 +156,34 @@ def _write(
     return msgspec.structs.replace(model, embedding_size=embedding_size, states=layers), methods
 
 
+def _write_ranks(
+    folder: Path,
+    target: Checkpoint,
+    ranks: int,
+    step: Callable[[Checkpoint], Part],
+    write: Callable[[str, list[Part]], list[Model]],
+) -> Model:
+    """The target in as many parts, each cut where the ranks meet."""
+    models, made = [], []
+    for rank in range(ranks):
+        role = f"target/rank-{rank}"
+        part = step(split_checkpoint(target, rank, ranks))
+        (model,) = write(role, [part])
+        segments = {f"{role}/{at:03}.onnx": segment for at, segment in enumerate(cut(part.model))}
+        for name, segment in segments.items():
+            ir.save(segment, folder / name)
+        models.append(model)
+        made.append(RankFiles(weights=model.weights, segments=tuple(segments)))
+        if rank:
+            (folder / model.graph.master).unlink()
+    return msgspec.structs.replace(models[0], cache=target.cache, ranks=tuple(made))
+
+
 def _with_logits_error(
     folder: Path, model: Model, lowering: LoweredAs, exact: quality.Reference, progress: Progress
 ) -> Model:
     progress("measuring the target's rounding", 0, 1)
-    found = quality.logits_error(folder / model.graph.master, lowering, model, exact)
+    found = quality.logits_error(folder, lowering, model, exact)
     progress("measuring the target's rounding", 1, 1)
     if found is None:
         return model

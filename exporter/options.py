@@ -21,6 +21,7 @@ LOWERINGS: tuple[LoweredAs, ...] = ("native", "portable")
 DEFAULT_BLOCK_SIZE = 32
 DEFAULT_MAX_BATCH_SIZE = 8
 MAX_BATCH_SIZE = 64
+MAX_RANKS = 16
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class BuildOptions:
         output: the bundle's folder; replaced only with ``overwrite``.
         methods: ways to speculate, the default first, each with its options: methods, mappings with their keys, or
             texts as ``--method`` takes. Those that need no graph work in every bundle and need not be named.
+        tensor_parallel: processes that share the target, each with its part of every layer; what proposes stays whole.
         inputs_embeds: let prompts hold embeddings in the place of tokens.
         max_seq_len: longest sequence in tokens; None for the models' limit, at most 2048.
         max_batch_size: most requests that run at once; steps are planned for the powers of two up to it.
@@ -57,6 +59,7 @@ class BuildOptions:
     target: str
     output: Path
     methods: tuple[Method, ...] = ()
+    tensor_parallel: int = 1
     inputs_embeds: bool = False
     max_seq_len: int | None = None
     max_batch_size: int = DEFAULT_MAX_BATCH_SIZE
@@ -91,6 +94,13 @@ class BuildOptions:
         if self.inputs_embeds and self.backend in COMPILERS:
             raise BuildError(
                 f"inputs_embeds was given with backend {self.backend}, whose engines read tokens alone; leave one out"
+            )
+        if not 1 <= self.tensor_parallel <= MAX_RANKS:
+            raise BuildError(f"tensor_parallel is {self.tensor_parallel}; expected 1 to {MAX_RANKS}")
+        if self.tensor_parallel > 1 and self.backend != "onnxruntime":
+            raise BuildError(
+                f"tensor_parallel is {self.tensor_parallel} with backend {self.backend}; models are split on the CPU "
+                "alone yet (backend onnxruntime)"
             )
         if not 1 <= self.max_batch_size <= MAX_BATCH_SIZE:
             raise BuildError(f"max_batch_size is {self.max_batch_size}; expected 1 to {MAX_BATCH_SIZE}")

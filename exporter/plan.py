@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specexport.checkpoints.config import meta_model
+from specexport.checkpoints.config import meta_model, text_sizes
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import Method
@@ -169,12 +169,6 @@ def plan(
         raise BuildError(f"max_seq_len is {context}; expected at least 2")
     nodes = MOST_DRAFTS + 1 if method is None else sum(_DEFAULT_TREES)
     model = meta_model(target)
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if without := sorted(kinds & {"conv", "linear_attention", "mamba"}):
-        raise BuildError(
-            f"{target}: has {', '.join(without)} layers; layers without attention run on the CPU alone yet, and this "
-            "plans for devices"
-        )
     models = [_model(target, model, model.config, _row(model.config), precision, context, backend, nodes)]
     most, block = 0, None
     if method is not None:
@@ -219,12 +213,11 @@ def active_parameters(model: Any, config: Any) -> int:
 def _row(config: Any) -> int:
     """Bytes of a token's keys and values in all layers of a configuration."""
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    both = 2 * size
+    sizes = text_sizes(text)
+    both = 2 * sizes.head_dim
     if (latent := getattr(text, "qk_nope_head_dim", None)) is not None:
         both = latent + text.qk_rope_head_dim + text.v_head_dim
-    return int(text.num_hidden_layers * heads * both * 2)
+    return int(text.num_hidden_layers * sizes.key_value_heads * both * 2)
 
 
 def _model(
@@ -242,6 +235,12 @@ def _model(
     ``nodes`` are those of all trees that acceptance is decided for, of a target.
     """
     text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if without := sorted(kinds & {"conv", "linear_attention", "mamba"}):
+        raise BuildError(
+            f"{source}: has {', '.join(without)} layers; layers without attention run on the CPU alone yet, and this "
+            "plans for devices"
+        )
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     head = model.lm_head.weight if hasattr(model, "lm_head") else model.get_output_embeddings().weight
     by_onnxruntime = backend == "onnxruntime-cuda"
@@ -263,7 +262,7 @@ def _model(
             read += stored
             # A head of 16 bits that is tied to the embedding is the same matrix; onnxruntime keeps it transposed too.
             weights += 0 if is_table and _BITS[precision] == 16 and not by_onnxruntime else stored
-    wide = max(getattr(text, "intermediate_size", None) or 4 * text.hidden_size, text.hidden_size)
+    wide = max(text_sizes(text).intermediate_size, text.hidden_size)
     # Gate, up and their product; logits, p and what is left of it at the nodes of a tree.
     scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * text.hidden_size) + 4 * (MOST_DRAFTS + 1) * text.vocab_size * 4
     if by_onnxruntime:

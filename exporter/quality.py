@@ -12,6 +12,7 @@ import torch
 
 from specexport.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.checkpoints.quiet import quiet
+from specexport.checkpoints.streamed import read_weights
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
@@ -47,20 +48,21 @@ class Reference:
 def reference(checkpoint: Checkpoint, tokens: list[int]) -> Reference:
     """Runs the model over the start of a text."""
     ids = torch.tensor([tokens[:_TOKENS]]).clamp(max=checkpoint.input_vocab - 1)
-    with torch.no_grad(), quiet(), plain_transformers(checkpoint.model):
-        logits = checkpoint.model(ids, use_cache=False).logits[0].float()
+    model = checkpoint.model
+    with torch.no_grad(), quiet(), plain_transformers(model), read_weights(model):
+        logits = model(ids, use_cache=False).logits[0].float()
     return Reference(ids[0].numpy(), logits.numpy())
 
 
-def logits_error(master: Path, lowering: LoweredAs, model: Model, expected: Reference) -> tuple[float, float] | None:
-    """Runs a step graph over the same text, one token a step, as decoding does.
+def logits_error(folder: Path, lowering: LoweredAs, model: Model, expected: Reference) -> tuple[float, float] | None:
+    """Runs a bundle's step graph over the same text, one token a step, as decoding does.
 
     Returns:
         Root-mean-square error of the logits relative to their spread, and the share of tokens after which graph and
         model prefer the same one; None where onnxruntime is not installed.
     """
     try:
-        session = StepSession(master, lowering, model, len(expected.tokens), 0.0)
+        session = StepSession(folder.joinpath, lowering, model, len(expected.tokens), 0.0)
     except BackendError:
         return None
     found = []

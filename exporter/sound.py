@@ -11,10 +11,11 @@ import numpy.typing as npt
 
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
-from specexport.contract.model import LoweredAs, StoredAs
+from specexport.contract.model import LoweredAs, Model
 from specexport.contract.states import cell_rows
 from specexport.runtime.machine import available_cores
-from specexport.runtime.ort import MINIMUM, open_session
+from specexport.runtime.ort import MINIMUM
+from specexport.runtime.segments import open_whole
 
 _SIZES = {"B": 1, "T": 16, "R": 16, "K": 1, "S": 24, "C": 1}
 """First tokens of a vocabulary are special ones, such as padding, whose embedding is often zero."""
@@ -22,8 +23,8 @@ _FLOATS: dict[str, float] = {tensors.TEMPERATURE: 1.0, tensors.TOP_P: 1.0, tenso
 """Of inputs that are not zeros."""
 
 
-def require_finite(graph: Path, lowering: LoweredAs, weights: StoredAs, vocab: int) -> None:
-    """Runs a master graph over the first tokens of a vocabulary and an empty cache.
+def require_finite(folder: Path, model: Model, lowering: LoweredAs) -> None:
+    """Runs a model's master graph over the first tokens of its vocabulary and an empty cache.
 
     Without an onnxruntime that can run such graphs, nothing is checked.
 
@@ -37,8 +38,10 @@ def require_finite(graph: Path, lowering: LoweredAs, weights: StoredAs, vocab: i
         return
     if tuple(int(part) for part in onnxruntime.__version__.split(".")[:2]) < MINIMUM[lowering]:
         return
-    session = open_session(graph, available_cores(), lowering, weights)
-    given = {value.name: _given(value.name, value.shape, value.type, vocab) for value in session.get_inputs()}
+    session = open_whole(folder.joinpath, model, lowering, available_cores())
+    given = {
+        value.name: _given(value.name, value.shape, value.type, model.vocab_size) for value in session.get_inputs()
+    }
     if tensors.CELL_ROWS in given:
         kept = next(array.shape[1] for name, array in given.items() if name.startswith("past_updates."))
         given[tensors.CELL_ROWS] = cell_rows([0], [0], _SIZES["T"], kept)
@@ -47,9 +50,9 @@ def require_finite(graph: Path, lowering: LoweredAs, weights: StoredAs, vocab: i
         wrong = int((~np.isfinite(made)).sum()) if made.dtype == np.float32 else 0
         if wrong:
             raise BuildError(
-                f"{graph.name}: {wrong} of {made.size} numbers of its output '{name}' are not finite; expected finite "
-                "numbers. Check the checkpoint's weights with transformers; if they are sound there, this model family "
-                "is not supported"
+                f"{model.source}: model family '{model.family}': {model.graph.master}: {wrong} of {made.size} numbers "
+                f"of its output '{name}' are not finite; expected finite numbers. Check the checkpoint's weights with "
+                "transformers; if they are sound there, this model family is not supported"
             )
 
 

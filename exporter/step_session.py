@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from specexport.contract import tensors
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.states import KeptStates
 from specexport.runtime.machine import available_cores
-from specexport.runtime.ort import open_session
+from specexport.runtime.segments import open_whole
 
 Array = npt.NDArray[Any]
 
@@ -21,14 +21,15 @@ Array = npt.NDArray[Any]
 class StepSession:
     """A step graph under onnxruntime, with the options the engine runs it with; it keeps the cache of one slot.
 
-    The cache has S = ``rows`` rows, and ``fill`` in those that nothing was written to.
+    ``file`` says where a file of the bundle is. The cache has S = ``rows`` rows, and ``fill`` in those that nothing was
+    written to.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
     """
 
-    def __init__(self, master: Path, lowering: LoweredAs, model: Model, rows: int, fill: float) -> None:
-        self._session = open_session(master, available_cores(), lowering, model.precision.weights)
+    def __init__(self, file: Callable[[str], Path], lowering: LoweredAs, model: Model, rows: int, fill: float) -> None:
+        self._session = open_whole(file, model, lowering, available_cores())
         self._names = [output.name for output in self._session.get_outputs()]
         self._embedding_size = model.embedding_size
         self._caches = {

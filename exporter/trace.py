@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import onnx_ir as ir
@@ -19,6 +21,7 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import states
 from specexport.contract.states import CELL, cell_rows
 from specexport.contract.tensors import cache_names, returned_names, returned_state_names
+from specexport.exporter.kept_traces import kept_trace
 from specexport.exporter.passes.epsilon import keep_epsilons
 from specexport.exporter.passes.linear import canonical_weights, merge_linear, transposes_weight
 from specexport.exporter.passes.names import name_weights
@@ -60,11 +63,7 @@ def trace_step(module: StepModule, shapes: Sequence[CacheLayer], embedding_size:
         tensors.LOGITS_ROWS: (torch.tensor([[0, 1, 2]] * _B), {0: b, 1: r}),
     }
     layers = list(module.states.values())
-    names, kept = cache_names(len(shapes)), _states(layers, b)
-    examples, dims = _caches(names, shapes, _S, b, "S")[tuple(names)]
-    more = list(kept.values())
-    every = (*names, *kept)
-    inputs[every] = [*examples, *(one for one, _ in more)], [*dims, *(one for _, one in more)]
+    inputs |= _caches(cache_names(len(shapes)), shapes, _S, b, "S", _states(layers, b))
     if embedding_size is not None:
         inputs[tensors.INPUTS_EMBEDS] = (torch.zeros(_B, _T, embedding_size), {0: b, 1: t})
         inputs[tensors.EMBEDS_MASK] = (torch.zeros(_B, _T, dtype=torch.bool), {0: b, 1: t})
@@ -75,20 +74,22 @@ def trace_step(module: StepModule, shapes: Sequence[CacheLayer], embedding_size:
 def trace_draft_pass(draft: DraftPass, shapes: Sequence[CacheLayer], lowering: LoweredAs = "native") -> ir.Model:
     """One pass of a draft (:class:`~specexport.graphs.propose.DraftPass`), to be put into a loop.
 
-    Its inputs are the propose graph's; ``row.*`` are the cache rows made so far and not written yet.
+    Its inputs are the propose graph's; ``row.*`` are the cache rows made so far and not written yet, and alike what
+    layers without attention made.
     """
-    layers = len(shapes)
     b, t = torch.export.Dim("B"), torch.export.Dim("T")
+    layers = list(draft.states.values())
+    rows, more = row_names(len(shapes)), _state_rows(layers, b)
     inputs: _Inputs = {
         tensors.INPUT_IDS: (torch.ones(_B, _T, dtype=torch.int64), {0: b, 1: t}),
         tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
         tensors.UNIFORM: (torch.full((_B,), 0.5), {0: b}),
         tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
         **_sampling(b),
-        **_caches(cache_names(layers), shapes, _S, b, "S"),
-        **_caches(row_names(layers), shapes, _DONE, b, "R"),
+        **_caches(cache_names(len(shapes)), shapes, _S, b, "S", _states(layers, b)),
+        **_caches(rows, shapes, _DONE, b, "R", more),
     }
-    outputs = [*tensors.DRAFTED, *(f"{name}.grown" for name in row_names(layers))]
+    outputs = [*tensors.DRAFTED, *(f"{name}.grown" for name in (*rows, *more))]
     return _trace(draft.model, draft, inputs, outputs, lowering)
 
 
@@ -242,15 +243,34 @@ def row_names(layers: int) -> list[str]:
     return [f"row.{kind}.{layer}" for layer in range(layers) for kind in ("key", "value")]
 
 
-def _caches(names: list[str], shapes: Sequence[CacheLayer], rows: int, batch: Any, symbol: str) -> _Inputs:
-    """Keys and values of every layer; ``symbol`` names their rows."""
+def _caches(
+    names: list[str],
+    shapes: Sequence[CacheLayer],
+    rows: int,
+    batch: Any,
+    symbol: str,
+    more: Mapping[str, tuple[torch.Tensor, Any]] = MappingProxyType({}),
+) -> _Inputs:
+    """Keys and values of every layer, and ``more`` behind them; ``symbol`` names their rows."""
     caches = [torch.zeros(_B, s.heads, rows, size) for s in shapes for size in (s.key_size, s.value_size)]
-    dim = torch.export.Dim(symbol)
-    return {tuple(names): (caches, [{0: batch, 2: dim}] * len(caches))}
+    examples = [*caches, *(example for example, _ in more.values())]
+    dims = [*[{0: batch, 2: torch.export.Dim(symbol)}] * len(caches), *(dims for _, dims in more.values())]
+    return {(*names, *more): (examples, dims)}
+
+
+def _state_rows(layers: Sequence[StateLayer], batch: Any) -> dict[str, tuple[torch.Tensor, Any]]:
+    """What a pass takes of an earlier one for layers without attention, by name: rows made so far, and states."""
+    made: dict[str, tuple[torch.Tensor, Any]] = {}
+    for name, spec in states(layers).items():
+        sizes, dims = list(spec.shape(ShapePoint(_B, _T, _S))), {0: batch}
+        if len(sizes) == 3:
+            sizes[1], dims[1] = _DONE, torch.export.Dim("R")
+        made[name.replace("past_", "row.", 1)] = torch.zeros(sizes), dims
+    return made
 
 
 def _states(layers: Sequence[StateLayer], batch: Any) -> dict[str, tuple[torch.Tensor, Any]]:
-    """What a step graph takes for layers without attention, by name."""
+    """What a graph takes for layers without attention, by name."""
     made: dict[str, tuple[torch.Tensor, Any]] = {}
     if any(layer.recurrence for layer in layers):
         cells = torch.from_numpy(cell_rows([3, 6], [0, 0], 2 * CELL, 4 * CELL))
@@ -270,6 +290,21 @@ def _sampling(batch: Any) -> _Inputs:
     }
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keeps Python's collector away: a trace makes objects by the million, hardly any of them garbage, and walking them
+    over and over is a quarter of its time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_uncollected()
 def _trace(
     model: torch.nn.Module,
     module: torch.nn.Module,
@@ -284,28 +319,34 @@ def _trace(
     # torch.export takes inputs that are one tensor for one input, and leaves the others unread.
     assert len({id(leaf) for leaf in leaves}) == len(leaves) == len(names)
     native = lowering == "native"
-    with quiet(), fused_rotary(model) if native else contextlib.nullcontext(), torch.no_grad():
-        try:
-            program = torch.onnx.export(
-                module.eval(),
-                examples,
-                dynamo=True,
-                opset_version=opset or OPSETS[lowering],
-                custom_translation_table=translations(),
-                dynamic_shapes=dims,
-                input_names=names,
-                output_names=outputs,
-                optimize=False,
-                verbose=False,
-            )
-        except torch.onnx.OnnxExporterError as error:
-            raise RuntimeError(str(_root_cause(error))) from error
-        assert program is not None
-        traced = program.model
-        keep_epsilons(traced)
-        # Else a transposed weight would be a constant without a name; canonical_weights transposes them all.
-        optimizer.optimize_ir(traced, should_fold=lambda node: False if transposes_weight(node) else None)
-    name_weights(traced, _aliases(module))
+
+    def make() -> ir.Model:
+        with quiet(), fused_rotary(model) if native else contextlib.nullcontext(), torch.no_grad():
+            try:
+                program = torch.onnx.export(
+                    module,
+                    examples,
+                    dynamo=True,
+                    opset_version=opset or OPSETS[lowering],
+                    custom_translation_table=translations(),
+                    dynamic_shapes=dims,
+                    input_names=names,
+                    output_names=outputs,
+                    optimize=False,
+                    verbose=False,
+                )
+            except torch.onnx.OnnxExporterError as error:
+                raise RuntimeError(str(_root_cause(error))) from error
+            assert program is not None
+            keep_epsilons(program.model)
+            # Else a transposed weight would be a constant without a name; canonical_weights transposes them all.
+            optimizer.optimize_ir(program.model, should_fold=lambda node: False if transposes_weight(node) else None)
+        name_weights(program.model, _aliases(module))
+        return program.model
+
+    module.eval()
+    about = ([(tuple(leaf.shape), leaf.dtype) for leaf in leaves], dims, names, outputs, lowering, opset)
+    traced = kept_trace(module, about, make)
     canonical_weights(traced)
     merge_linear(traced)
     if native:

@@ -10,10 +10,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specexport.checkpoints.checkpoint import Checkpoint
-from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer, GraphFiles, LoweredAs, Model, PrecisionInfo, QuantizedBefore
 from specexport.contract.shapes import ShapePoint
-from specexport.exporter.sound import require_finite
 from specexport.exporter.weights import QUANTIZED, Storage, WeightsFile, WeightsReport
 
 Progress = Callable[[str, int, int], None]
@@ -33,6 +31,7 @@ class Part:
 
 def write_models(
     folder: Path,
+    role: str,
     parts: list[Part],
     checkpoint: Checkpoint,
     stored: Storage,
@@ -40,13 +39,8 @@ def write_models(
     lowering: LoweredAs,
     progress: Progress,
 ) -> list[Model]:
-    """Writes one weights file and masters into ``folder`` and describes them.
-
-    Raises:
-        BuildError: a graph makes numbers that are not finite.
-    """
-    folder.mkdir()
-    role = folder.name
+    """Writes one weights file and masters into a folder of the bundle, ``role``, and describes them."""
+    (folder / role).mkdir(parents=True)
     total = 4 * checkpoint.parameters
     done = 0
 
@@ -56,7 +50,7 @@ def write_models(
         progress(f"writing the {role}'s weights ({stored.kind})", done, total)
 
     reports = []
-    with WeightsFile(folder / "weights.bin", advance) as weights:
+    with WeightsFile(folder / role / "weights.bin", advance) as weights:
         for part in parts:
             weights.externalize(part.model.graph, stored, heads, checkpoint.scales)
             reports.append(weights.report)
@@ -65,12 +59,10 @@ def write_models(
     made = []
     for part, report in zip(parts, reports, strict=True):
         passes.RemoveUnusedNodesPass()(part.model)
-        master = folder / f"{part.name}.onnx"
+        for node in ir.traversal.RecursiveGraphIterator(part.model.graph):
+            node.name = node.outputs[0].name  # else some count what the process made before
+        master = folder / role / f"{part.name}.onnx"
         ir.save(part.model, master)
-        try:
-            require_finite(master, lowering, stored.kind, checkpoint.input_vocab)
-        except BuildError as error:
-            raise BuildError(f"{checkpoint.source}: model family '{checkpoint.family}': {error}") from error
         made.append(
             Model(
                 family=checkpoint.family,

@@ -237,7 +237,7 @@ class PassThroughCache(Cache):  # type: ignore[misc]
 
     def update_recurrent_state(self, recurrent_states: Any, *_: Any, **__: Any) -> None:
         """Nothing: what read the state keeps it."""
-        if recurrent_states is not None:
+        if recurrent_states is not None and recurrent_states.numel():
             raise BuildError("its recurrent layers follow a rule that specexport does not know")
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[Any, int]:

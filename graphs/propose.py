@@ -6,9 +6,13 @@ exporter puts it into a loop, so that the weights are stored, packed and cached 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
+from specexport.contract.model import StateLayer
 from specexport.graphs.attention import TwoPartLowering
+from specexport.graphs.recurrent import StepStates, recurrent
 from specexport.graphs.step import flat, pairs, run_model
 from specexport.graphs.top_k import most_probable
 
@@ -85,11 +89,20 @@ class DraftPass(torch.nn.Module):
         vocab_size: proposals are below this; the smaller of the target's and the draft's logits width.
         input_vocab: rows of the draft's embedding; a larger token id, which only the target has, is read as the last.
         max_positions: positions the draft was made for; later ones are read as the last.
+        states: its layers without attention by their index.
     """
 
-    def __init__(self, model: torch.nn.Module, vocab_size: int, input_vocab: int, max_positions: int) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vocab_size: int,
+        input_vocab: int,
+        max_positions: int,
+        states: Mapping[int, StateLayer] | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.states = states or {}
         self.vocab_size = vocab_size
         self.input_vocab = input_vocab
         self.max_positions = max_positions
@@ -109,8 +122,11 @@ class DraftPass(torch.nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Runs the draft over ``input_ids [B,T]``, which follow the cache and the ``R`` rows not in it yet.
 
+        ``past`` and ``rows`` end with what :class:`~specexport.graphs.recurrent.StepStates` is given.
+
         Returns:
-            ``(token [B], ids [B,M], probs [B,M], rows...)`` with each of ``rows`` grown to ``[B,Hkv,R+T,D]``.
+            ``(token [B], ids [B,M], probs [B,M], rows...)`` with each of ``rows`` grown to ``[B,Hkv,R+T,D]``, and those
+            of layers without attention as they say.
         """
         done = rows[0].shape[2]
         tokens = input_ids.shape[1]
@@ -119,9 +135,12 @@ class DraftPass(torch.nn.Module):
         seen = (fresh[None, None, :] <= fresh[-tokens:][None, :, None]).expand(past_length.shape[0], -1, -1)
         positions = past_length[:, None] + fresh[None, :]
         position_ids = positions[:, -tokens:].clamp(max=self.max_positions - 1)
-        two_part = TwoPartLowering(pairs(past), past_length, seen, positions, pairs(rows))
+        states = StepStates(self.states, past, past_length, rows)
+        count = len(past) - states.given
+        two_part = TwoPartLowering(pairs(past[:count]), past_length, seen, positions, pairs(rows[:count]))
         known = input_ids.clamp(max=self.input_vocab - 1)
-        logits, _ = run_model(self.model, two_part, known, position_ids, logits_row[:, None])
+        with recurrent(states):
+            logits, _ = run_model(self.model, two_part, known, position_ids, logits_row[:, None])
         own = logits[:, 0, : self.vocab_size]
         token, ids, probs = draw_candidate(own, uniform, temperature, top_k, top_p, min_p)
-        return (token, ids, probs, *flat(two_part.returned))
+        return (token, ids, probs, *flat(two_part.returned), *states.returned)

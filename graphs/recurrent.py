@@ -13,6 +13,9 @@ Over a cell of G tokens, with ``c`` the sum of ``g`` so far, the ``u`` solve a u
 
     (I + L) U = beta (V - exp(c) K S)       L_ij = beta_i exp(c_i - c_j) k_i.k_j  for j < i
 
+Kimi Delta Attention (Kimi Team 2025, "Kimi Linear") has a decay for each number of a key: ``exp(c_i - c_j)`` stands
+within each sum over those.
+
 Mamba-2 (Dao and Gu 2024) has the same state without the correction: ``u_t = v_t``.
 """
 
@@ -41,7 +44,7 @@ class Updates(NamedTuple):
         query: ``[B,T,Hk,Dk]``, scaled.
         key: ``[B,T,Hk,Dk]``.
         value: ``[B,T,H,Dv]``.
-        decay: ``[B,T,H]``, g.
+        decay: ``[B,T,H]``, g, or ``[B,T,H,Dk]``.
         strength: ``[B,T,H]``, beta; None where the state is not corrected.
     """
 
@@ -129,10 +132,11 @@ def _gated_delta_rule(
     beta: torch.Tensor,
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     if use_qk_l2norm_in_kernel:
         query, key = _unit(query), _unit(key)
-    return states.read(Updates(query * query.shape[-1] ** -0.5, key, value, g, beta)), None
+    made = states.read(Updates(query * query.shape[-1] ** -0.5, key, value, g, beta))
+    return made, made.new_zeros(0)  # in the place of a state: model code converts it
 
 
 def _mamba2(
@@ -161,6 +165,7 @@ def _mamba2(
 _RULES: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "chunk_kimi_delta_attention": _gated_delta_rule,
     "mamba2_chunk_scan": _mamba2,
 }
 """By their names in model code."""
@@ -185,30 +190,41 @@ class StateProbe:
     def read(self, updates: Updates) -> torch.Tensor:
         _, _, heads, value_size = updates.value.shape
         _, _, key_heads, key_size = updates.key.shape
-        state = Recurrence(heads=heads, key_heads=key_heads, key_size=key_size, value_size=value_size, rows=CELL)
+        sizes = {"heads": heads, "key_heads": key_heads, "key_size": key_size, "value_size": value_size}
+        state = Recurrence(**sizes, rows=CELL, decays=1 if updates.decay.ndim == 3 else key_size)
         known = self.seen[self._layer]
         self.seen[self._layer] = StateLayer(conv_size=known.conv_size, conv_rows=known.conv_rows, recurrence=state)
         return torch.zeros_like(updates.value)
 
 
 class StepStates:
-    """The states of a step graph.
+    """The states of a step graph, or of one pass of a draft.
 
     Args:
         layers: by their index among all layers of the model.
         past: ends with the graph's inputs ``known_tokens`` and ``cell_rows``, where one of them is recurrent, and those
             of ``tensors.state_names``.
         past_length: int64 ``[B]``.
+        rows: of a pass: ends with what the pass before returned, where the rows of a layer are ``[B,P,C]`` and
+            ``[B,P,U]`` of the P tokens that were read before; ``cell_rows`` are of all passes' tokens then.
 
     Attributes:
         given: how many of those inputs there are.
-        returned: what the graph returns, of ``tensors.returned_state_names``, once the model ran.
+        returned: what the graph returns, of ``tensors.returned_state_names``, once the model ran; a pass's rows are
+            those before, too.
     """
 
     def __init__(
-        self, layers: Mapping[int, StateLayer], past: Sequence[torch.Tensor], past_length: torch.Tensor
+        self,
+        layers: Mapping[int, StateLayer],
+        past: Sequence[torch.Tensor],
+        past_length: torch.Tensor,
+        rows: Sequence[torch.Tensor] = (),
     ) -> None:
         counts = {index: 1 if layer.recurrence is None else 3 for index, layer in layers.items()}
+        before = iter(rows[len(rows) - sum(counts.values()) :])
+        self._before = {index: [next(before) for _ in range(count)] for index, count in counts.items()} if rows else {}
+        self._done = next(iter(self._before.values()))[0].shape[1] if self._before else 0
         recurrent = 2 if any(layer.recurrence for layer in layers.values()) else 0
         self.given = recurrent + sum(counts.values())
         rest = iter(past[len(past) - self.given :])
@@ -226,13 +242,20 @@ class StepStates:
 
     def convolve(self, layer: int, inputs: torch.Tensor, width: int) -> torch.Tensor:
         self._at = layer
-        self._made[self._at] = [inputs.transpose(1, 2).contiguous()]
+        new = self._behind(0, inputs.transpose(1, 2).contiguous())
+        self._made[self._at] = [new]
         rows = width - 1
         positions = self._past_length[:, None] - rows + torch.arange(rows)
         kept = self._given[self._at][0]
-        place = (positions % rows)[:, :, None].expand(-1, -1, kept.shape[2])
+        place = (positions % kept.shape[1])[:, :, None].expand(-1, -1, kept.shape[2])
         before = torch.gather(kept, 1, place) * (positions >= 0)[:, :, None]
-        return torch.cat([before.transpose(1, 2), inputs], 2)
+        if not self._before:
+            return torch.cat([before.transpose(1, 2), inputs], 2)
+        return torch.cat([before, new], 1).narrow(1, self._done, rows + inputs.shape[2]).transpose(1, 2)
+
+    def _behind(self, kind: int, new: torch.Tensor) -> torch.Tensor:
+        """Rows of the layer at hand, behind those of earlier passes."""
+        return torch.cat([self._before[self._at][kind], new], 1) if self._before else new
 
     def read(self, updates: Updates) -> torch.Tensor:
         shape = self._layers[self._at].recurrence
@@ -240,19 +263,25 @@ class StepStates:
         _, kept, state = self._given[self._at]
         batch, tokens = updates.value.shape[:2]
         strength = torch.ones_like(updates.decay) if updates.strength is None else updates.strength
-        new = torch.cat([updates.key.flatten(2), updates.value.flatten(2), updates.decay, strength], -1)
-        there = self._cells >= 0
-        rows = _rows(torch.cat([kept, new], 1), self._cells.clamp(min=0)) * there[..., None]  # [C,B,G,U]
-        queries = _rows(updates.query.flatten(2), (self._cells - shape.rows).clamp(min=0))  # [C,B,G,Hk*Dk]
+        own = torch.cat([updates.key.flatten(2), updates.value.flatten(2), updates.decay.flatten(2), strength], -1)
+        new = self._behind(1, own)
+        there, places = self._cells >= 0, self._cells.clamp(min=0)
+        asked = (self._cells - shape.rows).clamp(min=0)
+        if self._before:  # what later passes read is not there yet
+            there = there & (self._cells < shape.rows + new.shape[1])
+            places = torch.where(there, places, 0)
+            asked = torch.where(there, self._cells - shape.rows - self._done, 0).clamp(min=0)
+        rows = _rows(torch.cat([kept, new], 1), places) * there[..., None]  # [C,B,G,U]
+        queries = _rows(updates.query.flatten(2), asked)  # [C,B,G,Hk*Dk]
         pending = (there & (self._cells < shape.rows)).sum((0, 2))  # [B]
         whole = (pending + self._known) // CELL
         keeps = torch.arange(self._cells.shape[0])[:, None] < whole
         state, out = _through_cells(shape, updates.strength is not None, state, rows, queries, keeps)
         # out is [C,B,H,G,Dv]; a slot's tokens come behind its pending rows.
         by_slot = out.permute(1, 0, 3, 2, 4).reshape(batch, -1, shape.heads * shape.value_size)
-        own = (pending[:, None] + torch.arange(tokens))[None]
+        read = (pending[:, None] + self._done + torch.arange(tokens))[None]
         self._made[self._at] += [new, state]
-        return _rows(by_slot, own).reshape(batch, tokens, shape.heads, shape.value_size)
+        return _rows(by_slot, read).reshape(batch, tokens, shape.heads, shape.value_size)
 
 
 def _rows(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -284,7 +313,7 @@ def _through_cells(
         The state after the last cell that is kept, and what the tokens read, ``[C,B,H,G,Dv]``.
     """
     heads, keys = shape.heads, shape.key_heads
-    sizes = [keys * shape.key_size, heads * shape.value_size, heads, heads]
+    sizes = [keys * shape.key_size, heads * shape.value_size, heads * shape.decays, heads]
 
     def by_head(flat: torch.Tensor, count: int) -> torch.Tensor:
         """``[B,G,count*D]`` as ``[B,H,G,D]``."""
@@ -302,20 +331,27 @@ def _through_cells(
         query, key, value = by_head(asked, keys), by_head(flat_key, keys), by_head(flat_value, heads)
         earlier = torch.ones(CELL, CELL).tril()
         # A product a slot: a sum would be taken in another order with several slots.
-        so_far = torch.matmul(earlier, decay).transpose(1, 2)  # [B,H,G]
-        between = so_far[..., :, None] - so_far[..., None, :]
-        faded = torch.where(earlier > 0, between, -torch.inf).exp()  # [B,H,G,G]
-        since, until = so_far.exp()[..., None], (so_far[..., -1:] - so_far).exp()[..., None]
+        so_far = by_head(torch.matmul(earlier, decay), heads)  # [B,H,G,1] or [B,H,G,Dk]
+        between = so_far[:, :, :, None] - so_far[:, :, None]
+        faded = torch.where(earlier[..., None] > 0, between, -torch.inf).exp()  # [B,H,G,G,1] or [B,H,G,G,Dk]
+        since, until = so_far.exp(), (so_far[:, :, -1:] - so_far).exp()
+
+        def with_keys(rows: torch.Tensor) -> torch.Tensor:
+            """Products ``[B,H,G,G]`` of ``[B,H,G,Dk]`` with the keys of earlier tokens and their own, faded."""
+            if shape.decays == 1:
+                return torch.matmul(rows, key.transpose(2, 3)) * faded[..., 0]
+            return (rows[:, :, :, None] * key[:, :, None] * faded).sum(-1)
+
         both = torch.cat([query, key], 2) * torch.cat([since, since], 2)
         of_state = torch.matmul(both, seen)
         read, remembered = torch.split(of_state, CELL, 2)
         made = value
         if corrected:
             beta = strength.transpose(1, 2)[..., None]
-            lower = torch.matmul(key, key.transpose(2, 3)) * faded * beta * earlier.tril(-1)
+            lower = with_keys(key) * beta * earlier.tril(-1)
             made = torch.matmul(_inverse(lower), beta * (value - remembered))
-        out = read + torch.matmul(torch.matmul(query, key.transpose(2, 3)) * faded, made)
-        after = seen * so_far[..., -1:].exp()[..., None] + torch.matmul((key * until).transpose(2, 3), made)
+        out = read + torch.matmul(with_keys(query), made)
+        after = seen * so_far[:, :, -1].exp()[..., None] + torch.matmul((key * until).transpose(2, 3), made)
         return (after, torch.where(keep[:, None, None, None], after, kept)), out
 
     cells = (rows, queries, keeps)

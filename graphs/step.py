@@ -193,5 +193,6 @@ def _own_projection(model: torch.nn.Module, heads: MedusaHeads | None) -> torch.
         return None
     weight: torch.Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
     copy = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    copy.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
+    copy.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+    vars(copy.weight).update(vars(weight))  # where its numbers are, if it is a stand-in (checkpoints/streamed.py)
     return copy

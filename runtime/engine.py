@@ -202,6 +202,10 @@ class Engine:
             self.speculations.clear()
             self.backend.close()
 
+    def trouble(self, stuck: float) -> str | None:
+        """Why requests do not get on, such as a turn that has taken more than ``stuck`` seconds; None while they do."""
+        return self._scheduler.trouble(stuck)
+
     def defaults(self) -> SamplingParams:
         """The model's own sampling parameters, as its checkpoint states them."""
         return SamplingParams(**msgspec.structs.asdict(self.manifest.generation))

@@ -63,7 +63,7 @@ class Graph(ABC):
     def reusable(self, slot: int, rows: int) -> int:
         """How many of a slot's first ``rows`` rows a text may go on from: all that are there.
 
-        With layers without attention only the whole text, or nothing.
+        With layers without attention all but the last few that a draft may take back, or nothing.
         """
         return min(rows, self._filled[slot])
 
@@ -128,8 +128,6 @@ class Graph(ABC):
         if tensors.PAST_LENGTH in inputs:  # none without a cache
             for at, slot in enumerate(slots):
                 inputs[tensors.PAST_LENGTH][at] = self._filled[slot] = self.reusable(slot, most)
-        if tensors.KNOWN_TOKENS in inputs:
-            inputs[tensors.KNOWN_TOKENS][:] = 0
 
 
 def caches_by_shape(layers: Sequence[CacheLayer]) -> dict[tuple[int, int], list[str]]:

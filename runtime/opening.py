@@ -34,13 +34,13 @@ def open_backend(
     chosen = next((backend for backend in BACKENDS if backend == asked), None)
     if chosen is None:
         raise BackendError(f"there is no backend {name!r}; expected one of {', '.join(BACKENDS)}")
-    if chosen != "onnxruntime" and bundle.manifest.target.states:
-        raise BackendError(f"{chosen} does not run layers without attention yet, which this bundle's target has")
+    if chosen != "onnxruntime" and bundle.manifest.has_states:
+        raise BackendError(f"{chosen} does not run layers without attention yet, which a model of this bundle has")
     if not 0 < gpu_memory_utilization <= 1:
         raise RequestError(f"gpu_memory_utilization is {gpu_memory_utilization!r}; expected a number in (0, 1]")
     # Imported here: each backend has dependencies that the others' users need not install.
     if chosen == "onnxruntime":
-        from specexport.runtime.ort import OnnxRuntimeBackend
+        from specexport.runtime.ort_backend import OnnxRuntimeBackend
 
         return OnnxRuntimeBackend(bundle, threads, keep)
     from specexport.runtime.cuda.backend import CudaBackend

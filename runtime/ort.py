@@ -1,11 +1,11 @@
-"""The onnxruntime backend: one session a model over its symbolic master, buffers bound once a shape point."""
+"""Graphs on onnxruntime: one session a model over its symbolic master, buffers bound once a shape point."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,6 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.declared import require_declared
 from specexport.runtime.graph import FIRST, Array, Buffers, Graph, caches_by_shape
 from specexport.runtime.kept import KeptGraph
-from specexport.runtime.machine import Remembered, available_cores, cpu_name
-from specexport.runtime.program import Speculation
-from specexport.runtime.step import HostProgram
-from specexport.runtime.widths import Agreement, BuiltWidths, Exactness, ExactWidths, Widths
 
 _HUGE_PAGE = 2 << 20
 _Shape = tuple[int, int, int, int]
@@ -36,7 +32,12 @@ MINIMUM: dict[LoweredAs, tuple[int, int]] = {"native": (1, 28), "portable": (1, 
 tested."""
 
 
-def _import_onnxruntime(lowering: LoweredAs) -> Any:
+def import_onnxruntime(lowering: LoweredAs) -> Any:
+    """The module ``onnxruntime``.
+
+    Raises:
+        BackendError: it is missing, or too old for that lowering.
+    """
     try:
         import onnxruntime
     except ImportError as error:
@@ -70,7 +71,7 @@ def open_session(
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
     """
-    onnxruntime = _import_onnxruntime(lowering)
+    onnxruntime = import_onnxruntime(lowering)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -92,55 +93,28 @@ def open_session(
         raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
 
 
-class OnnxRuntimeBackend:
-    """onnxruntime on the CPU; see :class:`~specexport.runtime.backend.Backend`."""
+def open_kept(bundle: Bundle, model: Model, name: str, threads: int, keep: bool) -> Any:
+    """:func:`open_session` over a graph of a bundle, of which a model is made; quantized ones are kept as they run.
 
-    execution = "host"
-    fallback = ""
+    Args:
+        bundle: has it.
+        model: what it is a graph of.
+        name: of its file.
+        threads: of its operators.
+        keep: whether to keep what is not kept yet (:class:`~specexport.runtime.kept.KeptGraph`).
 
-    def __init__(self, bundle: Bundle, threads: int | None, keep: bool = False) -> None:
-        self._bundle = bundle
-        self._threads = threads or available_cores()
-        self._keep = keep
-        self._files = hashlib.sha256(msgspec.json.encode(bundle.manifest.files)).hexdigest()
+    Raises:
+        BackendError: see :func:`open_session`.
+    """
+    lowering, weights, kept = bundle.manifest.lowering, model.precision.weights, None
+    if lowering == "native" and weights in ("int8", "int4"):
+        kept = KeptGraph((files_hash(bundle), name, import_onnxruntime(lowering).__version__), keep)
+    return open_session(bundle.file(name), threads, lowering, weights, kept)
 
-    @property
-    def default_slots(self) -> int:
-        """See :class:`~specexport.runtime.backend.Backend`; all, as slots that are not used take no memory."""
-        return self._bundle.manifest.batch_sizes[-1]
 
-    @property
-    def device(self) -> str:
-        return f"onnxruntime, {cpu_name()}, {self._threads} thread" + ("s" if self._threads != 1 else "")
-
-    def open(self, model: Model, slots: int, buffers: Buffers) -> OnnxRuntimeGraph:
-        master, lowering = self._bundle.file(model.graph.master), self._bundle.manifest.lowering
-        kept = None
-        if lowering == "native" and model.precision.weights in ("int8", "int4"):
-            version = _import_onnxruntime(lowering).__version__
-            kept = KeptGraph((self._files, model.graph.master, version), self._keep)
-        session = open_session(master, self._threads, lowering, model.precision.weights, kept)
-        return OnnxRuntimeGraph(master, session, model, lowering, slots, buffers)
-
-    def widths(self, target: Graph, exactness: Exactness | None = None) -> Widths:
-        """See :class:`~specexport.runtime.backend.Backend`; exact unless speed is asked for."""
-        if exactness == "fast":
-            return BuiltWidths(target)
-        manifest = self._bundle.manifest
-        version = _import_onnxruntime(manifest.lowering).__version__
-        widths = ExactWidths(target, manifest, Remembered("widths", (self._files, self.device, version), Agreement))
-        if exactness == "exact" and not widths.exact:
-            raise BackendError(
-                f"exactness is 'exact', which this bundle cannot be here: lowered {manifest.lowering}, its rows round "
-                "otherwise in a step than in the cache; leave it out, or build it with --lowering native"
-            )
-        return widths
-
-    def program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> HostProgram:
-        return HostProgram(self._bundle.manifest, target, speculations, widths)
-
-    def close(self) -> None:
-        """See :class:`~specexport.runtime.backend.Backend`; graphs go when nothing refers to them."""
+def files_hash(bundle: Bundle) -> str:
+    """Tells bundles apart by what their files hold."""
+    return hashlib.sha256(msgspec.json.encode(bundle.manifest.files)).hexdigest()
 
 
 class OnnxRuntimeGraph(Graph):
@@ -155,19 +129,19 @@ class OnnxRuntimeGraph(Graph):
         BundleError: the graph does not take or return what the manifest says.
     """
 
-    any_width = True
-
     def __init__(
         self, path: Path, session: Any, model: Model, lowering: LoweredAs, slots: int, buffers: Buffers
     ) -> None:
         super().__init__([point for point in model.graph.points if point.batch <= slots], slots)
         self.sizes = tuple(sorted({point.batch for point in self._points}))
-        self._ort = _import_onnxruntime(lowering)
+        self._ort = import_onnxruntime(lowering)
         self._path = path
         self._session = session
         require_declared(path, self._session, model, lowering, buffers)
         self._layers = model.cache
         self._states = KeptStates(model.states, slots) if model.states else None
+        # States do not go back to tokens that are read again only to make a run as wide as another slot needs it.
+        self.any_width = self._states is None
         self._in_place = lowering == "native"
         self._buffers = buffers
         self._rows = 0
@@ -184,8 +158,8 @@ class OnnxRuntimeGraph(Graph):
         return kept + sum(cache.nbytes for cache in self._caches.values())
 
     def reusable(self, slot: int, rows: int) -> int:
-        whole = rows >= self._filled[slot]
-        return super().reusable(slot, rows) if self._states is None or whole else 0
+        rows = super().reusable(slot, rows)
+        return rows if self._states is None or self._states.reach(slot, rows) else 0
 
     def _require(self, point: ShapePoint) -> ShapePoint:
         # The session runs the master, whose dimensions are free: a step, and a draft's run, may be of any width.
@@ -260,6 +234,8 @@ class OnnxRuntimeGraph(Graph):
     def protect_rows(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> None:
         arrays = self._arrays_of((len(slots), tokens, rows, drafts))
         self._protect(arrays.inputs, slots, self._rows - arrays.fed)
+        if self._states is not None and tensors.KNOWN_TOKENS in arrays.inputs:
+            arrays.inputs[tensors.KNOWN_TOKENS][:] = -self._states.back  # what a slot holds, drafts aside
 
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         shape = (len(slots), tokens, rows, drafts)
@@ -269,10 +245,12 @@ class OnnxRuntimeGraph(Graph):
             binding = self._bound[slots, shape] = self._bind(slots, arrays)
         if self._states is not None:
             past = arrays.inputs[tensors.PAST_LENGTH].tolist()
-            for name, array in self._states.cells(slots, past, tokens).items():
+            for name, array in self._states.cells(slots, past, arrays.fed).items():
                 binding.bind_ortvalue_input(name, self._ort.OrtValue.ortvalue_from_numpy(array))
         try:
             self._session.run_with_iobinding(binding)
+        except BackendError:
+            raise
         except Exception as error:  # onnxruntime's exceptions share no public base
             raise BackendError(f"{self._path}: onnxruntime failed to run the graph: {error}; build it again") from error
         if self._states is not None and tensors.KNOWN_TOKENS in arrays.inputs:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from specexport.runtime.acceptance import History
@@ -29,6 +30,7 @@ class Chunk:
         logprobs: of each new token, if the request asks for them.
         pieces: the text by the token that let it be given out, as many as tokens; together ``text`` if there are any.
         verified: the tree of the step; None for a plain one.
+        made: when, by ``time.monotonic()``.
     """
 
     text: str
@@ -37,6 +39,7 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()
     pieces: tuple[str, ...] = ()
     verified: Verified | None = None
+    made: float = field(default_factory=time.monotonic, compare=False)
 
 
 class Request:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ Ints = npt.NDArray[np.int64]
 
 _BLOCK = 1024
 """Probabilities whose sum is taken at once."""
+_FEW = 4096
+"""A vocabulary so small that nothing is gained by looking at its most probable tokens first."""
 _UNDERFLOW = 750.0
 """exp(-750) is 0 in float64."""
 
@@ -118,37 +121,38 @@ def target_distribution(logits: Floats, params: SamplingParams) -> Distribution:
         return Distribution(np.array([logits.argmax()]), np.ones(1))
     # Without what a grammar forbids, as partitioning many equal numbers takes long.
     least = max(float(logits.max()) - _UNDERFLOW * params.temperature, float(np.finfo(np.float32).min))
-    possible = ~(logits < least)
-    ids = None if possible.all() else np.flatnonzero(possible)
+    impossible = logits < least
+    ids = np.flatnonzero(~impossible) if impossible.any() else None
     some = logits if ids is None else logits[ids]
     if 0 < params.top_k < len(some):
         at = np.flatnonzero(~(some < np.partition(some, -params.top_k)[-params.top_k]))
         ids, some = at if ids is None else ids[at], some[at]
-    weights = _weights(some, some.max(), params)
-    least = -math.inf
+    best, least = some.max(), -math.inf
     if params.top_p < 1.0:
-        least = _last_of_nucleus(some, params, float(weights.sum()))
+        least = _last_of_nucleus(some, best, params)
     if params.min_p > 0.0:
-        least = max(least, float(some.max()) + params.temperature * math.log(params.min_p))
+        least = max(least, float(best) + params.temperature * math.log(params.min_p))
     if least > -math.inf:
         at = np.flatnonzero(~(some < least))
-        ids, weights = at if ids is None else ids[at], weights[at]
+        ids, some = at if ids is None else ids[at], some[at]
+    weights = _weights(some, best, params)
     weights /= weights.sum()
     return Distribution(ids, weights)
 
 
-def _weights(logits: Floats, best: np.float32, params: SamplingParams) -> Doubles:
+def _weights(logits: Floats, best: np.float32, params: SamplingParams, kind: Any = np.float64) -> npt.NDArray[Any]:
     """Probabilities over that of the best token."""
-    scaled = logits.astype(np.float64)
-    scaled -= best
+    scaled = np.subtract(logits, best, dtype=kind)
     scaled /= params.temperature
     return np.exp(scaled, out=scaled)
 
 
-def _last_of_nucleus(logits: Floats, params: SamplingParams, total: float) -> float:
-    """The least logit in the smallest set of most probable tokens that holds ``top_p``, all weights' sum given."""
-    best, every = logits.max(), len(logits)
-    for size in (256, 4096, every):
+def _last_of_nucleus(logits: Floats, best: np.float32, params: SamplingParams) -> float:
+    """The least logit in the smallest set of most probable tokens that holds ``top_p``."""
+    every = len(logits)
+    # Doubles take twice as long, and only where the nucleus ends depends on it.
+    total = float(_weights(logits, best, params, np.float64 if every <= _FEW else np.float32).sum(dtype=np.float64))
+    for size in (256, _FEW, every):
         # A nucleus is small as a rule: the largest few are set apart first, and all are sorted only if they don't do.
         largest = np.partition(logits, -size)[-size:] if size < every else logits
         ordered = np.sort(largest)[::-1]

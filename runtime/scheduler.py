@@ -14,6 +14,9 @@ from specexport.runtime.request import Chunk, Request
 from specexport.runtime.slots import Reuse, Slots
 from specexport.runtime.stats import PLAIN
 
+_FAILED = 3
+"""Turns in a row that fail before it is the engine's fault, and not that of a request."""
+
 
 class Scheduler:
     """Runs requests in the slots of a step program.
@@ -39,6 +42,19 @@ class Scheduler:
         self._running: list[Request] = []  # changed by the thread that drives, under the lock
         # Seconds spent in turns, and when the present one began: one value, as readers look without the lock's help.
         self._time: tuple[float, float | None] = (0.0, None)
+        self._failed = 0  # turns in a row, up to now
+
+    def trouble(self, stuck: float) -> str | None:
+        """Why requests do not get on; None while they do.
+
+        Args:
+            stuck: seconds after which a turn is taken for one that never ends.
+        """
+        if self._failed >= _FAILED:
+            return f"the last {self._failed} turns failed; the log says why"
+        began = self._time[1]
+        since = 0.0 if began is None else time.perf_counter() - began
+        return f"a turn has taken {since:.0f} seconds" if since > stuck else None
 
     def submit(self, request: Request) -> None:
         """Puts a request into the queue.
@@ -163,7 +179,9 @@ class Scheduler:
             if decoding:
                 self._step(decoding)
                 self._leave()
+            self._failed = 0
         except BaseException as error:
+            self._failed += 1
             for request in self._running:
                 request.error = error
             self._leave()

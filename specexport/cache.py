@@ -21,7 +21,7 @@ from specexport.contract.errors import BundleError
 from specexport.contract.folders import locked, remove, writing
 from specexport.contract.methods import Method
 from specexport.contract.reading import check_files, read_manifest, sha256
-from specexport.fingerprint import fingerprint
+from specexport.exporter.fingerprint import fingerprint
 from specexport.runtime.machine import cache_folder
 
 _READ = (".json", ".safetensors", ".jinja", ".txt", ".model", ".pt")

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from specexport import __version__
-from specexport.commands import bench, build, compile, draw, inspect, plan, run, serve, suggest, train, tune, verify
+from specexport.building import needs_extra
+from specexport.commands import (
+    bench,
+    build,
+    compile,
+    draw,
+    export,
+    inspect,
+    plan,
+    run,
+    serve,
+    suggest,
+    train,
+    tune,
+    verify,
+)
 from specexport.contract.errors import SpecExportError
 from specexport.contract.folders import described
+from specexport.version import described as version
 
-_COMMANDS = (build, compile, run, serve, inspect, draw, verify, bench, suggest, plan, train, tune)
+_COMMANDS = (build, compile, run, serve, export, inspect, draw, verify, bench, suggest, plan, train, tune)
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -20,8 +36,12 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         said = "(default" in (action.help or "")
-        nothing = action.default is None or action.default is False or action.default == []
+        nothing = action.default is None or isinstance(action.default, bool) or action.default == []
         return action.help if said or nothing else super()._get_help_string(action)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Examples keep their lines."""
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,15 +51,53 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
 
 
+class _Version(argparse.Action):
+    """Asks git, where that knows the commit, only when the version is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"specexport {version()}")
+        parser.exit()
+
+
+class _PrintCompletion(argparse.Action):
+    """Prints a completion script for a shell."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, *__: object) -> None:
+        with needs_extra("completion", "completion"):
+            import shtab
+        for action in _actions(parser):
+            if action.type is Path:
+                action.complete = shtab.DIRECTORY if action.metavar == "BUNDLE" else shtab.FILE  # type: ignore[attr-defined]
+        print(shtab.complete(parser, shell))
+        parser.exit()
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Those of a parser and of its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)
+
+
 def parser() -> argparse.ArgumentParser:
     """The argument parser of all commands."""
     top = _Parser(prog="specexport", description="Speculative decoding, compiled ahead of time.")
-    top.add_argument("--version", action="version", version=f"specexport {__version__}")
+    top.add_argument("--version", action=_Version, nargs=0, help="print the version, with the commit where it is known")
+    top.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=("bash", "zsh", "fish", "tcsh"),
+        help="print what makes a shell complete this command line; needs the completion extra",
+    )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     for module in _COMMANDS:
-        # What a command does is said in the first paragraph of its module.
-        summary = " ".join((module.__doc__ or "").partition("\n\n")[0].replace("``", "").split())
-        command = commands.add_parser(module.__name__.rpartition(".")[2], help=summary, description=summary)
+        # What a command does is said in the first paragraph of its module, and how it is used in the second.
+        first, _, examples = (module.__doc__ or "").partition("\n\n")
+        summary = " ".join(first.replace("``", "").split())
+        name = module.__name__.rpartition(".")[2]
+        command = commands.add_parser(name, help=summary, description=summary, epilog=examples.rstrip())
         module.add_arguments(command)
         command.set_defaults(main=module.main)
     return top
@@ -47,8 +105,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0, 1 for an error that was explained, 2 for wrong usage."""
-    arguments = parser().parse_args([_dashed(word) for word in (sys.argv[1:] if argv is None else argv)])
     try:
+        arguments = parser().parse_args([_dashed(word) for word in (sys.argv[1:] if argv is None else argv)])
         code: int = arguments.main(arguments)
         sys.stdout.flush()
     except SpecExportError as error:

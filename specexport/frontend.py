@@ -16,6 +16,7 @@ from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, ContextLengthError, RequestError
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import Method, known, listed, method_type, read_methods
+from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine, SamplingParams, Stream
 from specexport.runtime.chat import Message
 from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt
@@ -60,7 +61,7 @@ class Frontend:
         speculative_config: SpeculativeConfig | None = None,
         max_model_len: int | None = None,
         seed: int | None = None,
-        tensor_parallel_size: int = 1,
+        tensor_parallel_size: int | None = None,
         gpu_memory_utilization: float | None = None,
         backend: str | None = None,
         threads: int | None = None,
@@ -75,8 +76,6 @@ class Frontend:
         """
         if (model is None) == (bundle is None):
             raise BuildError(f"model is {model!r} and bundle is {bundle!r}; give one of them")
-        if tensor_parallel_size != 1:
-            raise BuildError(f"tensor_parallel_size is {tensor_parallel_size}; expected 1, models are not split")
         if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
             raise BuildError(f"gpu_memory_utilization is {gpu_memory_utilization}; expected more than 0, at most 1")
         if seed is not None and seed < 0:
@@ -89,10 +88,17 @@ class Frontend:
             if build:
                 raise BuildError(f"{next(iter(build))} was given with a bundle, which is built already; leave it out")
             folder = Path(bundle)
+            ranks = len(read_manifest(folder.expanduser()).target.ranks) or 1
+            if tensor_parallel_size not in (None, ranks):
+                raise BuildError(
+                    f"tensor_parallel_size is {tensor_parallel_size}, but {folder} was built for {ranks}; leave it "
+                    f"out, or build with --tensor-parallel {tensor_parallel_size}"
+                )
             if speculative_config is not None:
                 loaded, chosen = _of_bundle(speculative_config)
         else:
             methods = read_methods(speculative_config) if speculative_config is not None else ()
+            build |= {} if tensor_parallel_size is None else {"tensor_parallel": tensor_parallel_size}
             folder = _built(str(model), methods, max_model_len, backend, check_hashes, build)
             check_hashes = False  # the cache did, or was not to
         engine = Engine.load(

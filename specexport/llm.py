@@ -45,7 +45,7 @@ class LLM:
             methods that need no graph take their options, the others ``num_speculative_tokens`` alone.
         max_model_len: most tokens of prompt and output together.
         seed: makes requests without a seed of their own reproducible, by their order; None draws fresh ones.
-        tensor_parallel_size: 1; a model is not split over devices.
+        tensor_parallel_size: how many processes share the target; None for 1, and for what a bundle was built for.
         gpu_memory_utilization: share of a GPU's memory that may be taken, in (0, 1]. Bundles for the CPU take none.
         backend: what runs it, one of ``contract.engines.BACKENDS``; None for what the bundle was built for.
         threads: CPU threads; None for every core.
@@ -69,7 +69,7 @@ class LLM:
         speculative_config: SpeculativeConfig | None = None,
         max_model_len: int | None = None,
         seed: int | None = None,
-        tensor_parallel_size: int = 1,
+        tensor_parallel_size: int | None = None,
         gpu_memory_utilization: float | None = None,
         backend: str | None = None,
         threads: int | None = None,

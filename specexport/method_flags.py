@@ -26,8 +26,8 @@ def _flags() -> list[tuple[str, Flag]]:
     return [(name, flag) for name in known() for flag in method_type(name).flags]
 
 
-def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares ``--method``, the flags that stand for it, and what they share."""
+def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Declares ``--method``, the flags that stand for it, and what they share, in a group, which is returned."""
     group = parser.add_argument_group(
         "ways to speculate", "the first is the default; requests may choose the others by name"
     )
@@ -37,7 +37,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         dest="methods",
         metavar="NAME[:VALUE][,key=value]",
         help=f"{', '.join(known())}; VALUE is the main key's, a key given twice has two values. The flags below are "
-        "the same, shorter",
+        "the same, shorter (default: none, plain decoding)",
     )
     for _, flag in _flags():
         if flag.key is None:
@@ -52,7 +52,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         type=_draft_tokens,
         metavar="K[,K...]",
         help="draft tokens a step of every method that does not say: a chain, or the tree of that size that suits it; "
-        "of several the first is the default",
+        "of several the first is the default (default: the method's own)",
     )
     group.add_argument(
         "--tree",
@@ -60,8 +60,9 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FILE_OR_PRESET",
         help="token tree to verify, of the methods that fill the widest: JSON or a preset's name; repeatable, the "
-        "first is the default",
+        "first is the default (default: the method's own)",
     )
+    return group
 
 
 def asked_methods(arguments: argparse.Namespace) -> tuple[Method, ...]:

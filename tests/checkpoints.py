@@ -114,6 +114,18 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**_DELTA, **_SHARED},
     "qwen3_next": {**_DELTA, **_SHARED},
     "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
+    "kimi_linear": {
+        **_DELTA,
+        **_EXPERTS,
+        "num_key_value_heads": 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "n_group": 1,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
     "granitemoehybrid": {
         **_MIXED,
         **_MAMBA,

@@ -61,13 +61,12 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if importlib.util.find_spec("torch") is None:
         yield
         return
-    from specexport.exporter import trace
-    from tests.traces import once
+    from specexport.exporter import kept_traces
 
-    folder = _shared(tmp_path_factory) / "traces"
-    folder.mkdir(exist_ok=True)
+    folder = _shared(tmp_path_factory)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "_trace", once(trace._trace, folder))
+        patch.setattr(kept_traces, "cache_folder", lambda: folder)
+        patch.setattr(kept_traces, "MOST", 10_000)
         yield
 
 

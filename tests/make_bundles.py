@@ -24,7 +24,6 @@ import json
 import os
 import random
 import shutil
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
-from specexport.exporter import trace
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from tests.checkpoints import (
@@ -52,7 +50,6 @@ from tests.checkpoints import (
     make_speculator,
     tokenizer,
 )
-from tests.traces import once
 from tests.ways import ways
 
 CONTEXT = 512
@@ -176,8 +173,9 @@ RECIPES = {
     "dice-dflash": Recipe("llama", None, config=DICE, trees=(_BUSHY, _SMALL), dflash=True),
     "dice-mtp": Recipe("glm4_moe", None, config=DICE_EXPERTS, trees=(_SPINE, _SMALL_SPINE), mtp=True),
     "dice-hybrid": Recipe("qwen3_5_text", None, (1, 3), 5, DICE_HYBRID, mtp=True),
+    "dice-hybrid-draft": Recipe("qwen3_5_text", "near", (1, 3), 5, DICE_HYBRID, mtp=True),
     **{
-        f"{family}-hybrid": Recipe(family, None, lookups=("ngram", "suffix", "hypothesis"))
+        f"{family}-hybrid": Recipe(family, "near", (1, 3), 5, lookups=("ngram", "suffix", "hypothesis"))
         for family in ("lfm2", "qwen3_5_text", "granitemoehybrid")
     },
     "dice-ngram": Recipe("llama", None, (1, 3), 5, DICE, lookups=("ngram",)),
@@ -245,7 +243,7 @@ LOSSLESSNESS = {
 """Of ``python -m benchmarks losslessness``: of each method chains alone or trees alone, of several sizes."""
 LOSSLESSNESS = {name: dataclasses.replace(recipe, batch=8) for name, recipe in LOSSLESSNESS.items()}
 RECIPES |= {f"{name}-portable": dataclasses.replace(RECIPES[name], lowering="portable") for name in PORTABLE}
-_NOISE = {"llama": 0.03, "gpt2": 0.05}
+_NOISE = {"gpt2": 0.05}
 _DICE_NOISE = 0.3
 
 
@@ -354,7 +352,7 @@ def _draft(recipe: Recipe, target: Path, root: Path) -> Path:
         return make_checkpoint(folder, recipe.family, seed=1, **{"num_hidden_layers": 1, **recipe.config})
     model: Any = AutoModelForCausalLM.from_pretrained(target)
     generator = torch.Generator().manual_seed(2)
-    noise = _DICE_NOISE if recipe.config else _NOISE[recipe.family]
+    noise = _DICE_NOISE if recipe.config else _NOISE.get(recipe.family, 0.03)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
@@ -472,10 +470,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    with tempfile.TemporaryDirectory() as traces:
-        trace._trace = once(trace._trace, Path(traces))
-        for name in RECIPES:
-            print(make(name, folder))
+    for name in RECIPES:
+        print(make(name, folder))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import io
 import json
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from specexport.cli import main
+from specexport.cli import main, parser
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import Method, known, method_type, read_methods
 from specexport.method_flags import add_method_arguments, asked_methods
@@ -257,6 +258,35 @@ def test_what_cannot_be_asked_for_is_named(words: list[str], named: str) -> None
     with pytest.raises(BuildError) as caught:
         asked(*words)
     assert named in str(caught.value)
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Those of the commands, and of theirs."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield command
+                yield from parsers(command)
+
+
+@pytest.mark.parametrize("command", parsers(parser()), ids=lambda command: command.prog.removeprefix("specexport "))
+def test_help_says_what_one_needs(command: argparse.ArgumentParser) -> None:
+    """What every option is for, the default of what has a value, and examples, which are right."""
+    shown = command.format_help()
+    assert "True" not in shown and "None" not in shown and "==SUPPRESS==" not in shown
+    for action in command._actions:
+        assert action.help or isinstance(action, argparse._SubParsersAction), action.option_strings
+        if action.option_strings and action.nargs != 0 and not action.required and action.dest != "methods":
+            said = command._get_formatter()._expand_help(action)
+            assert "(default: " in said or "repeatable" in said, (action.option_strings, said)
+    examples = [line for line in shown.partition("\nExample")[2].split("\n") if line.startswith("    ")]
+    assert examples
+    for line in examples:
+        program, *words = shlex.split(line.partition("<")[0])
+        assert program == "specexport"
+        asked = parser().parse_args(words)
+        assert asked.main is not None
+        assert line.strip().startswith(command.prog)
 
 
 @pytest.mark.exporter

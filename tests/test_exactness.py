@@ -27,6 +27,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.graph import Graph
 from specexport.runtime.machine import Remembered
 from specexport.runtime.opening import open_graph
+from specexport.runtime.ort_backend import OnnxRuntimeBackend
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.widths import Agreement, BuiltWidths, ExactWidths
 from tests import masked_cpu
@@ -162,7 +163,7 @@ def test_on_a_processor_without_avx512(quantized: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt2-tree", "llama-near-batch"])
 def test_rows_agree_at_the_widths_that_are_chosen(bundle: Callable[[str], Path], name: str, threads: int) -> None:
     opened = Bundle.open(bundle(name))
-    backend = runtime_ort.OnnxRuntimeBackend(opened, threads)
+    backend = OnnxRuntimeBackend(opened, threads)
     signature = opened.manifest.target_signature
     target = backend.open(opened.manifest.target, backend.default_slots, buffers(signature))
     widths = backend.widths(target)

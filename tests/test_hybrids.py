@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -18,6 +19,7 @@ from specexport.checkpoints import parity
 from specexport.checkpoints.checkpoint import load_checkpoint
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError, BundleError
+from specexport.contract.methods.draft_model import DraftModel
 from specexport.contract.model import Recurrence, StateLayer
 from specexport.contract.reading import read_manifest
 from specexport.contract.states import CELL, KeptStates, cell_rows, with_rows
@@ -31,6 +33,10 @@ from specexport.exporter.options import BuildOptions
 from specexport.exporter.plan import DEVICES, plan
 from specexport.graphs.recurrent import StepStates, Updates
 from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.opening import open_backend
+from specexport.runtime.proposal import SlotView
+from specexport.runtime.proposers.opening import Opening, open_proposer
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, HYBRIDS, VOCAB, make_checkpoint
@@ -102,19 +108,26 @@ def rules(name: str, tokens: int) -> tuple[Callable[[], Any], Updates]:
         dt, A = noise(4).exp(), -torch.rand(4, generator=draw)
         ours = Updates(query, key, value * dt[..., None], A * dt, None)
         return lambda: modeling_mamba2.mamba2_chunk_scan(value, dt, A, key, query, chunk_size=16), ours
-    g = -noise(4).exp()
+    if name == "kimi_delta":
+        query, key = noise(4, 5), noise(4, 5)
+    g = -(noise(4, 5) if name == "kimi_delta" else noise(4)).exp()
     key = key / key.norm(dim=-1, keepdim=True)
     ours = Updates(query * 5**-0.5, key, value, g, beta)
-    return lambda: modeling_qwen3_5.torch_chunk_gated_delta_rule(query, key, value, g, beta)[0], ours
+    rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    if name == "kimi_delta":
+        rule = modeling_kimi_linear.chunk_kimi_delta_attention
+    return lambda: rule(query, key, value, g, beta)[0], ours
 
 
-@pytest.mark.parametrize("name", ["gated_delta", "mamba2"])
+@pytest.mark.parametrize("name", ["gated_delta", "kimi_delta", "mamba2"])
 def test_a_text_in_pieces_reads_the_same_to_the_last_bit(name: str) -> None:
     """Pieces of which a part is taken back, two slots of unequal length; against transformers', close."""
     tokens = 45
     theirs, updates = rules(name, tokens)
     expected = theirs()
     heads = {"heads": 4, "key_heads": 2, "key_size": 5, "value_size": 6}
+    if name == "kimi_delta":
+        heads |= {"key_heads": 4, "decays": 5}
     layers = with_rows([StateLayer(conv_size=3, conv_rows=2, recurrence=Recurrence(**heads, rows=CELL))], 12)
 
     def run(pieces: list[tuple[int, int, int]]) -> torch.Tensor:
@@ -160,7 +173,6 @@ def test_families_compute_what_transformers_does(family: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("family", "config", "said"),
     [
-        ("kimi_linear", {**GROUPED, "head_dim": 16}, "a rule that specexport does not know"),
         ("jamba", {**GROUPED, "attn_layer_offset": 0, "attn_layer_period": 2}, "a rule that specexport does not know"),
     ],
 )
@@ -248,9 +260,40 @@ def test_a_text_is_gone_on_with_as_a_whole_or_read_anew(name: str, bundle: Calla
         assert again.stats.cached_tokens == len(prompt) + 39  # all that the cache held
         other = model.generate([*prompt, 9, 11], GREEDY, PLAIN)
         assert other.stats.cached_tokens == 0  # states do not go back so far
+        assert model.generate(longer, GREEDY).token_ids == again.token_ids  # drafted over what plain steps left
+        assert model.generate([*prompt, 9, 11], GREEDY).token_ids == other.token_ids
         with Engine.load(bundle(name), threads=1, prefix_cache=False) as fresh:
             assert fresh.generate(longer, GREEDY, PLAIN).token_ids == again.token_ids
             assert fresh.generate([*prompt, 9, 11], GREEDY, PLAIN).token_ids == other.token_ids
+
+
+@pytest.mark.parametrize("name", ["lfm2-hybrid", "qwen3_5_text-hybrid", "lfm2-hybrid-portable"])
+def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Callable[[str], Path]) -> None:
+    """Every number of its tokens taken back, another token behind them; q is transformers' of the text that stayed."""
+    opened = Bundle.open(bundle(name))
+    method = opened.manifest.methods[0]
+    assert isinstance(method, DraftModel)
+    own = AutoModelForCausalLM.from_pretrained(method.model, dtype=torch.float32).eval()
+    backend = open_backend(opened, "onnxruntime", None, 1.0)
+    proposer = open_proposer(method, Opening(opened, backend, 1))
+    random, text, tree = np.random.default_rng(4), [7, 9, 11], TokenTree.chain(6)
+    for turn in range(36):
+        if turn == 20:
+            text = text[:9]  # another request, whose text begins alike
+        view = SlotView(0, list(text), SamplingParams(temperature=0.8), random, tree)
+        while proposer.prefill(view):
+            pass
+        made = proposer.propose([view])[0]
+        assert made.q is not None
+        drafted = made.tokens.tolist()
+        with torch.no_grad():
+            logits = own(torch.tensor([[*text, *drafted[:-1]]]), use_cache=False).logits[0, len(text) - 1 :]
+        p = torch.softmax(logits / 0.8, -1)
+        expected = torch.gather(p, 1, torch.from_numpy(made.q.ids))
+        expected /= expected.sum(-1, keepdim=True)
+        np.testing.assert_allclose(made.q.probs, expected.numpy(), atol=1e-4)
+        text += [*drafted[: turn % 6], int(random.integers(3, VOCAB))]
+    backend.close()
 
 
 # --- what is refused, and what is said --------------------------------------------------------------------------------
@@ -272,12 +315,17 @@ def test_what_reads_chains_alone_says_so(tmp_path: Path) -> None:
     refused("which read chains alone, and 'lookahead'", methods=ways(lookahead=(3, 3, 2)))
     refused("self_draft: .* has layers without attention", methods=ways(self_draft=1))
     refused("which run on the CPU alone yet", methods=ways(lookups=("ngram",)), backend="onnxruntime-cuda")
-    refused("has layers without attention, which drafts must not have", dense, methods=ways(draft=target))
+    refused("which run on the CPU alone yet", dense, methods=ways(draft=target), backend="onnxruntime-cuda")
     build(
         BuildOptions(target, tmp_path / "out", max_seq_len=64, methods=ways(draft=dense, sizes=(3,)), precision="int8")
     )
     report = verify(tmp_path / "out", max_tokens=12)
     assert report.passed, report
+    build(BuildOptions(dense, tmp_path / "drafted", max_seq_len=64, methods=ways(draft=target, trees=[tree])))
+    report = verify(tmp_path / "drafted", max_tokens=12)
+    assert report.passed, report
+    with pytest.raises(BackendError, match="onnxruntime-cuda does not run layers without attention yet"):
+        Engine.load(tmp_path / "drafted", backend="onnxruntime-cuda")
     with pytest.raises(BuildError, match="on the CPU alone yet"):
         compile_bundle(tmp_path / "out", EngineOptions("tensorrt-rtx"))
     with pytest.raises(BackendError, match="onnxruntime-cuda does not run layers without attention yet"):

@@ -153,7 +153,7 @@ def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
     [
         ({}, "give one of them"),
         ({"model": "a", "bundle": "b"}, "give one of them"),
-        ({"bundle": "{}", "tensor_parallel_size": 2}, "tensor_parallel_size is 2; expected 1"),
+        ({"bundle": "{}", "tensor_parallel_size": 2}, "tensor_parallel_size is 2, but .* was built for 1"),
         ({"bundle": "{}", "gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
         ({"bundle": "{}", "seed": -1}, "seed is -1"),
         ({"bundle": "{}", "presicion": "int8"}, "presicion was given with a bundle"),

@@ -191,6 +191,8 @@ ENGINE_SETTINGS = (
     Setting("mtp", 3, SamplingParams(top_p=0.9)),
     Setting("hybrid", 5, SamplingParams(temperature=0.9)),
     Setting("hybrid", 3, SamplingParams(top_p=0.9)),
+    Setting("hybrid-draft", 5, SamplingParams(temperature=0.9)),
+    Setting("hybrid-draft", 3, SamplingParams(top_p=0.9)),
     Setting("dflash", 10, SamplingParams()),
     Setting("dflash", 5, SamplingParams(temperature=0.8, top_p=0.95)),
     Setting("ngram", 5, SamplingParams(temperature=0.8)),

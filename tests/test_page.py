@@ -84,6 +84,8 @@ def test_a_stream_says_where_its_tokens_come_from(tiny: Served, chat: bool) -> N
     choices = [choice for event in events for choice in event["choices"]]
     steps = [choice["step"] for choice in choices]
     assert all(len(step["tokens"]) >= 1 for step in steps)
+    ended = [step["seconds"] for step in steps]
+    assert 0 < ended[0] < ended[-1] and ended == sorted(ended)
     for choice in choices:
         said = choice["delta"].get("content", "") if chat else choice["text"]
         assert "".join(text for text, _ in choice["step"]["tokens"]) == said
@@ -109,6 +111,7 @@ def test_a_plain_stream_has_the_targets_own_tokens(tiny: Served) -> None:
     for choice in choices:
         (token,) = choice["step"]["tokens"]
         assert token[1] == 0
+        assert choice["step"].pop("seconds") > 0
         assert choice["step"] == {"tokens": [token], "parents": [-1], "drafted": [], "path": [], "held": 0}
 
 

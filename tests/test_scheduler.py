@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from specexport.contract.errors import BackendError
 from specexport.runtime import SamplingParams
 from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.program import PLAIN_TREE, Outcome, StepResult
@@ -183,3 +184,33 @@ def test_closing_ends_every_request_of_its_thread_while_others_leave(monkeypatch
     driver.join(10)
     assert not driver.is_alive()
     assert [one._request.abandoned for one in streams] == [True] * 3
+
+
+def test_an_engine_that_does_not_get_on_says_so() -> None:
+    stepping, may_end, broken = threading.Event(), threading.Event(), [True] * 4
+
+    class Failing(Counting):
+        def step(self, views: Sequence[SlotView]) -> StepResult:
+            stepping.set()
+            assert may_end.wait(10)
+            if broken and broken.pop():
+                raise BackendError("the device is lost")
+            return super().step(views)
+
+    shared = scheduler(Failing())
+    reader, errors = in_background(lambda: completed(stream(shared)))
+    assert stepping.wait(10)
+    time.sleep(0.02)
+    assert shared.trouble(60) is None
+    assert "a turn has taken" in (shared.trouble(0.01) or "")
+    may_end.set()
+    reader.join(10)
+    assert len(errors) == 1
+    for _ in range(2):
+        assert shared.trouble(0.01) is None
+        with pytest.raises(BackendError):
+            completed(stream(shared))
+    assert shared.trouble(60) == "the last 3 turns failed; the log says why"
+    broken.clear()
+    completed(stream(shared))
+    assert shared.trouble(60) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,12 +27,14 @@ pytestmark = pytest.mark.exporter  # as are the benchmarks, which make models
         (["a", "--timeout", "-1"], "--timeout is -1.0; expected at least 0"),
         (["a", "--max-queue", "-1"], "--max-queue is -1"),
         (["./nowhere"], "no such folder"),
-        (["{}", "-tp", "2"], "tensor_parallel_size is 2; expected 1"),
+        (["{}", "-tp", "2"], "tensor_parallel_size is 2, but"),
         (["{}", "--gpu_memory_utilization", "2"], "gpu_memory_utilization is 2.0"),
         (["{}", "--speculative_config", '{"method": "magic"}'], "method is 'magic'"),
         (["{}", "--max_model_len", "4096"], "max_model_len is 4096"),
         (["{}", "--precision", "int8"], "precision was given with a bundle"),
         (["{}", "--api-key", ""], "--api-key is empty"),
+        (["{}", "--replicas", "2"], "--replicas was given without --ray"),
+        (["{}", "--ray", "--precision", "int8"], "leave out --precision"),
     ],
 )
 def test_wrong_flags_are_named(
@@ -39,6 +42,15 @@ def test_wrong_flags_are_named(
 ) -> None:
     assert main(["serve", *(word.format(bundle("llama-near")) if word == "{}" else word for word in words)]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_without_ray_its_extra_is_named(
+    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "specexport.server.ray", raising=False)
+    assert main(["serve", str(bundle("llama-near")), "--ray"]) == 1
+    assert "pip install 'specexport[ray]'" in capsys.readouterr().err
 
 
 def test_a_process_serves_and_finishes_its_streams_when_it_is_told_to_stop(bundle: Callable[[str], Path]) -> None:

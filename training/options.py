@@ -69,18 +69,24 @@ class RunOptions:
     output: Path = _flag("folder to write", metavar="DIR", short="-o", keyed=False)
     overwrite: bool = _flag("replace an existing output", False, keyed=False)
     seq_len: int | None = _data("tokens a window (default: 512)", None, "N", low=2 * _SHORTEST)
-    held_out: str = _data("what is not trained on, but measured with", "0.05", "SHARE_OR_FILE")
+    held_out: str = _data(
+        "share of the data, or a file, that is measured with and not trained on", "0.05", "SHARE_OR_FILE"
+    )
     prompt_len: int | None = _data("tokens of a prompt to continue (default: a quarter of --seq-len)", None, "N", low=1)
     sample_batch: int = _data("texts sampled at once", 64, "N", low=1)
     epochs: float = _training("times through the data", 2.0, "N", above=0)
-    steps: int | None = _training("steps, instead of epochs", None, "N", low=1)
+    steps: int | None = _training(
+        "steps of the optimizer, in the place of epochs (default: as --epochs says)", None, "N", low=1
+    )
     batch_size: int = _training("windows a batch", 8, "N", low=1)
     accumulate: int = _training("batches a step", 1, "N", low=1)
     lr: float | None = _training("highest learning rate", 1e-3, "RATE", above=0, high=1)
-    warmup: float = _training("of the steps, while the rate rises", 0.1, "SHARE", low=0, high=1)
+    warmup: float = _training("share of the steps in which the learning rate rises", 0.1, "SHARE", low=0, high=1)
     device: str = _training("where to compute", "auto", choices=("auto", "cpu", "cuda"))
-    precision: str = _training("of products; auto is bf16 where it is fast", "auto", choices=("auto", "bf16", "fp32"))
-    seed: int = _training("of everything random", 0, "N", low=0)
+    precision: str = _training(
+        "type that products are computed in; auto is bf16 where it is fast", "auto", choices=("auto", "bf16", "fp32")
+    )
+    seed: int = _training("seed of everything random", 0, "N", low=0)
     work: Path | None = _training(
         "folder for checkpoints, from which the same command goes on (default: DIR.work beside the output, removed in "
         "the end)",
@@ -155,7 +161,7 @@ class HiddenStateOptions(RunOptions):
 class MedusaOptions(HiddenStateOptions):
     """What ``specexport train medusa`` is asked for."""
 
-    heads: int = _heads("how many; head i, from 0, predicts the token i + 2 positions on", 4, "N", low=1, high=16)
+    heads: int = _heads("how many heads; head i, from 0, predicts the token i + 2 positions on", 4, "N", low=1, high=16)
     layers: int = _heads("residual blocks a head", 1, "N", low=0, high=16)
     tie_lm_head: bool = _heads("heads end in the model's own projection, which makes them many times smaller", False)
     decay: float = _both("head i counts D**i in the loss", 0.8, "D", above=0, high=1)
@@ -163,12 +169,14 @@ class MedusaOptions(HiddenStateOptions):
     tune: str = _together("what of the model is trained", "lora", choices=("lora", "full"))
     lora_rank: int = _together("rank of the adapters", 16, "R", low=1)
     base_lr: float | None = _together(
-        "the model's (default: lr/4 with LoRA, lr/50 with full tuning)", None, "RATE", above=0, high=1
+        "the model's learning rate (default: lr/4 with LoRA, lr/50 with full tuning)", None, "RATE", above=0, high=1
     )
     heads_weight: float = _together("the loss is the model's plus λ times the heads'", 0.2, "λ", above=0)
-    heads_first: float = _together("of the steps, with the heads alone", 0.4, "SHARE", low=0, high=0.95)
+    heads_first: float = _together(
+        "share of the steps in which the heads are trained alone", 0.4, "SHARE", low=0, high=0.95
+    )
     lm_loss: str | None = _together(
-        "of the model: cross-entropy, or divergence from the model as it was (default: kl with --self-distill)",
+        "the model's loss: cross-entropy, or divergence from the model as it was (default: ce, with --self-distill kl)",
         None,
         choices=("ce", "kl"),
     )
@@ -189,7 +197,7 @@ class SpeculatorOptions(HiddenStateOptions):
     """What ``specexport train mlp-speculator`` is asked for."""
 
     n_predict: int = _stages(
-        "how many; stage i, from 0, predicts the token i + 2 positions on, and sees those before it",
+        "how many stages; stage i, from 0, predicts the token i + 2 positions on, and sees those before it",
         3,
         "N",
         low=1,
@@ -198,7 +206,9 @@ class SpeculatorOptions(HiddenStateOptions):
     inner_dim: int | None = _stages("width of the states between stages (default: the model's)", None, "I", low=16)
     tie_weights: bool = _stages("stages share embedding, head and norm, and all but the first their projection", False)
     scale_input: bool = _stages("norm the model's hidden state first", False)
-    data_first: float = _stages("of the steps, with the data, before the texts", 0.5, "SHARE", low=0, high=1)
+    data_first: float = _stages(
+        "share of the steps that learn the data, before the texts sampled", 0.5, "SHARE", low=0, high=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,11 +216,19 @@ class DraftOptions(RunOptions):
     """What ``specexport train draft`` is asked for."""
 
     lr: float | None = _training(_RATE, None, "RATE", above=0, high=1)
-    draft: str | None = _draft("model to start from, of the target's tokenizer", None, "DIR_OR_ID")
-    layers: int | None = _draft("without --draft: layers of a new Llama", None, "N", low=1, high=64)
-    hidden: int | None = _draft("without --draft: its hidden size", None, "H", low=32, high=8192)
+    draft: str | None = _draft(
+        "model to start from, of the target's tokenizer (default: a new Llama)", None, "DIR_OR_ID"
+    )
+    layers: int | None = _draft(
+        "layers of a new Llama, without --draft (default: none, give it)", None, "N", low=1, high=64
+    )
+    hidden: int | None = _draft(
+        "hidden size of a new Llama, without --draft (default: none, give it)", None, "H", low=32, high=8192
+    )
     divergence: str = _draft(
-        "between the target's and the draft's distribution of the next token", "forward_kl", choices=DIVERGENCES
+        "what is made small, between the target's and the draft's distribution of the next token",
+        "forward_kl",
+        choices=DIVERGENCES,
     )
     samples: str = _draft(
         "what is learnt: texts of the target, texts of the draft as it is then (on-policy), or the data; prompts are "
@@ -218,7 +236,7 @@ class DraftOptions(RunOptions):
         "target",
         choices=("target", "draft", "data"),
     )
-    texts: int = _draft("sampled from the target", 1024, "N", low=1)
+    texts: int = _draft("how many texts are sampled from the target", 1024, "N", low=1)
     optimizer: str = _draft(_OPTIMIZER, "adamw", choices=tuple(LEARNING_RATES))
 
     def check(self) -> None:
@@ -271,7 +289,7 @@ class DFlashOptions(RunOptions):
         "TEXTS",
         low=0,
     )
-    layers: int = _draft("of the draft", 5, "N", low=1, high=16)
+    layers: int = _draft("layers of the draft", 5, "N", low=1, high=16)
     states: Sequence[int] | None = _draft(
         "after how many of the target's layers the draft sees its residual stream (default: one for each of its own "
         "layers, spread evenly)",

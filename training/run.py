@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from specexport import __version__
-from specexport.checkpoints.config import load_causal_lm, read_model_config, require_stored
+from specexport.checkpoints.config import load_causal_lm, read_model_config, require_stored, text_sizes
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.quiet import quiet
 from specexport.contract.errors import BuildError, TrainError
@@ -173,14 +173,14 @@ def seen_states(states: Sequence[int], layers: int) -> tuple[int, ...]:
 def layer_sizes(target: TrainingModel, intermediate_size: int | None) -> dict[str, Any]:
     """Fields of a configuration of layers with the attention heads of a target, and, unless told, as wide an MLP."""
     text, (vocab, hidden) = target.model.config.get_text_config(), target.tables()[1].shape
-    heads, rotary = text.num_attention_heads, getattr(text, "rope_parameters", None) or {}
+    sizes, rotary = text_sizes(text), getattr(text, "rope_parameters", None) or {}
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": intermediate_size or getattr(text, "intermediate_size", None) or 4 * hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(text, "head_dim", None) or hidden // heads,
+        "intermediate_size": intermediate_size or sizes.intermediate_size,
+        "num_attention_heads": text.num_attention_heads,
+        "num_key_value_heads": sizes.key_value_heads,
+        "head_dim": sizes.head_dim,
         "max_position_embeddings": min(target.max_positions, 1 << 17),
         "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
         "rope_parameters": {"rope_type": "default", "rope_theta": float(rotary.get("rope_theta", 10000.0))},

@@ -9,8 +9,9 @@ import onnx
 from onnx import TensorProto
 
 from specexport.contract.errors import BundleError
-from specexport.contract.model import OPSETS
+from specexport.contract.model import OPSETS, RankFiles
 from specexport.contract.signature import Dim, Signature, caches, returned
+from specexport.contract.tensors import CARRIED, MEETINGS
 from specexport.runtime.bundle import Bundle
 
 _TYPES: dict[int, str] = {TensorProto.INT64: "int64", TensorProto.FLOAT: "float32", TensorProto.BOOL: "bool"}
@@ -19,7 +20,7 @@ Shapes = dict[str, tuple[str, tuple[Dim, ...]]]
 
 
 def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
-    """Checks every graph of a bundle: the masters, and those that onnxruntime-cuda opens in their place.
+    """Checks every graph of a bundle: the masters, and those that are opened in their place on a GPU or by ranks.
 
     Returns:
         How many graphs there are.
@@ -38,11 +39,16 @@ def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
     sources = [(engine, m) for m, _ in described for engine in m.engines if engine.file == engine.source]
     count = len(described) + len(sources)
     for done, (model, signature) in enumerate(described, start=1):
-        path = bundle.file(model.graph.master)
-        graph = _check_graph(path, OPSETS[lowering], [bundle.file(model.weights)])
-        _check_interface(path, _shapes(signature.inputs | caches(model)), "input", graph.input)
-        made = signature.outputs | returned(model, lowering, signature.fed)
-        _check_interface(path, _shapes(made), "output", graph.output)
+        for files in model.ranks or (RankFiles(weights=model.weights, segments=(model.graph.master,)),):
+            weights = [bundle.file(files.weights)]
+            graphs = [_check_graph(bundle.file(name), OPSETS[lowering], weights) for name in files.segments]
+            made = {value.name for graph in graphs for value in graph.output}
+            given = {value.name: value for graph in graphs for value in graph.input if value.name not in made}
+            kept = [one for graph in graphs for one in graph.output if not one.name.startswith((CARRIED, *MEETINGS))]
+            path = bundle.file(files.segments[0])
+            _check_interface(path, _shapes(signature.inputs | caches(model.part)), "input", given.values())
+            outputs = signature.outputs | returned(model.part, lowering, signature.fed)
+            _check_interface(path, _shapes(outputs), "output", kept)
         progress(done, count)
     for done, (engine, model) in enumerate(sources, start=len(described) + 1):
         path = bundle.file(engine.file)

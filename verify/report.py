@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -70,9 +70,20 @@ class VerifyReport:
         return {"bundle": str(self.bundle), "verdict": self.verdict, "passed": self.passed, "checks": checks}
 
 
-def render(report: VerifyReport) -> RenderableType:
+def numbers(report: VerifyReport) -> Table:
+    """What every check measured."""
+    table = Table(title="what was measured", title_justify="left", show_edge=False)
+    for name, side in (("check", "left"), ("figure", "left"), ("value", "right")):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    for check in report.checks:
+        for name, value in check.numbers.items():
+            table.add_row(check.name, name.replace("_", " "), f"{value:.6g}" if value % 1 else f"{value:.0f}")
+    return table
+
+
+def render(report: VerifyReport) -> Group:
     """The report as a table with a verdict below it."""
-    table = Table(title=str(report.bundle), title_justify="left", show_edge=False)
+    table = Table(title=Text(str(report.bundle)), title_justify="left", show_edge=False)
     table.add_column("check")
     table.add_column("result", no_wrap=True)
     table.add_column("what was found")

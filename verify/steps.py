@@ -112,7 +112,7 @@ def open_step(bundle: Bundle, calls: Sequence[StepCall]) -> StepSession:
     needed = max(len(call.committed) + len(call.tokens) for call in calls)
     rows = min(point.cache for point in model.graph.points if point.cache >= needed)
     # What was never written must never be read: it would show at once.
-    return StepSession(bundle.file(model.graph.master), bundle.manifest.lowering, model, rows, 1e6)
+    return StepSession(bundle.file, bundle.manifest.lowering, model, rows, 1e6)
 
 
 def half_embedded(feed: Feed, embeds: Array) -> Feed:

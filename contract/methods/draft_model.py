@@ -55,6 +55,8 @@ class ChainDraft(RankedMethod, frozen=True, kw_only=True):
             tensors.UNIFORM: Spec("float32", ("B", "K")),
             **SAMPLING,
         }
+        if self.draft is not None and any(layer.recurrence for layer in self.draft.states):
+            inputs[tensors.KNOWN_TOKENS] = Spec("int64", ("B",))
         outputs = {
             tensors.DRAFT_TOKENS: Spec("int64", ("K", "B")),
             tensors.DRAFT_IDS: Spec("int64", ("K", "B", self.candidates)),

@@ -64,9 +64,9 @@ def compile_graphs(folder: Path, manifest: Manifest, options: EngineOptions, rep
         raise BuildError(
             f"{folder}: was built with --inputs-embeds, and engines read tokens alone; build it without to compile it"
         )
-    if manifest.target.states:
+    if manifest.has_states:
         raise BuildError(
-            f"{folder}: its target has layers without attention, which run on the CPU alone yet; build it with "
+            f"{folder}: a model has layers without attention, which run on the CPU alone yet; build it with "
             "--backend onnxruntime"
         )
     check_batches(options.batch_sizes, manifest.batch_sizes)

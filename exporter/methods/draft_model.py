@@ -17,6 +17,7 @@ from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
 from specexport.contract.methods.draft_model import ChainDraft, DraftModel
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
+from specexport.contract.states import with_rows
 from specexport.exporter import compose, trace
 from specexport.exporter.build_plan import BuildPlan
 from specexport.exporter.drafts import load_draft, require_tokenizer, write_draft
@@ -113,13 +114,17 @@ class DraftModelExporter(ChainDraftExporter[DraftModel]):
 
 def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build: Build) -> Model:
     """Traces one pass of a draft, puts it into a loop, and writes it; ``vocab`` are the tokens it may propose."""
-    lowering = build.options.lowering
+    lowering, points = build.options.lowering, build.plan.propose_points(method)
+    # A text is at least a token longer when it is drafted for again; where it is not, that costs no second reading.
+    back = max(point.drafts for point in points) + 1
+    layers = with_rows(list(draft.states.values()), back, back)
 
     def tracer() -> ir.Model:
-        one_pass = DraftPass(draft.model, vocab, draft.input_vocab, draft.max_positions)
+        states = dict(zip(draft.states, layers, strict=True))
+        one_pass = DraftPass(draft.model, vocab, draft.input_vocab, draft.max_positions, states)
         return compose.propose_graph(trace.trace_draft_pass(one_pass, draft.cache, lowering), draft.cache, lowering)
 
-    return write_draft(draft, build, "propose", tracer, build.plan.propose_points(method))
+    return msgspec.structs.replace(write_draft(draft, build, "propose", tracer, points), states=layers)
 
 
 EXPORTER = DraftModelExporter()

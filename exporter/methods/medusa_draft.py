@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from specexport.checkpoints.medusa import read_outline
 from specexport.checkpoints.reference import as_read, load_reference, reference_heads
+from specexport.contract.errors import BuildError
 from specexport.contract.methods.medusa_draft import MedusaDraft
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
@@ -53,6 +54,11 @@ class MedusaDraftExporter(MethodExporter[MedusaDraft]):
 
     def export(self, method: MedusaDraft, build: Build) -> MedusaDraft:
         draft = load_draft(method.model, build)
+        if draft.states:
+            raise BuildError(
+                f"medusa_draft: {draft.source} has layers without attention, which go through chains alone; choose "
+                "another draft, or leave out its Medusa heads"
+            )
         heads = heads_of(method.medusa, draft)
         vocab, lowering = min(draft.vocab_size, build.target.vocab_size), build.options.lowering
         known = min(MAX_TOP_K, vocab)

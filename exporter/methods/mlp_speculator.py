@@ -105,7 +105,8 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculator]):
         graph = traced(checkpoint, lambda: trace.trace_speculator(stages, build.options.lowering))
         build.progress("tracing the speculator", 1, 1)
         (model,) = write_models(
-            build.folder / "speculator",
+            build.folder,
+            "speculator",
             [Part("propose", graph, self.points(method, build.plan), (), checkpoint.parameters)],
             checkpoint,
             build.options.proposing,

@@ -115,8 +115,10 @@ class StatesDraftExporter(ChainDraftExporter[S]):
         graph = traced(checkpoint, lambda: self.trace(draft, checkpoint.cache, build.options.lowering))
         part = Part("propose", graph, self.points(method, build.plan), checkpoint.cache, checkpoint.parameters)
         build.progress(f"tracing the {self.title}", 1, 1)
-        folder, stored = build.folder / method.role, build.options.proposing
-        (model,) = write_models(folder, [part], checkpoint, stored, None, build.options.lowering, build.progress)
+        options = build.options
+        (model,) = write_models(
+            build.folder, method.role, [part], checkpoint, options.proposing, None, options.lowering, build.progress
+        )
         named = {"model": model.source} if method.sources else {}
         return msgspec.structs.replace(method, draft=model, **named)
 

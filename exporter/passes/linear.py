@@ -18,9 +18,8 @@ from specexport.exporter.passes.names import joined_name
 def canonical_weights(model: ir.Model) -> None:
     """Turns Gemm into MatMul and Add, and ``Transpose(weight)`` into the weight, transposed, under its own name.
 
-    A transposed weight is a view of the checkpoint's tensor: it costs no memory and is made contiguous when it is
-    written. One that something else reads too (an embedding tied to the head) keeps its Transpose, so that it is stored
-    once.
+    A weight is read, and transposed, when it is written. One that something else reads too (an embedding tied to the
+    head) keeps its Transpose, so that it is stored once.
     """
     for node in list(model.graph):
         if node.op_type == "Gemm":
@@ -28,10 +27,20 @@ def canonical_weights(model: ir.Model) -> None:
     for node in list(model.graph):
         weight = node.inputs[0] if transposes_weight(node) else None
         if weight is not None and weight.const_value is not None and len(weight.uses()) == 1:
-            tensor = ir.Tensor(weight.const_value.numpy().swapaxes(-1, -2), name=weight.name)
-            weight.const_value, weight.shape = tensor, tensor.shape
+            weight.const_value = _transposed(weight.const_value)
+            weight.shape = ir.Shape(weight.const_value.shape)
             node.outputs[0].replace_all_uses_with(weight)
             model.graph.remove(node, safe=True)
+
+
+def _transposed(tensor: ir.TensorProtocol) -> ir.LazyTensor:
+    *stack, rows, columns = tensor.shape.numpy()
+    return ir.LazyTensor(
+        lambda: ir.Tensor(tensor.numpy().swapaxes(-1, -2), name=tensor.name),
+        dtype=tensor.dtype,
+        shape=ir.Shape([*stack, columns, rows]),
+        name=tensor.name,
+    )
 
 
 def transposes_weight(node: ir.Node) -> bool:

@@ -93,6 +93,8 @@ class DraftModelProposer(ReadingProposer):
             given[tensors.INPUT_IDS][at] = view.tokens[-tokens:]
             given[tensors.PAST_LENGTH][at] = len(view.tokens) - tokens
             given[tensors.LAST_ROW][at] = tokens - 1
+            if tensors.KNOWN_TOKENS in given:
+                given[tensors.KNOWN_TOKENS][at] = 0  # the last two come again
             write_sampling(given, at, view.params)
             if not view.params.greedy:
                 # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
@@ -122,6 +124,8 @@ class DraftModelProposer(ReadingProposer):
         given[tensors.INPUT_IDS][0, : len(tokens)] = tokens
         given[tensors.PAST_LENGTH][0] = past
         given[tensors.LAST_ROW][0] = len(tokens) - 1
+        if tensors.KNOWN_TOKENS in given:
+            given[tensors.KNOWN_TOKENS][0] = len(tokens)
         self.graph.run(self._chunk, drafts=1, slots=slots)
         self.graph.commit(slot, past, range(len(tokens)))
 

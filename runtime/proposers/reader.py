@@ -26,7 +26,7 @@ class Reader:
 
     def known(self, slot: int, tokens: Sequence[int]) -> int:
         """How many of a text's first tokens have their rows in a slot."""
-        return min(common_prefix(self._texts.get(slot, ()), tokens), self._graph.filled(slot))
+        return self._graph.reusable(slot, common_prefix(self._texts.get(slot, ()), tokens))
 
     def note(self, slot: int, tokens: list[int]) -> None:
         """The rows of a slot are those of these tokens now."""

@@ -3,20 +3,59 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from specexport.contract.engines import BACKENDS
+from specexport.runtime.opening import DEFAULT_UTILIZATION
 from specexport.runtime.widths import EXACTNESS
 
 
-def add_exactness(parser: argparse.ArgumentParser) -> None:
+def add_report(parser: argparse._ActionsContainer, flag: str) -> None:
+    """Declares ``--plot`` or ``--report``."""
+    parser.add_argument(
+        flag,
+        type=Path,
+        metavar="FILE.html",
+        help="also write a page with these tables and charts, which opens offline (default: none)",
+    )
+
+
+def add_threads(parser: argparse._ActionsContainer) -> None:
+    """Declares ``--threads``."""
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as many as there are cores)")
+
+
+def add_machine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Declares what a bundle runs on, in a group of its own, which is returned."""
+    group = parser.add_argument_group("the machine")
+    add_threads(group)
+    group.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        metavar="NAME",
+        help=f"what runs it: {', '.join(BACKENDS)} (default: what it was built for)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=DEFAULT_UTILIZATION,
+        metavar="SHARE",
+        help="of a GPU's memory that may be in use, other programs' included; on a CPU none is taken",
+    )
+    return group
+
+
+def add_exactness(parser: argparse._ActionsContainer) -> None:
     """Declares ``--exactness``."""
     parser.add_argument(
         "--exactness",
         choices=EXACTNESS,
-        help="exact: greedy text is plain decoding's bit for bit, the default on a CPU; fast: the narrowest steps",
+        help="exact: greedy text is plain decoding's bit for bit; fast: the narrowest steps, whose logits may differ "
+        "in the last bits (default: exact on a CPU, fast on a GPU)",
     )
 
 
-def add_calibrate(parser: argparse.ArgumentParser) -> None:
+def add_calibrate(parser: argparse._ActionsContainer) -> None:
     """Declares ``--no-calibrate``."""
     parser.add_argument(
         "--no-calibrate",

@@ -1,4 +1,8 @@
-"""Compare a bundle's methods on this machine: tokens a step, speed-up, memory, and that each says the same."""
+"""Compare a bundle's methods on this machine: tokens a step, speed-up, memory, and that each says the same.
+
+Example:
+    specexport bench qwen3/ --methods draft_model,ngram --data prompts.jsonl --plot bench.html
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from specexport import report
 from specexport.building import progress_bars
-from specexport.commands import add_calibrate, add_exactness
+from specexport.commands import add_calibrate, add_exactness, add_report, add_threads
+from specexport.commands.draw import about
 from specexport.commands.inspect import bytes_text
 from specexport.contract.errors import RequestError
 from specexport.runtime import Engine
@@ -26,7 +33,7 @@ _UNATTENDED_WIDTH = 160
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport bench``."""
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE")
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder made by specexport build")
     parser.add_argument(
         "--methods",
         default="all",
@@ -42,13 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='lines such as {"workload": "chat", "text": "...", "hypothesis": "..."}, the last two optional (default: '
         "code completion, copying edits and prose, made of Python's own sources and help texts)",
     )
-    parser.add_argument("--prompts", type=int, default=4, metavar="N", help="of each workload")
+    parser.add_argument("--prompts", type=int, default=4, metavar="N", help="how many prompts of each workload")
     parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of a prompt at most")
-    parser.add_argument("-n", "--max-tokens", type=int, default=64, help="tokens to generate for each")
+    parser.add_argument("-n", "--max-tokens", type=int, default=64, metavar="N", help="tokens to generate for each")
     add_exactness(parser)
     add_calibrate(parser)
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    add_threads(parser)
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
+    add_report(parser, "--plot")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -57,6 +65,7 @@ def main(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, flag)
         if value is not None and value < least:
             raise RequestError(f"--{flag.replace('_', '-')} is {value}; expected {least} or more")
+    report.check_path("--plot", arguments.plot)
     with Engine.load(
         arguments.bundle, threads=arguments.threads, calibrate=arguments.calibrate, exactness=arguments.exactness
     ) as engine:
@@ -70,11 +79,18 @@ def main(arguments: argparse.Namespace) -> int:
             tasks = workloads.read(engine.encode, arguments.data, *sizes)
         with progress_bars() as progress:
             rows = compare(engine, names, tasks, arguments.max_tokens, progress)
+        device, manifest = engine.backend.device, engine.manifest
+    made = table(rows, list(dict.fromkeys(task.workload for task in tasks)))
     if arguments.json:
         print(json.dumps({"bundle": str(arguments.bundle), "rows": [_as_dict(row) for row in rows]}, indent=2))
     else:
         console = Console(width=None if sys.stdout.isatty() else _UNATTENDED_WIDTH)
-        console.print(table(rows, list(dict.fromkeys(task.workload for task in tasks))))
+        console.print(made)
+    if arguments.plot is not None:
+        speed = _bars("tokens a second over plain decoding's", rows, "speed_up", ("plain", 1.0))
+        charts = (report.Figure("Speed-up", speed), report.Figure("Acceptance length", _bars("tokens a step", rows)))
+        parts = (device, made, *charts, *about(arguments.bundle, manifest))
+        report.write(arguments.plot, f"bench: {arguments.bundle}", parts)
     for row in rows:
         for workload, result in row.results.items():
             if result.differences:
@@ -93,7 +109,7 @@ def table(rows: list[Row], names: list[str]) -> Table:
     for column in ("method", "training", "extra memory"):
         made.add_column(column)
     for name in names:
-        made.add_column(name, justify="right")
+        made.add_column(Text(name), justify="right")
     made.add_column("lossless")
     for row in rows:
         cells = [
@@ -112,6 +128,15 @@ def table(rows: list[Row], names: list[str]) -> Table:
             name += ": " + ", ".join(f"{name} {steps}" for name, steps in row.chosen.items())
         made.add_row(name, row.training or "none", memory, *cells, said)
     return made
+
+
+def _bars(label: str, rows: list[Row], name: str = "tokens_per_step", level: tuple[str, float] | None = None) -> str:
+    """A chart of one figure of every method on every workload."""
+    groups: dict[str, dict[str, float]] = {}
+    for row in rows:
+        for workload, result in row.results.items():
+            groups.setdefault(workload, {})[row.method] = getattr(result, name)
+    return report.bars(label, groups, level)
 
 
 def _as_dict(row: Row) -> dict[str, Any]:

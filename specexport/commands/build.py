@@ -1,4 +1,9 @@
-"""Build a bundle from a target and ways to speculate: a draft, Medusa heads, an MLP speculator, text that repeats."""
+"""Build a bundle from a target and ways to speculate: a draft, Medusa heads, an MLP speculator, text that repeats.
+
+Examples:
+    specexport build --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --precision int8 -o qwen3/
+    specexport build --target meta-llama/Llama-3.2-1B --medusa heads/ --ngram --num-speculative-tokens 4,2 -o llama/
+"""
 
 from __future__ import annotations
 
@@ -26,59 +31,71 @@ _PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "fp8")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport build``."""
     parser.add_argument("--target", required=True, metavar="DIR_OR_ID", help="Hugging Face folder or hub id")
-    add_method_arguments(parser)
-    parser.add_argument(
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
+    ways = add_method_arguments(parser)
+    ways.add_argument(
         "--posterior-threshold", type=float, default=0.09, metavar="E", help="epsilon of typical acceptance"
     )
-    parser.add_argument("--posterior-alpha", type=float, default=0.3, metavar="A", help="alpha of typical acceptance")
-    parser.add_argument(
+    ways.add_argument("--posterior-alpha", type=float, default=0.3, metavar="A", help="alpha of typical acceptance")
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument(
+        "--max-seq-len",
+        type=int,
+        metavar="S",
+        help="tokens of the longest prompt and its output (default: the model's, at most 2048)",
+    )
+    sizes.add_argument("--max-batch-size", type=int, default=8, metavar="B", help="most requests that run at once")
+    sizes.add_argument(
         "--inputs-embeds",
         action="store_true",
         help="let prompts hold embeddings in the place of tokens, as an encoder of sounds or images makes them",
     )
-    parser.add_argument(
-        "--max-seq-len", type=int, metavar="S", help="longest prompt and output (default: the model's, at most 2048)"
-    )
-    parser.add_argument(
-        "--max-batch-size", type=int, default=8, metavar="B", help="most requests that run at once (default: 8)"
-    )
-    parser.add_argument(
+    weights = parser.add_argument_group("weights")
+    weights.add_argument(
         "--precision",
         choices=_PRECISIONS,
-        help="how matrices are stored (default: fp32, or as a checkpoint has them that is quantized already); fp8 pays "
-        "on GPUs of compute capability 8.9 or higher only",
+        help="how matrices are stored; fp8 pays on GPUs of compute capability 8.9 or higher only (default: fp32, or as "
+        "a checkpoint has them that is quantized already)",
     )
-    parser.add_argument(
+    weights.add_argument(
         "--draft-precision",
         choices=_PRECISIONS,
-        help="of the draft, of Medusa heads and of the speculator (default: int8, or int4 where the target is)",
+        help="the same for the draft, Medusa heads or the speculator (default: int8, or int4 where the target is)",
     )
-    parser.add_argument(
+    weights.add_argument(
         "--block-size",
         type=int,
         metavar="N",
         help="weights that share a scale in int8 and int4 (default: 32; in int4 that only proposes, at most 32)",
     )
-    parser.add_argument(
-        "--lowering",
-        choices=("native", "portable"),
-        default="native",
-        help="portable: operators up to opset 20 only, for TensorRT 10.3 (JetPack 6) and Python 3.10; not for int4",
-    )
-    parser.add_argument(
+    device = parser.add_argument_group("device")
+    device.add_argument(
         "--backend",
         choices=BACKENDS,
         default="onnxruntime",
         help="what the bundle is for; all but the first run whole steps on a GPU",
     )
-    parser.add_argument(
+    device.add_argument(
+        "--lowering",
+        choices=("native", "portable"),
+        default="native",
+        help="portable: operators up to opset 20 only, for TensorRT 10.3 (JetPack 6) and Python 3.10; not for int4",
+    )
+    device.add_argument(
+        "-tp",
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes of one host that share the target, each with its part of every layer; on the CPU only",
+    )
+    device.add_argument(
         "--no-compile",
         action="store_true",
         help="leave compiling the engines to specexport compile, on the device that will run them",
     )
     add_engine_arguments(parser)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -91,6 +108,7 @@ def main(arguments: argparse.Namespace) -> int:
         target=arguments.target,
         output=arguments.output,
         methods=methods,
+        tensor_parallel=arguments.tensor_parallel,
         inputs_embeds=arguments.inputs_embeds,
         max_seq_len=arguments.max_seq_len,
         max_batch_size=arguments.max_batch_size,

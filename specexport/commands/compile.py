@@ -1,4 +1,8 @@
-"""Give a bundle engines: its graphs compiled by TensorRT, or as onnxruntime runs them on a GPU."""
+"""Give a bundle engines: its graphs compiled by TensorRT, or as onnxruntime runs them on a GPU.
+
+Example:
+    specexport compile qwen3/ --backend tensorrt --compute fp16 --engine-batch-sizes 1,4
+"""
 
 from __future__ import annotations
 

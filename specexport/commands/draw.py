@@ -1,28 +1,36 @@
-"""Draw a token tree as SVG."""
+"""Draw a token tree as SVG.
+
+Example:
+    specexport draw mc_sim_7b_63 -o tree.svg
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from specexport.commands.inspect import tree_of
+from specexport import report
+from specexport.commands.inspect import summary, tree_of
+from specexport.contract.manifest import Manifest
 from specexport.contract.tree import TokenTree
 
 _STEP, _ROW, _RADIUS = 72, 30, 12
 """Pixels between depths, between leaves, and of a node."""
 _STYLE = """
-svg { color-scheme: light dark; --line: #8a8f98; --text: #1f2328; --node: #ffffff; --first: #cfe3ff; }
-@media (prefers-color-scheme: dark) { svg { --line: #768390; --text: #e6edf3; --node: #22272e; --first: #1f4a7d; } }
-path { fill: none; stroke: var(--line); stroke-width: 1.5 }
-circle { fill: var(--node); stroke: var(--line); stroke-width: 1.5 }
-circle.first { fill: var(--first) }
-text { fill: var(--text); font: 11px sans-serif; text-anchor: middle; dominant-baseline: central }
+.tree { color-scheme: light dark; --line: #8a8f98; --text: #1f2328; --node: #ffffff; --first: #cfe3ff; }
+@media (prefers-color-scheme: dark) { .tree { --line: #768390; --text: #e6edf3; --node: #22272e; --first: #1f4a7d; } }
+.tree path { fill: none; stroke: var(--line); stroke-width: 1.5 }
+.tree circle { fill: var(--node); stroke: var(--line); stroke-width: 1.5 }
+.tree circle.first { fill: var(--first) }
+.tree text { fill: var(--text); font: 11px sans-serif; text-anchor: middle; dominant-baseline: central }
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport draw``."""
-    parser.add_argument("tree", type=Path, metavar="BUNDLE_OR_TREE", help="a bundle, a tree's JSON file or a preset")
+    parser.add_argument(
+        "tree", type=Path, metavar="BUNDLE_OR_TREE", help="a bundle, a tree's JSON file or a preset's name"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="SVG", help="the picture to write")
     parser.add_argument("--method", metavar="NAME", help="whose tree (default: the bundle's first)")
 
@@ -33,6 +41,12 @@ def main(arguments: argparse.Namespace) -> int:
     arguments.output.write_text(svg(tree), encoding="utf-8")
     print(f"{arguments.output}: {len(tree)} nodes with the root, depth {tree.depth}")
     return 0
+
+
+def about(folder: Path, manifest: Manifest) -> list[report.Part]:
+    """What a bundle holds, and the tree of each of its methods, for the end of a report."""
+    trees = (report.Figure(f"Default tree of {one.name}", svg(one.token_trees()[0])) for one in manifest.methods)
+    return [summary(folder, manifest), *trees]
 
 
 def svg(tree: TokenTree) -> str:
@@ -56,6 +70,9 @@ def svg(tree: TokenTree) -> str:
         f'class="{classes[rank == 0]}"/><text x="{x[node]}" y="{y[node]:g}">{node}</text></g>'
         for node, rank in enumerate(tree.ranks)
     ]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" width="{width}" role="img">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="tree" viewBox="0 0 {width} {height:g}" width="{width}" '
+        'role="img">'
+    )
     said = f"<title>A token tree of {len(tree)} nodes, depth {tree.depth}</title><style>{_STYLE}</style>"
     return "\n".join([head, said, *lines, *nodes, "</svg>", ""])

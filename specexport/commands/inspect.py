@@ -1,4 +1,9 @@
-"""Show what is in a bundle."""
+"""Show what is in a bundle.
+
+Examples:
+    specexport inspect qwen3/ --hashes
+    specexport inspect mc_sim_7b_63 --tree
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,9 @@ import json
 from pathlib import Path
 
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 from rich.tree import Tree
 
 from specexport.contract.errors import RequestError
@@ -25,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "bundle",
         type=Path,
         metavar="BUNDLE",
-        help="a bundle; with --tree also a tree's JSON file or a preset",
+        help="a folder made by specexport build; with --tree also a tree's JSON file or a preset's name",
     )
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     parser.add_argument("--tree", action="store_true", help="draw the token tree a step verifies")
@@ -91,10 +97,10 @@ def _bundled_tree(manifest: Manifest, name: str | None) -> TokenTree:
     return method.token_trees()[0]
 
 
-def summary(folder: Path, manifest: Manifest) -> RenderableType:
+def summary(folder: Path, manifest: Manifest) -> Group:
     """What a bundle holds, as a table: one column a model."""
     models = manifest.models
-    table = Table(title=f"{folder}", title_justify="left", show_edge=False)
+    table = Table(title=Text(f"{folder}"), title_justify="left", show_edge=False)
     table.add_column("")
     for role in models:
         table.add_column(role)
@@ -143,6 +149,8 @@ def _cache(model: Model) -> str:
 def _precision(model: Model) -> str:
     precision = model.precision
     text = f"{precision.weights}, computed in {precision.compute}"
+    if model.ranks:
+        text += f", split among {len(model.ranks)} processes"
     if precision.block_size:
         text += f", blocks of {precision.block_size}"
     elif precision.weights == "int8":

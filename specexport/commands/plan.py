@@ -1,4 +1,8 @@
-"""Say what models take on a device, whether they fit, and what speculation can gain there."""
+"""Say what models take on a device, whether they fit, and what speculation can gain there.
+
+Example:
+    specexport plan --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --device orin-nano-8gb --precision int4
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport plan``."""
     parser.add_argument("--target", required=True, metavar="DIR_OR_ID", help="folder with a config.json, or hub id")
     way = parser.add_mutually_exclusive_group()
-    way.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer")
+    way.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer (default: none)")
     way.add_argument(
-        "--method", metavar="NAME[:VALUE]", help="what drafts: draft_model, eagle3, dflash or mtp, as build has it"
+        "--method",
+        metavar="NAME[:VALUE]",
+        help="what drafts: draft_model, eagle3, dflash or mtp, as build has it (default: none)",
     )
-    parser.add_argument("--device", required=True, metavar="NAME", help="such as orin-nano-8gb")
+    parser.add_argument(
+        "--device",
+        required=True,
+        metavar="NAME",
+        help="what it is to run on, such as orin-nano-8gb; a wrong one lists all",
+    )
     parser.add_argument(
         "--precision",
         choices=("fp16", "bf16", "fp8", "int8", "int4"),

@@ -1,4 +1,9 @@
-"""Generate text from a bundle."""
+"""Generate text from a bundle.
+
+Examples:
+    specexport run qwen3/ --prompt "def fibonacci(n):" --temperature 0 --stats
+    specexport run qwen3/ --method ngram --max-tokens 512 < module.py
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,18 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from specexport.commands import add_calibrate, add_exactness
-from specexport.contract.engines import BACKENDS
+from specexport.commands import add_calibrate, add_exactness, add_machine
 from specexport.contract.errors import RequestError
 from specexport.runtime import EmbedsPrompt, Engine, Stats, Stream
 from specexport.runtime.costs import Costs
-from specexport.runtime.opening import DEFAULT_UTILIZATION
 from specexport.runtime.speculative import PLAIN, Speculative
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "acceptance")
@@ -32,64 +37,84 @@ _OF_ACCEPTANCE = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport run``."""
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE")
-    parser.add_argument("-p", "--prompt", help="text to continue; '-' or none reads standard input")
-    parser.add_argument(
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder made by specexport build")
+    text = parser.add_argument_group("text")
+    text.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue (default: -, standard input)")
+    text.add_argument(
         "--prompt-embeds",
         type=Path,
         metavar="FILE",
-        help="embeddings to read before the prompt, [N,H] numbers in a .npy file; for bundles with --inputs-embeds",
+        help="embeddings to read before the prompt, [N,H] numbers in a .npy file, for bundles with --inputs-embeds "
+        "(default: none)",
     )
-    parser.add_argument("-n", "--max-tokens", type=int, default=128, help="most tokens to generate")
+    text.add_argument("-n", "--max-tokens", type=int, default=128, metavar="N", help="most tokens to generate")
+    text.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the output before this text; repeatable"
+    )
+    text.add_argument("--ignore-eos", action="store_true", help="go on past the end of text, to --max-tokens")
+    text.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    text.add_argument("--stats", action="store_true", help="print counters and times to standard error")
     unset = argparse.SUPPRESS
-    parser.add_argument("--temperature", type=float, default=unset, help="0 is greedy (default: the model's own)")
-    parser.add_argument("--top-p", type=float, default=unset, help="nucleus sampling (default: the model's own)")
-    parser.add_argument("--top-k", type=int, default=unset, help="0 keeps all tokens (default: the model's own)")
-    parser.add_argument("--min-p", type=float, default=unset, help="0 keeps all tokens (default: the model's own)")
-    parser.add_argument("--seed", type=int, default=unset, help="makes the text reproducible")
-    parser.add_argument(
-        "--acceptance",
-        choices=("lossless", "typical", "relaxed"),
-        default=unset,
-        help="typical accepts more and is not lossless; nor is relaxed, which is for --hypothesis",
+    sampling = parser.add_argument_group("sampling")
+    add: Callable[..., Any] = partial(sampling.add_argument, default=unset)
+    add("--temperature", type=float, metavar="T", help="divide logits by this; 0 is greedy (default: the model's own)")
+    add("--top-p", type=float, metavar="P", help="keep the likeliest tokens of this share (default: the model's own)")
+    add("--top-k", type=int, metavar="N", help="keep so many tokens, with 0 all (default: the model's own)")
+    add(
+        "--min-p", type=float, metavar="P", help="keep tokens of this share of the likeliest (default: the model's own)"
     )
-    parser.add_argument("--posterior-threshold", type=float, default=unset, help="epsilon of typical acceptance")
-    parser.add_argument("--posterior-alpha", type=float, default=unset, help="alpha of typical acceptance")
-    parser.add_argument(
-        "--likelihood-threshold", type=float, default=unset, help="of relaxed acceptance (default: 0.2)"
-    )
-    parser.add_argument("--entropy-threshold", type=float, default=unset, help="of relaxed acceptance (default: none)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
-    parser.add_argument("--stats", action="store_true", help="print counters and times to standard error")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--no-speculation", action="store_true", help="decode plainly, for comparison")
-    parser.add_argument(
+    add("--seed", type=int, metavar="N", help="gives the same text again (default: another each time)")
+    speculation = parser.add_argument_group("speculation")
+    speculation.add_argument("--no-speculation", action="store_true", help="decode plainly, for comparison")
+    speculation.add_argument(
         "--method",
         metavar="NAME",
-        help="how to speculate: one the bundle was built for (default: the first), or one that needs no graph, such as "
-        "ngram or suffix",
+        help="how to speculate: one the bundle was built for, or one that needs no graph, such as ngram or suffix "
+        "(default: the bundle's first)",
     )
-    parser.add_argument(
-        "--num-speculative-tokens", type=int, metavar="K", help="one the bundle was built for (default: its own)"
+    speculation.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        metavar="K",
+        help="draft tokens a step, one of the numbers it was built for (default: as many as pay, by what steps cost)",
     )
-    parser.add_argument(
-        "--backend", choices=BACKENDS, metavar="NAME", help=f"{', '.join(BACKENDS)} (default: what it was built for)"
+    add_calibrate(speculation)
+    add_exactness(speculation)
+    speculation.add_argument(
+        "--hypothesis",
+        type=Path,
+        metavar="FILE",
+        help="a text that the output is expected to be, verified instead of drafted (default: none)",
     )
-    parser.add_argument(
-        "--gpu-memory-utilization",
+    speculation.add_argument(
+        "--hypothesis-entropy",
         type=float,
-        default=DEFAULT_UTILIZATION,
-        metavar="PART",
-        help="of the GPU's memory that may be in use (default: %(default)s)",
+        metavar="H",
+        help="how unsure the hypothesis' maker was at worst, in nats (default: unknown)",
     )
-    add_exactness(parser)
-    add_calibrate(parser)
-    parser.add_argument("--hypothesis", type=Path, metavar="FILE", help="a text the output is expected to be")
-    parser.add_argument(
-        "--hypothesis-entropy", type=float, metavar="H", help="how unsure its maker was at worst, in nats"
+    add = partial(speculation.add_argument, default=unset)
+    add(
+        "--acceptance",
+        choices=("lossless", "typical", "relaxed"),
+        help="what is accepted: typical accepts more and is not lossless; nor is relaxed, which is for --hypothesis "
+        "(default: lossless)",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    own = "(default: the bundle's)"
+    add("--posterior-threshold", type=float, metavar="E", help=f"epsilon of typical acceptance {own}")
+    add("--posterior-alpha", type=float, metavar="A", help=f"alpha of typical acceptance {own}")
+    add(
+        "--likelihood-threshold",
+        type=float,
+        metavar="P",
+        help="relaxed acceptance takes tokens of this probability (default: 0.2)",
+    )
+    add(
+        "--entropy-threshold",
+        type=float,
+        metavar="H",
+        help="a hypothesis of less entropy than this, in nats, is the output as it is (default: none is)",
+    )
+    add_machine(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,15 +1,20 @@
-"""Serve a bundle or a model over OpenAI's API."""
+"""Serve a bundle or a model over OpenAI's API.
+
+Examples:
+    specexport serve qwen3/ --port 8000 --api-key secret
+    specexport serve Qwen/Qwen3-4B --speculative-config '{"model": "Qwen/Qwen3-0.6B"}' --max-model-len 2048
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from specexport.building import needs_extra
-from specexport.commands import add_calibrate, add_exactness
-from specexport.contract.engines import BACKENDS
+from specexport.commands import add_calibrate, add_exactness, add_machine
 from specexport.contract.errors import BuildError
 
 
@@ -18,50 +23,86 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", nargs="?", metavar="BUNDLE_OR_MODEL", help="a bundle, or a model that is built on first use"
     )
-    parser.add_argument("--model", metavar="DIR_OR_ID", help="the same, as a flag")
-    parser.add_argument("--speculative-config", metavar="JSON", help="how to speculate: method, model, ...")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for every one")
-    parser.add_argument("--port", type=int, default=8000, help="0 for any that is free")
-    parser.add_argument(
+    parser.add_argument("--model", metavar="DIR_OR_ID", help="the same, as a flag (default: BUNDLE_OR_MODEL)")
+    model = parser.add_argument_group("the model")
+    model.add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        help="how to speculate, a mapping with method, model and the method's keys (default: a bundle's first method)",
+    )
+    model.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="the model's names in the API (default: as given)"
+    )
+    model.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="S",
+        help="most tokens of a prompt and its output (default: the bundle's; to build, the model's, at most 2048)",
+    )
+    model.add_argument(
+        "--precision",
+        choices=("fp32", "fp16", "int8", "int4"),
+        help="of the weights of a model that is built (default: fp32, or as its checkpoint is quantized)",
+    )
+    model.add_argument(
+        "--seed", type=int, metavar="N", help="of requests without one of their own (default: another for each)"
+    )
+    add_calibrate(model)
+    add_exactness(model)
+    api = parser.add_argument_group("the API")
+    api.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for every one")
+    api.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any that is free")
+    api.add_argument(
         "--api-key",
         action="append",
         default=[],
         metavar="KEY",
         help="one that clients have to send; repeatable (default: $SPECEXPORT_API_KEY, else none)",
     )
-    parser.add_argument(
+    api.add_argument(
         "--cors",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="pages that may call it; repeatable; * for any",
+        help="web pages that browsers let call it, * for any; repeatable (default: none)",
     )
-    parser.add_argument("--no-page", action="store_false", dest="page", help="have no page at / to try it with")
-    parser.add_argument(
-        "--served-model-name", nargs="+", metavar="NAME", help="the model's names in the API (default: as given)"
+    api.add_argument("--no-page", action="store_false", dest="page", help="have no page at / to try it with")
+    api.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="least that is logged"
     )
-    parser.add_argument("--max-model-len", type=int, metavar="S", help="most tokens of prompt and output")
-    parser.add_argument("--max-queue", type=int, default=128, metavar="N", help="most requests that wait")
-    parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="most a request may take; 0 for no limit"
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-queue", type=int, default=128, metavar="N", help="most requests that wait; more are refused with 429"
     )
-    parser.add_argument(
-        "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="that requests may take to finish"
+    limits.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="most seconds a request may take; 0 for no limit"
     )
-    parser.add_argument("--max-body-bytes", type=int, default=8 << 20, metavar="N", help="of a request")
-    parser.add_argument("--seed", type=int, help="of requests without one of their own")
-    parser.add_argument("--precision", choices=("fp32", "fp16", "int8", "int4"), help="of a model that is built")
-    add_exactness(parser)
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
-    parser.add_argument(
-        "--backend", choices=BACKENDS, metavar="NAME", help=f"{', '.join(BACKENDS)} (default: what it was built for)"
+    limits.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that streams get to finish when the server is told to stop",
     )
-    add_calibrate(parser)
-    parser.add_argument("-tp", "--tensor-parallel-size", type=int, default=1, metavar="1", help="1: nothing is split")
-    parser.add_argument(
-        "--gpu-memory-utilization", type=float, metavar="SHARE", help="of a GPU's memory; on a CPU none is taken"
+    limits.add_argument(
+        "--max-body-bytes", type=int, default=8 << 20, metavar="N", help="bytes of a request's body at most"
     )
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    machine = add_machine(parser)
+    machine.add_argument(
+        "-tp",
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="processes that share the target (default: 1; a bundle's own)",
+    )
+    ray = parser.add_argument_group("on Ray")
+    ray.add_argument("--ray", action="store_true", help="serve on Ray: $RAY_ADDRESS, 'ray start', or one of its own")
+    ray.add_argument(
+        "--replicas", type=int, metavar="N", help="with --ray: engines, each with a copy of the model (default: 1)"
+    )
+    ray.add_argument(
+        "--max-replicas", type=int, metavar="N", help="with --ray: as many while requests wait (default: --replicas)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -71,6 +112,11 @@ def main(arguments: argparse.Namespace) -> int:
     for name, least in (("timeout", 0), ("shutdown_timeout", 0), ("max_queue", 0), ("max_body_bytes", 1)):
         if getattr(arguments, name) < least:
             raise BuildError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; expected at least {least}")
+    if arguments.ray:
+        return _on_ray(arguments)
+    for name in ("replicas", "max_replicas"):
+        if getattr(arguments, name) is not None:
+            raise BuildError(f"--{name.replace('_', '-')} was given without --ray; a server by itself is one engine")
     with needs_extra("serving", "serve"):
         from specexport.server.app import create_app
         from specexport.server.run import Server
@@ -100,6 +146,33 @@ def main(arguments: argparse.Namespace) -> int:
     server = Server(app, engine, patience=arguments.shutdown_timeout, **settings)
     server.run()
     return 0 if server.started else 1
+
+
+def _on_ray(arguments: argparse.Namespace) -> int:
+    if arguments.precision or arguments.tensor_parallel_size is not None:
+        raise BuildError("--ray serves a bundle as it is; leave out --precision and --tensor-parallel-size")
+    replicas = 1 if arguments.replicas is None else arguments.replicas
+    most = arguments.max_replicas or replicas
+    with needs_extra("serving on Ray", "ray"):
+        from pydantic import ValidationError
+
+        from specexport.server.ray import Settings, run
+    given = {name: value for name, value in vars(arguments).items() if name in Settings.model_fields}
+    given |= {
+        "bundle": str(Path(arguments.source or arguments.model).absolute()),
+        "replicas": replicas,
+        "threads": arguments.threads or max(1, (os.cpu_count() or 1) // max(1, most)),
+        "served_model_name": arguments.served_model_name or [arguments.source or arguments.model],
+        "timeout": arguments.timeout or None,
+        "api_keys": _keys(arguments.api_key),
+    }
+    try:
+        settings = Settings.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BuildError(f"--{str(first['loc'][0]).replace('_', '-')} is {first['input']!r}: {first['msg']}") from error
+    run(settings, arguments.host, arguments.port, arguments.log_level)
+    return 0
 
 
 def _keys(given: Sequence[str]) -> list[str]:

@@ -1,4 +1,8 @@
-"""Suggest ways to speculate for a target; 'bench' measures those of a bundle."""
+"""Suggest ways to speculate for a target; 'bench' measures those of a bundle.
+
+Example:
+    specexport suggest --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --draft Qwen/Qwen3-1.7B
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport suggest``."""
     parser.add_argument("--target", required=True, metavar="DIR_OR_ID", help="Hugging Face folder or hub id")
     parser.add_argument(
-        "--draft", action="append", default=[], metavar="DIR_OR_ID", help="a smaller model to choose from; repeatable"
+        "--draft",
+        action="append",
+        default=[],
+        metavar="DIR_OR_ID",
+        help="a smaller model to choose from; repeatable (default: none)",
     )
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where the bundle is to run")
 

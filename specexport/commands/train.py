@@ -1,4 +1,8 @@
-"""Train what a target speculates with: Medusa heads, an MLP speculator, an EAGLE-3 or DFlash draft, a draft model."""
+"""Train what a target speculates with: Medusa heads, an MLP speculator, an EAGLE-3 or DFlash draft, a draft model.
+
+Example:
+    specexport train medusa --target Qwen/Qwen3-0.6B --data texts.jsonl -o heads/
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what ``specexport train`` can train, each with its flags."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     for name, kind in _KINDS.items():
-        command = kinds.add_parser(name, help=kind.summary, description=kind.summary)
+        example = (
+            f"Example:\n    specexport train {name} --target Qwen/Qwen3-0.6B --data texts.jsonl -o {name}/{kind.more}"
+        )
+        command = kinds.add_parser(name, help=kind.summary, description=kind.summary, epilog=example)
         add_flags(command, kind.options)
         command.add_argument("--json", action="store_true", help="print the record of the training as JSON")
 
@@ -109,6 +116,7 @@ class _Kind:
     summary: str
     options: type[RunOptions]
     report: Callable[[dict[str, Any], Console], None]
+    more: str = ""
 
 
 _KINDS = {
@@ -116,5 +124,5 @@ _KINDS = {
     "mlp-speculator": _Kind("Train an MLP speculator for a target.", SpeculatorOptions, _report_speculator),
     "eagle3": _Kind("Train an EAGLE-3 draft for a target.", Eagle3Options, _report_states_draft),
     "dflash": _Kind("Train a DFlash draft for a target.", DFlashOptions, _report_states_draft),
-    "draft": _Kind("Distil a target into a draft model.", DraftOptions, _report_draft),
+    "draft": _Kind("Distil a target into a draft model.", DraftOptions, _report_draft, " --layers 4 --hidden 512"),
 }

@@ -1,4 +1,9 @@
-"""Measure a bundle on this machine: ``tune tree`` chooses the token tree, ``tune batch`` how much steps speculate."""
+"""Measure a bundle on this machine: ``tune tree`` chooses the token tree, ``tune batch`` how much steps speculate.
+
+Examples:
+    specexport tune tree qwen3/ --data held-out.jsonl
+    specexport tune batch qwen3/
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from specexport import report
 from specexport.building import exporter, progress_bars
+from specexport.commands import add_report, add_threads
+from specexport.commands.draw import about, svg
 from specexport.commands.inspect import terminal_tree
 from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import RequestError
@@ -34,9 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the token tree of a method",
         description="Decode text with a method, see which of its candidates come true, time steps of every width, and "
         "make the tree that commits most tokens a second the method's default.",
+        epilog="Example:\n    specexport tune tree qwen3/ --data held-out.jsonl --dry-run --plot tree.html",
     )
     tree.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder made by specexport build")
-    tree.add_argument("--method", metavar="NAME", help="which of the bundle's (default: its first)")
+    tree.add_argument("--method", metavar="NAME", help="whose tree, by name (default: the bundle's first method)")
     tree.add_argument(
         "--data",
         type=Path,
@@ -48,25 +57,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tree.add_argument("--max-nodes", type=int, default=32, metavar="N", help="most tokens a step verifies")
     tree.add_argument("--prompts", type=int, default=32, metavar="N", help="how many prompts to decode")
     tree.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of a prompt")
-    tree.add_argument("-n", "--max-tokens", type=int, default=96, help="tokens to generate for each")
-    tree.add_argument("--temperature", type=float, default=0.0, help="decode at this temperature; 0 is greedy")
-    tree.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    tree.add_argument("-n", "--max-tokens", type=int, default=96, metavar="N", help="tokens to generate for each")
+    tree.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="divide logits by this; 0 decodes greedily"
+    )
+    add_threads(tree)
     tree.add_argument("--dry-run", action="store_true", help="print the result and leave the bundle as it is")
     tree.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_report(tree, "--plot")
     batch = what.add_parser(
         "batch",
         help="how much each step speculates",
         description="Time steps of every width and proposals at every batch size anew, for longer than is done when a "
         "bundle is first opened here, print the figures and remember them. Engines on this machine with as many "
         "threads speculate as much as pays by them: less as the batch fills, and not at all where it does not.",
+        epilog="Example:\n    specexport tune batch qwen3/ --seconds 120 --plot costs.html",
     )
-    batch.add_argument("bundle", type=Path, metavar="BUNDLE")
-    batch.add_argument("--threads", type=int, metavar="N", help="CPU threads it will run with (default: all cores)")
+    batch.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder made by specexport build")
+    add_threads(batch)
     batch.add_argument("--backend", choices=BACKENDS, help="what will run it (default: what it was built for)")
     batch.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="about how long to measure; two turns at least"
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="about how many seconds to measure, but two turns at least",
     )
     batch.add_argument("--json", action="store_true", help="print it as JSON")
+    add_report(batch, "--plot")
     batch.set_defaults(main=tune_batch)
 
 
@@ -77,6 +95,7 @@ def main(arguments: argparse.Namespace) -> int:
     for flag, least in (("max_nodes", 2), ("prompts", 1), ("prompt_tokens", 2), ("max_tokens", 2)):
         if getattr(arguments, flag) < least:
             raise RequestError(f"--{flag.replace('_', '-')} is {getattr(arguments, flag)}; expected {least} or more")
+    report.check_path("--plot", arguments.plot)
     if not arguments.dry_run:
         exporter()
     bundle = Bundle.open(arguments.bundle)
@@ -108,6 +127,7 @@ def main(arguments: argparse.Namespace) -> int:
                 temperature=arguments.temperature, max_tokens=arguments.max_tokens, seed=0, ignore_eos=True
             )
             observed = tune.observe(engine, name, prompts, params, bars)
+            device = engine.backend.device
         # Tokens that fit behind the longest context, and rows half-way through the text that is decoded.
         room = max(point.cache for point in manifest.target.graph.points) - manifest.max_seq_len + 1
         rows = min(arguments.prompt_tokens + arguments.max_tokens // 2, manifest.max_seq_len - 1)
@@ -115,13 +135,16 @@ def main(arguments: argparse.Namespace) -> int:
     found = tune.candidates(method, observed, costs)
     if not found:
         raise RequestError("no candidate ever came true on this text, so that no tree helps; nothing was changed")
-    best = found[0]
+    best, table = found[0], _table(name, found, costs)
     if arguments.json:
         print(json.dumps(_as_dict(name, found, costs), indent=2))
     else:
         console = Console()
-        console.print(_table(name, found, costs))
+        console.print(table)
         console.print(terminal_tree(best.tree))
+    if arguments.plot is not None:
+        parts = (device, table, *_figures(name, found, costs), *about(arguments.bundle, manifest))
+        report.write(arguments.plot, f"tune tree: {arguments.bundle}", parts)
     if arguments.dry_run:
         return 0
     from specexport.exporter.retree import set_default_tree
@@ -194,10 +217,27 @@ def _table(name: str, found: list[TreeCandidate], costs: Sequence[float]) -> Tab
     return table
 
 
+def _figures(name: str, found: list[TreeCandidate], costs: Sequence[float]) -> list[report.Figure]:
+    best, by_size = found[0], sorted(found, key=lambda one: len(one.tree))
+    rates = [(len(one.tree), one.tokens_per_second) for one in by_size]
+    tokens = [(len(one.tree), one.tokens) for one in by_size]
+    steps = [(width, cost * 1e3) for width, cost in enumerate(costs, start=1)]
+    whole = [(len(one.tree), one.seconds * 1e3) for one in by_size]
+    plain = ("plain", best.tokens_per_second / best.speed_up)
+    charts = {
+        "Speed, by size of the tree": report.lines("nodes", "tokens/s", {name: rates}, plain),
+        "Tokens that a step is expected to commit": report.lines("nodes", "tokens a step", {name: tokens}),
+        "What a step costs": report.lines("nodes", "ms", {"c(T), the target": steps, "whole step": whole}),
+        f"The best tree: {len(best.tree)} nodes": svg(best.tree),
+    }
+    return [report.Figure(*one) for one in charts.items()]
+
+
 def tune_batch(arguments: argparse.Namespace) -> int:
     """Runs ``specexport tune batch``."""
     if not arguments.seconds > 0:
         raise RequestError(f"--seconds is {arguments.seconds:g}; expected more than 0")
+    report.check_path("--plot", arguments.plot)
     with (
         progress_bars() as progress,
         Engine.load(
@@ -205,10 +245,19 @@ def tune_batch(arguments: argparse.Namespace) -> int:
         ) as engine,
     ):
         curve, device = engine.calibrate(arguments.seconds, progress), engine.backend.device
+        manifest = engine.manifest
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(curve), indent=2))
     else:
         Console().print(device, *tables(curve), sep="\n")
+    if arguments.plot is not None:
+        steps = report.lines("T, tokens a slot", "ms", _by_slots(curve.steps))
+        charts = [report.Figure("A step of the target", steps)]
+        for one in curve.methods:
+            chart = report.lines("nodes of a tree", "ms", _by_slots(one.propose))
+            charts.append(report.Figure(f"Proposing with {one.method}", chart))
+        parts = (device, *tables(curve), *charts, *about(arguments.bundle, manifest))
+        report.write(arguments.plot, f"tune batch: {arguments.bundle}", parts)
     return 0
 
 
@@ -217,6 +266,14 @@ def tables(curve: CostCurve) -> list[Table]:
     steps = _costs_table(f"ms a step of T tokens a slot, {curve.rows} cache rows", "T", curve.steps)
     title = "ms to propose trees of so many nodes"
     return [steps, *(_costs_table(f"{one.method}: {title}", "nodes", one.propose) for one in curve.methods)]
+
+
+def _by_slots(costs: Sequence[Cost]) -> dict[str, list[tuple[float, float]]]:
+    """Milliseconds by tokens, for each number of slots."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for cost in sorted(costs, key=lambda one: (one.batch, one.tokens)):
+        found.setdefault(f"{cost.batch} slot{'s' * (cost.batch > 1)}", []).append((cost.tokens, cost.seconds * 1e3))
+    return found
 
 
 def _costs_table(title: str, axis: str, costs: Sequence[Cost]) -> Table:

@@ -110,7 +110,7 @@ def create_app(
         if scope["method"] == "POST":
             service.engine.require_place(others)
 
-    app.add_middleware(Edge, metrics=service.metrics, max_body_bytes=max_body_bytes, admit=admit)
+    app.add_middleware(Edge, refused=service.metrics.refused, max_body_bytes=max_body_bytes, admit=admit)
     if origins:  # around all else, as browsers ask without a key
         app.add_middleware(
             CORSMiddleware,

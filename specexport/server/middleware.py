@@ -12,7 +12,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specexport.server.errors import ApiError, api_error
-from specexport.server.metrics import Metrics
 
 REQUEST_ID = "x-request-id"
 """The header that names a request: an answer has the request's, or one that is made for it."""
@@ -38,15 +37,19 @@ class Edge:
 
     Args:
         app: what comes next.
-        metrics: counts answers of 400 and above.
+        refused: told the status of answers of 400 and above.
         max_body_bytes: most bytes of a request's body, by what it announces or by what comes.
         admit: raises for whoever is not let in; given the request's scope and how many requests with a body are here.
     """
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, max_body_bytes: int, admit: Callable[[Scope, int], None]
+        self,
+        app: ASGIApp,
+        refused: Callable[[int], None],
+        max_body_bytes: int,
+        admit: Callable[[Scope, int], None],
     ) -> None:
-        self._app, self._metrics, self._most, self._admit = app, metrics, max_body_bytes, admit
+        self._app, self._refused, self._most, self._admit = app, refused, max_body_bytes, admit
         self._requests = self._bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,7 +65,7 @@ class Edge:
             if message["type"] == "http.response.start":
                 begun = True
                 if message["status"] >= 400:
-                    self._metrics.refused(message["status"])
+                    self._refused(message["status"])
                 MutableHeaders(scope=message)[REQUEST_ID] = named
             await send(message)
 

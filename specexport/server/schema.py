@@ -506,6 +506,7 @@ class Step(BaseModel):
     held: int = Field(
         description="How many of the first nodes an earlier step accepted, whose tokens come with this one."
     )
+    seconds: float = Field(description="When the step ended, since the request came.")
 
 
 class Choice(BaseModel):

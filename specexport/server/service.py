@@ -32,7 +32,7 @@ from specexport.server.schema import (
     Usage,
 )
 
-_SAMPLING = {
+SAMPLING = {
     *("temperature", "top_p", "top_k", "min_p", "ignore_eos", "min_tokens", "skip_special_tokens"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 }
@@ -121,7 +121,7 @@ class Service:
                 "structured_outputs: given beside tools or a response_format; give one of them",
                 param="structured_outputs",
             )
-        chosen = given.model_dump(include=_SAMPLING, exclude_none=True)
+        chosen = given.model_dump(include=SAMPLING, exclude_none=True)
         return frontend.engine.defaults().replace(
             max_tokens=frontend.max_model_len if max_tokens is None else max_tokens,
             stop=given.stop or (),
@@ -223,7 +223,7 @@ async def _events(
     def piece(index: int, chunk: Chunk) -> str:
         said = form.choice(index, chunk, True)
         if said is not None and given.include_steps:
-            said.step = step_of(chunk, service.engine.frontend.token_text)
+            said.step = step_of(chunk, service.engine.frontend.token_text, streams[index].arrived)
         usage = usage_of(given, streams, prompt_tokens) if options.continuous_usage_stats else None
         return "" if said is None else event(form.answer([said], usage, True))
 
@@ -241,10 +241,12 @@ async def _events(
     yield "data: [DONE]\n\n"
 
 
-def step_of(chunk: Chunk, token_text: Callable[[int], str]) -> Step:
-    """The step that made a chunk, in texts."""
+def step_of(chunk: Chunk, token_text: Callable[[int], str], arrived: float) -> Step:
+    """The step that made a chunk of a request that came at ``arrived``, in texts."""
+    seconds = chunk.made - arrived
     if chunk.verified is None:
-        return Step(tokens=[(text, 0) for text in chunk.pieces], parents=[-1], drafted=[], path=[], held=0)
+        plain = [(text, 0) for text in chunk.pieces]
+        return Step(tokens=plain, parents=[-1], drafted=[], path=[], held=0, seconds=seconds)
     step = chunk.verified
     return Step(
         tokens=list(zip(chunk.pieces, step.positions, strict=False)),  # the output may end before the step's tokens do
@@ -252,6 +254,7 @@ def step_of(chunk: Chunk, token_text: Callable[[int], str]) -> Step:
         drafted=list(map(token_text, step.drafted)),
         path=list(step.path),
         held=step.held,
+        seconds=seconds,
     )
 
 

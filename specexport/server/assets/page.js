@@ -50,13 +50,13 @@ class Pane {
     find("panes").append(this.root);
     this.text = "";
     this.steps = 0;
-    this.first = this.last = null; // when the first and the last step came, in ms
+    this.first = this.last = null; // when the first and the last step ended, in seconds
     this.counted = 0; // tokens of the first step, whose time is the prompt's
     this.usage = null;
   }
 
   get speed() {
-    const seconds = (this.last - this.first) / 1e3;
+    const seconds = this.last - this.first;
     return seconds > 0 ? (this.usage.completion_tokens - this.counted) / seconds : 0;
   }
 
@@ -68,7 +68,7 @@ class Pane {
   add(event) {
     this.usage = event.usage ?? this.usage;
     for (const choice of event.choices) {
-      this.last = performance.now();
+      this.last = choice.step?.seconds ?? this.last; // the server's clock: several steps may come at once
       this.text += choice.text ?? choice.delta?.content ?? "";
       if (choice.step?.tokens.length) this.addStep(choice.step);
       if (this.first === null) {

@@ -1,0 +1,244 @@
+"""Splits a model among ranks, each of which computes a share of every layer: tensor parallelism.
+
+As in Megatron-LM (Shoeybi et al. 2019), the first product of a pair keeps a share of its columns and the second the
+same share of its rows, so that ranks meet once a pair, to add up what they made. Which products are pairs is what
+transformers says of a family (its ``tp_plan``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import torch
+
+from specexport.checkpoints import streamed
+from specexport.checkpoints.checkpoint import Checkpoint, plain_transformers
+from specexport.checkpoints.parity import TOLERANCE
+from specexport.checkpoints.quiet import quiet
+from specexport.checkpoints.streamed import read_weights
+from specexport.contract.errors import BuildError
+from specexport.graphs.ops import join_of_ranks, met_by, sum_of_ranks
+
+
+class _Summed(torch.nn.Module):
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, *given: Any, **named: Any) -> torch.Tensor:
+        made: torch.Tensor = sum_of_ranks(self.part(*given, **named))
+        return made
+
+
+class _Joined(torch.nn.Module):
+    def __init__(self, part: torch.nn.Module, ranks: int) -> None:
+        super().__init__()
+        self.part = part
+        self.ranks = ranks
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = join_of_ranks(self.part(rows), self.ranks)
+        return made
+
+
+class _SplitEmbedding(torch.nn.Module):
+    """Rows of a table from ``first`` on; a rank that has not a token's row has zeros."""
+
+    def __init__(self, part: torch.nn.Module, first: int, count: int) -> None:
+        super().__init__()
+        self.part = part
+        self.first = first
+        self.count = count
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        own = ids - self.first
+        here = (own >= 0) & (own < self.count)
+        made: torch.Tensor = sum_of_ranks(torch.where(here[..., None], self.part(torch.where(here, own, 0)), 0.0))
+        return made
+
+
+class _Part:
+    """One rank's share of a model; see :func:`split`."""
+
+    def __init__(self, model: Any, rank: int, ranks: int) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        tensors = [*model.parameters(), *model.buffers()]
+        self.model = copy.deepcopy(model, {id(one): one for one in tensors})  # the modules, with the same tensors
+        self._made: dict[tuple[int, int, bool], torch.nn.Parameter] = {}
+
+    def share(self, whole: Any, axis: int, packed: bool = False) -> torch.nn.Parameter:
+        """This rank's slice of a parameter; ``packed`` ones are two matrices side by side, each with a slice."""
+        known = self._made.get((id(whole), axis, packed))
+        if known is not None:  # tied weights stay tied
+            return known
+
+        def cut(numbers: torch.Tensor) -> torch.Tensor:
+            halves = numbers.chunk(2, axis) if packed else (numbers,)
+            return torch.cat([half.chunk(self.ranks, axis)[self.rank] for half in halves], axis)
+
+        stored = streamed.stored(whole)
+        if stored is None:
+            part = torch.nn.Parameter(cut(whole.detach()), requires_grad=False)
+        else:
+            shape = torch.Size(cut(whole.detach()).shape)
+            stand_in = torch.full((), torch.nan).expand(shape)
+            part = torch.nn.Parameter(stand_in, requires_grad=False)
+            streamed.stand_for(part, dataclasses.replace(stored, shape=tuple(shape), read=lambda: cut(stored.read())))
+        self._made[id(whole), axis, packed] = part
+        return part
+
+    def require(self, count: int, what: str) -> None:
+        if count % self.ranks:
+            raise BuildError(f"it has {count} {what}; choose a number that divides them")
+
+    def columns(self, module: Any, name: str) -> None:
+        """A product keeps a share of its columns: rows of a weight ``[N,K]``."""
+        self.require(module.out_features, f"columns of {name}")
+        module.weight = self.share(module.weight, 0)
+        module.bias = module.bias if module.bias is None else self.share(module.bias, 0)
+        module.out_features //= self.ranks
+
+    def rows(self, module: Any, name: str) -> torch.nn.Module:
+        """A product keeps a share of its rows, and the ranks add up; one of them has its bias."""
+        self.require(module.in_features, f"rows of {name}")
+        module.weight = self.share(module.weight, 1)
+        module.in_features //= self.ranks
+        if module.bias is not None and self.rank:
+            module.bias = torch.nn.Parameter(torch.zeros_like(module.bias), requires_grad=False)
+        return _Summed(module)
+
+    def experts(self, module: Any, name: str, plan: dict[str, str]) -> torch.nn.Module:
+        """Every rank has a share of each expert's columns, as of any other product's."""
+        for key, whole in list(module.named_parameters(recurse=False)):
+            style = plan.get(key)
+            if style not in ("packed_colwise", "colwise", "rowwise") or key.endswith("bias"):
+                raise BuildError(f"its experts have {key}, of which transformers does not say how to split it")
+            axis = (-1 if style == "rowwise" else -2) % whole.dim()
+            if module.is_transposed:
+                axis = 2 * whole.dim() - 3 - axis
+            packed = style == "packed_colwise"
+            self.require(whole.shape[axis] // (2 if packed else 1), f"columns of {name}")
+            setattr(module, key, self.share(whole, axis, packed))
+        return _Summed(module)
+
+
+def split(model: Any, rank: int, ranks: int) -> Any:
+    """One rank's share of a causal LM of transformers; the model stays as it is, and shares what is not split.
+
+    Its heads, the products of its MLPs and of its experts, and, where their number divides, the rows of its embedding
+    and of its head.
+
+    Raises:
+        BuildError: transformers does not say how to split the family, or a number does not divide.
+    """
+    part = _Part(model, rank, ranks)
+    made = part.model
+    embedding, head = made.get_input_embeddings(), made.get_output_embeddings()
+    layers = {name: style for name, style in (model.tp_plan or {}).items() if ".*." in name}
+    if not layers:
+        raise BuildError("transformers does not say how to split it (base_model_tp_plan)")
+    patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): (name, style) for name, style in layers.items()}
+    for name, module in list(made.named_modules()):
+        found = next((said for pattern, said in patterns.items() if pattern.fullmatch(name)), None)
+        if found is None or found[1] in ("replicated_with_grad_allreduce", "replicate"):
+            continue
+        pattern, style = found
+        above, _, own = name.rpartition(".")
+        short = re.sub(r"^.*\.\d+\.", "", name)
+        if style == "colwise" and isinstance(module, torch.nn.Linear):
+            part.columns(module, short)
+        elif style == "rowwise" and isinstance(module, torch.nn.Linear):
+            setattr(made.get_submodule(above), own, part.rows(module, short))
+        elif style == "moe_tp_experts":
+            inner = {key.rpartition(".")[2]: of for key, of in layers.items() if key.startswith(f"{pattern}.")}
+            setattr(made.get_submodule(above), own, part.experts(module, short, inner))
+        else:
+            raise BuildError(f"{short} is to be split in a way that is not supported ({style})")
+    if embedding.weight.shape[0] % ranks == 0 and head.weight.shape[0] % ranks == 0:
+        rows = embedding.weight.shape[0] // ranks
+        embedding.weight = part.share(embedding.weight, 0)
+        head.weight = part.share(head.weight, 0)
+        if getattr(head, "bias", None) is not None:
+            head.bias = part.share(head.bias, 0)
+        made.set_input_embeddings(_SplitEmbedding(embedding, rank * rows, rows))
+        made.set_output_embeddings(_Joined(head, ranks))
+    return made
+
+
+def split_checkpoint(whole: Checkpoint, rank: int, ranks: int) -> Checkpoint:
+    """One rank's share of a loaded target; see :func:`split`.
+
+    Raises:
+        BuildError: it cannot be split so; names the family.
+    """
+    refused = f"{whole.source}: model family '{whole.family}' cannot be split among {ranks} ranks: "
+    if whole.states:
+        raise BuildError(f"{refused}it has layers without attention")
+    if whole.scales:
+        raise BuildError(f"{refused}its matrices are quantized already ({whole.quantized_in})")
+    heads = {layer.heads for layer in whole.cache}
+    if uneven := sorted(count for count in heads if count % ranks):
+        raise BuildError(f"{refused}it has {uneven[0]} key/value heads; choose a number that divides them")
+    cache = tuple(msgspec.structs.replace(layer, heads=layer.heads // ranks) for layer in whole.cache)
+    try:
+        return dataclasses.replace(whole, model=split(whole.model, rank, ranks), cache=cache)
+    except BuildError as error:
+        raise BuildError(f"{refused}{error}") from error
+
+
+def same_when_split(whole: Checkpoint, ranks: int) -> None:
+    """Compares the logits of a model with those of its ranks, each in a thread.
+
+    Raises:
+        BuildError: they differ, so that the family is not split as transformers says; or see :func:`split_checkpoint`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocab = min(whole.vocab_size, whole.input_vocab)
+    ids = torch.randint(0, vocab, (1, 12), generator=generator)
+    parts = [split_checkpoint(whole, rank, ranks).model for rank in range(ranks)]
+    barrier, meeting = threading.Barrier(ranks), [torch.empty(0)] * ranks
+
+    def logits(rank: int) -> torch.Tensor:
+        def meet(own: torch.Tensor, join: bool) -> torch.Tensor:
+            meeting[rank] = own
+            barrier.wait()
+            made = torch.cat(meeting, -1) if join else torch.stack(meeting).sum(0)
+            barrier.wait()
+            return made
+
+        met_by(meet)
+        try:
+            with torch.no_grad():
+                made: torch.Tensor = parts[rank](ids, use_cache=False).logits.float()
+                return made
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with torch.no_grad(), quiet(), plain_transformers(whole.model), read_weights(whole.model):
+        expected = whole.model(ids, use_cache=False).logits.float()
+    with quiet(), contextlib.ExitStack() as stack, ThreadPoolExecutor(ranks) as pool:
+        for part in parts:
+            stack.enter_context(plain_transformers(part))
+            stack.enter_context(read_weights(part))
+        try:
+            found, *_ = pool.map(logits, range(ranks))
+        except Exception as error:  # whatever the model's code raises
+            raise BuildError(
+                f"{whole.source}: model family '{whole.family}' cannot be split among {ranks} ranks: its ranks failed "
+                f"in transformers ({type(error).__name__}: {error})"
+            ) from error
+    worst = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+    if not worst <= TOLERANCE:
+        raise BuildError(
+            f"{whole.source}: model family '{whole.family}' cannot be split among {ranks} ranks: their logits are "
+            f"{worst:.2g} (relative) away from the whole model's, more than {TOLERANCE:g}"
+        )

@@ -1,0 +1,140 @@
+"""Traces that were made before: a second build of the same model with another draft, tree or precision needs none.
+
+A file holds a graph without its large weights, which are named in it and taken from the module at hand, so that one
+serves every checkpoint of an architecture whose small weights (norms, biases) are alike: in practice the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Container, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+
+from specexport.checkpoints import streamed
+from specexport.contract.folders import locked
+from specexport.exporter.fingerprint import fingerprint
+from specexport.runtime.machine import cache_folder
+
+LARGE = 1 << 13
+"""Numbers of a weight above which no trace depends on what they are: constants of more are never folded."""
+MOST = 64
+"""Files that are kept: the oldest go first."""
+_HASH = 32
+
+
+def kept_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[[], ir.Model]) -> ir.Model:
+    """The graph of a module, from a file or by making it. Its large weights are read when they are asked for.
+
+    Args:
+        module: what is traced.
+        about: whatever else the graph depends on; told apart by ``repr``.
+        make: traces; initializers that are weights of the module share their memory.
+    """
+    large = {name: one for name, one in module.named_parameters() if one.numel() > LARGE or streamed.stored(one)}
+    path = cache_folder() / "traces" / f"{_key(module, about)}.onnx"
+    with contextlib.ExitStack() as turn:
+        with contextlib.suppress(OSError):  # nothing is kept where nothing can be written
+            path.parent.mkdir(parents=True, exist_ok=True)
+            turn.enter_context(locked(path.with_suffix(".turn")))
+        graph = _read(path, large.keys())
+        if graph is None:
+            graph = make()
+            _name_weights(graph.graph, large)
+            _write(path, graph)
+    for value in graph.graph.initializers.values():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            value.const_value = _lazy(large[str(value.const_value.location)], str(value.name))
+    return graph
+
+
+def _name_weights(graph: ir.Graph, weights: Mapping[str, torch.Tensor]) -> None:
+    """Puts the name of a weight in the place of its numbers."""
+    names = {one.data_ptr(): name for name, one in weights.items()}
+    for value in graph.initializers.values():
+        held: Any = getattr(value.const_value, "raw", None)
+        name = names.get(held.data_ptr()) if isinstance(held, torch.Tensor) else None
+        if name is not None and held.shape == weights[name].shape:
+            shape, length = ir.Shape(held.shape), 4 * held.numel()
+            value.const_value = ir.ExternalTensor(name, 0, length, ir.DataType.FLOAT, shape=shape, name=str(value.name))
+
+
+def _lazy(parameter: torch.Tensor, name: str) -> ir.LazyTensor:
+    def read() -> ir.TensorProtocol:
+        stored = streamed.stored(parameter)
+        return ir.Tensor((parameter.detach() if stored is None else stored.read().float()).numpy(), name=name)
+
+    return ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=ir.Shape(parameter.shape), name=name)
+
+
+def _read(path: Path, weights: Container[str]) -> ir.Model | None:
+    """A graph that was written; None where there is none, or it is damaged."""
+    try:
+        content = path.read_bytes()
+        if hashlib.sha256(content[_HASH:]).digest() != content[:_HASH]:
+            return None
+        graph = ir.from_proto(onnx.ModelProto.FromString(content[_HASH:]))
+        os.utime(path)
+    except OSError:
+        return None
+    outside = (value.const_value for value in graph.graph.initializers.values())
+    known = all(str(one.location) in weights for one in outside if isinstance(one, ir.ExternalTensor))
+    return graph if known else None
+
+
+def _write(path: Path, graph: ir.Model) -> None:
+    """Keeps a graph, if the folder can be written."""
+    content = ir.to_proto(graph).SerializeToString()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number, beside = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        with os.fdopen(number, "wb") as file:
+            file.write(hashlib.sha256(content).digest() + content)
+        Path(beside).replace(path)
+        for old in sorted(path.parent.glob("*.onnx"), key=os.path.getmtime)[:-MOST]:
+            old.unlink(missing_ok=True)
+    except OSError:
+        return
+
+
+def _key(module: torch.nn.Module, about: Iterable[object]) -> str:
+    """What a trace depends on: all settings and small weights of the module, ``about``, and the exporter's own code."""
+    parts = hashlib.sha256(fingerprint().encode())
+    tensors: dict[str, torch.Tensor] = {}
+    for name, inner in module.named_modules(remove_duplicate=False):
+        settings = {key: value for key, value in vars(inner).items() if _plain(value) and key != "name_or_path"}
+        parts.update(repr((name, type(inner), inner.extra_repr(), sorted(settings.items()))).encode())
+        config = vars(inner).get("config")
+        parts.update(config.to_json_string().encode() if hasattr(config, "to_json_string") else b"")
+        held = (vars(inner), inner._parameters, inner._buffers)
+        tensors |= {f"{name}.{key}": value for of in held for key, value in of.items() if torch.is_tensor(value)}
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        # Tied weights are stored once, equal ones are not.
+        parts.update(repr((first.setdefault(id(tensor), name), name, tensor.shape, tensor.dtype)).encode())
+        if tensor.numel() <= LARGE or not isinstance(tensor, torch.nn.Parameter):
+            stored = streamed.stored(tensor)
+            numbers = (tensor.detach() if stored is None else stored.read()).contiguous()
+            parts.update(numbers.flatten().view(torch.uint8).numpy().tobytes())
+    parts.update(repr(list(about)).encode())
+    return parts.hexdigest()
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_plain, value))
+    if isinstance(value, Mapping):
+        return all(map(_plain, value)) and all(map(_plain, value.values()))
+    if isinstance(value, msgspec.Struct) or dataclasses.is_dataclass(value):
+        return True
+    return value is None or isinstance(value, bool | int | float | str | np.integer)

@@ -1,0 +1,72 @@
+"""The onnxruntime backend: every model on the CPU, in this process or split among several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from specexport.contract.errors import BackendError
+from specexport.contract.model import Model
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.graph import Buffers, Graph
+from specexport.runtime.machine import Remembered, available_cores, cpu_name
+from specexport.runtime.ort import OnnxRuntimeGraph, files_hash, import_onnxruntime, open_kept
+from specexport.runtime.program import Speculation
+from specexport.runtime.ranks import LeadingGraph
+from specexport.runtime.step import HostProgram
+from specexport.runtime.widths import Agreement, BuiltWidths, Exactness, ExactWidths, Widths
+
+
+class OnnxRuntimeBackend:
+    """onnxruntime on the CPU; see :class:`~specexport.runtime.backend.Backend`."""
+
+    execution = "host"
+    fallback = ""
+
+    def __init__(self, bundle: Bundle, threads: int | None, keep: bool = False) -> None:
+        self._bundle = bundle
+        self._threads = threads or available_cores()
+        self._keep = keep
+        self._files = files_hash(bundle)
+        self._leading: list[LeadingGraph] = []
+
+    @property
+    def default_slots(self) -> int:
+        """See :class:`~specexport.runtime.backend.Backend`; all, as slots that are not used take no memory."""
+        return self._bundle.manifest.batch_sizes[-1]
+
+    @property
+    def device(self) -> str:
+        ranks = len(self._bundle.manifest.target.ranks)
+        threads = f"{self._threads} thread" + ("s" if self._threads != 1 else "")
+        return f"onnxruntime, {cpu_name()}, {threads}" + (f", {ranks} ranks" if ranks else "")
+
+    def open(self, model: Model, slots: int, buffers: Buffers) -> OnnxRuntimeGraph:
+        if model.ranks:
+            leading = LeadingGraph.open(self._bundle, slots, buffers, self._threads, self._keep)
+            self._leading.append(leading)
+            return leading
+        session = open_kept(self._bundle, model, model.graph.master, self._threads, self._keep)
+        master = self._bundle.file(model.graph.master)
+        return OnnxRuntimeGraph(master, session, model, self._bundle.manifest.lowering, slots, buffers)
+
+    def widths(self, target: Graph, exactness: Exactness | None = None) -> Widths:
+        """See :class:`~specexport.runtime.backend.Backend`; exact unless speed is asked for."""
+        if exactness == "fast":
+            return BuiltWidths(target)
+        manifest = self._bundle.manifest
+        version = import_onnxruntime(manifest.lowering).__version__
+        widths = ExactWidths(target, manifest, Remembered("widths", (self._files, self.device, version), Agreement))
+        if exactness == "exact" and not widths.exact:
+            raise BackendError(
+                f"exactness is 'exact', which this bundle cannot be here: lowered {manifest.lowering}, its rows round "
+                "otherwise in a step than in the cache; leave it out, or build it with --lowering native"
+            )
+        return widths
+
+    def program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> HostProgram:
+        return HostProgram(self._bundle.manifest, target, speculations, widths)
+
+    def close(self) -> None:
+        """See :class:`~specexport.runtime.backend.Backend`; graphs go when nothing refers to them, ranks now."""
+        for leading in self._leading:
+            leading.close()

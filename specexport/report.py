@@ -1,0 +1,218 @@
+"""HTML reports that open offline: the tables that a command prints, and charts of the same values as SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from specexport.contract.errors import RequestError
+from specexport.version import described
+
+
+class Figure(NamedTuple):
+    """A picture: the text above it, and SVG, which is trusted."""
+
+    caption: str
+    svg: str
+
+
+Part = Group | Table | Text | str | Figure
+"""What a page may hold: what the command prints, and pictures."""
+Points = Sequence[tuple[float, float]]
+"""(x, y), in the order of x; finite and not negative."""
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _ROW = 640, 280, 56, 24, 20
+"""Pixels: of a chart of lines, left of its y axis, right of its last tick, and of a bar with its label."""
+_COLOURS = 6
+
+_CHART_STYLE = """
+.chart { --text: #1f2328; --soft: #59616d; --line: #d5d9df;
+  --s0: #0b5cad; --s1: #b35900; --s2: #00693e; --s3: #9b1c6b; --s4: #5b3fa8; --s5: #a02020 }
+@media (prefers-color-scheme: dark) { .chart { --text: #e6edf3; --soft: #a3adba; --line: #3a424d;
+  --s0: #7cc0ff; --s1: #ffb454; --s2: #5fd7a0; --s3: #ff8ad1; --s4: #bda6ff; --s5: #ff9a9a } }
+.chart text { fill: var(--text); font: 12px system-ui, sans-serif }
+.chart .tick { fill: var(--soft) } .chart .end { text-anchor: end } .chart .middle { text-anchor: middle }
+.chart line { stroke: var(--line) } .chart line.level { stroke: var(--soft); stroke-dasharray: 5 4 }
+.chart polyline { fill: none; stroke-width: 2 }
+""" + "\n".join(f".s{n} {{ stroke: var(--s{n}); fill: var(--s{n}) }}" for n in range(_COLOURS))
+
+_PAGE_STYLE = """
+:root { color-scheme: light dark; --back: #fff; --text: #1f2328; --soft: #59616d; --line: #d5d9df;
+  --green: #00693e; --red: #a02020; --yellow: #8a4b00 }
+@media (prefers-color-scheme: dark) { :root { --back: #14171c; --text: #e6edf3; --soft: #a3adba; --line: #3a424d;
+  --green: #5fd7a0; --red: #ff9a9a; --yellow: #ffb454 } }
+body { margin: 0 auto; max-width: 64rem; padding: 1rem; background: var(--back); color: var(--text);
+  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
+h1 { font-size: 1.4rem; margin: 0 } footer { color: var(--soft); font-size: .85rem }
+div, figure { overflow-x: auto; margin: 1.25rem 0 } figcaption, caption { text-align: left; font-weight: 600 }
+figcaption, caption { padding-bottom: .4rem } figure > svg { max-width: none }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal }
+th, td { padding: .25rem .75rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line) }
+th.right, td.right { text-align: right } td { white-space: pre-line }
+.bold { font-weight: 600 } .green { color: var(--green) } .red { color: var(--red) } .yellow { color: var(--yellow) }
+"""
+
+
+def check_path(flag: str, path: Path | None) -> None:
+    """Refuses a report that could not be written, before hours are spent on what it is to hold.
+
+    Raises:
+        RequestError: the path is a folder, or in none.
+    """
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise RequestError(f"{flag} is {path}; expected a file to write, in a folder that is there")
+
+
+def write(path: Path, title: str, parts: Iterable[Part]) -> None:
+    """Writes a page without scripts, which asks for nothing from anywhere.
+
+    Args:
+        path: of the file; one that is there is replaced.
+        title: its heading.
+        parts: what is below it, in order.
+    """
+    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    page = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{escape(title)}</title>
+<style>{_PAGE_STYLE}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+{chr(10).join(map(_html, parts))}
+<footer>specexport {escape(described())}, {made}</footer>
+</body>
+</html>
+"""
+    path.write_text(page, encoding="utf-8")
+
+
+def _html(shown: object) -> str:
+    """What rich would show on a terminal. Texts are taken as they are: nothing in them is markup."""
+    if isinstance(shown, Group):
+        return "\n".join(map(_html, shown.renderables))
+    if isinstance(shown, Figure):
+        return f"<figure><figcaption>{escape(shown.caption)}</figcaption>{shown.svg}</figure>"
+    if not isinstance(shown, Table):
+        style = shown.style if isinstance(shown, Text) else ""
+        return f'<p class="{escape(str(style))}">{escape(str(shown))}</p>' if str(shown) else ""
+    columns = [(column.justify, list(column.cells)) for column in shown.columns]
+    made = ["<div><table>", f"<caption>{escape(str(shown.title))}</caption>" if shown.title else ""]
+    if shown.show_header:
+        heads = (f'<th scope="col" class="{one.justify}">{escape(str(one.header))}</th>' for one in shown.columns)
+        made.append(f"<thead><tr>{''.join(heads)}</tr></thead>")
+    made.append("<tbody>")
+    for at, row in enumerate(shown.rows):
+        cells = ((justify, cells[at]) for justify, cells in columns)
+        shapes = ((f"{justify} {cell.style if isinstance(cell, Text) else ''}", cell) for justify, cell in cells)
+        row_html = "".join(f'<td class="{escape(names)}">{escape(str(cell))}</td>' for names, cell in shapes)
+        made.append(f'<tr class="{escape(str(row.style or ""))}">{row_html}</tr>')
+    return "\n".join([*made, "</tbody></table></div>"])
+
+
+def lines(x_label: str, y_label: str, series: Mapping[str, Points], level: tuple[str, float] | None = None) -> str:
+    """A chart of lines as SVG, over axes that begin at 0.
+
+    Args:
+        x_label: what x is, with its unit.
+        y_label: what y is, with its unit.
+        series: the points of each line by its name.
+        level: the name and y of a dashed line across the chart, to compare with.
+    """
+    points = [point for line in series.values() for point in line]
+    x_ticks = _ticks(max((x for x, _ in points), default=0), whole=all(float(x).is_integer() for x, _ in points))
+    y_ticks = _ticks(max([y for _, y in points] + ([level[1]] if level is not None else []), default=0))
+    top = 36 + _ROW * math.ceil(len(series) / 4)
+    bottom = top + _HEIGHT
+
+    def place(x: float, y: float) -> tuple[str, str]:
+        across = _LEFT + (_WIDTH - _LEFT - _RIGHT) * x / x_ticks[-1]
+        return f"{across:.1f}", f"{bottom - _HEIGHT * y / y_ticks[-1]:.1f}"
+
+    made = [f'<text x="4" y="{top - 12}">{escape(y_label)}</text>']
+    for y in y_ticks:
+        at = place(0, y)[1]
+        made.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>')
+        made.append(f'<text class="tick end" x="{_LEFT - 6}" y="{float(at) + 4:.1f}">{y:g}</text>')
+    made += [f'<text class="tick middle" x="{place(x, 0)[0]}" y="{bottom + 16}">{x:g}</text>' for x in x_ticks]
+    made.append(f'<text class="end" x="{_WIDTH - _RIGHT}" y="{bottom + 36}">{escape(x_label)}</text>')
+    if level is not None:
+        at = place(0, level[1])[1]
+        made.append(f'<line class="level" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>')
+        said = f"{escape(level[0])}: {level[1]:.4g}"
+        made.append(f'<text class="tick end" x="{_WIDTH - _RIGHT}" y="{float(at) - 5:.1f}">{said}</text>')
+    for number, (name, line) in enumerate(series.items()):
+        left, up = 4 + number % 4 * 156, 14 + number // 4 * _ROW
+        colour = f"s{number % _COLOURS}"
+        made.append(f'<rect class="{colour}" x="{left}" y="{up - 9}" width="10" height="10"/>')
+        made.append(f'<text x="{left + 16}" y="{up}">{escape(name)}</text>')
+        path = " ".join(",".join(place(x, y)) for x, y in line)
+        made.append(f'<polyline style="stroke: var(--{colour})" points="{path}"/>')
+        for x, y in line:
+            (cx, cy), said = place(x, y), f"{escape(name)}: {y:.4g} at {x:g}"
+            made.append(f'<circle class="{colour}" cx="{cx}" cy="{cy}" r="3"><title>{said}</title></circle>')
+    return _svg(bottom + 44, f"{y_label} by {x_label}", made)
+
+
+def bars(label: str, groups: Mapping[str, Mapping[str, float]], level: tuple[str, float] | None = None) -> str:
+    """A chart of bars as SVG, one below the other, each with its name and value, from 0.
+
+    Args:
+        label: what the values are, with their unit.
+        groups: values by name in each group; one that is not finite is left out.
+        level: the name and value of a dashed line to compare with.
+    """
+    shown = {
+        group: {name: value for name, value in found.items() if math.isfinite(value)} for group, found in groups.items()
+    }
+    values = [value for found in shown.values() for value in found.values()]
+    ticks = _ticks(max(values + ([level[1]] if level is not None else []), default=0))
+    left, room = 160, _WIDTH - 160 - 64
+    made, y = [f'<text x="4" y="14">{escape(label)}</text>'], 24
+    for group, found in shown.items():
+        made.append(f'<text class="tick" x="4" y="{y + 14}">{escape(group)}</text>')
+        y += _ROW
+        for name, value in found.items():
+            length = room * max(0.0, value) / ticks[-1]
+            made.append(f'<text class="end" x="{left - 8}" y="{y + 14}">{escape(name)}</text>')
+            made.append(f'<rect class="s0" x="{left}" y="{y + 4}" width="{length:.1f}" height="{_ROW - 8}"/>')
+            made.append(f'<text x="{left + length + 6:.1f}" y="{y + 14}">{value:.4g}</text>')
+            y += _ROW
+    for tick in ticks:
+        at = f"{left + room * tick / ticks[-1]:.1f}"
+        made.insert(0, f'<line x1="{at}" x2="{at}" y1="24" y2="{y + 4}"/>')
+        made.append(f'<text class="tick middle" x="{at}" y="{y + 20}">{tick:g}</text>')
+    if level is not None:
+        at = f"{left + room * level[1] / ticks[-1]:.1f}"
+        made.append(f'<line class="level" x1="{at}" x2="{at}" y1="24" y2="{y + 4}"/>')
+        made.append(f'<text class="tick middle" x="{at}" y="{y + 36}">{escape(level[0])}: {level[1]:g}</text>')
+    return _svg(y + 44, label, made)
+
+
+def _svg(height: float, title: str, made: Sequence[str]) -> str:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {_WIDTH} {height:g}" width="{_WIDTH}" '
+        f'role="img"><title>{escape(title)}</title><style>{_CHART_STYLE}</style>'
+    )
+    return "\n".join([head, *made, "</svg>"])
+
+
+def _ticks(most: float, whole: bool = False) -> list[float]:
+    """Round numbers at equal distances, from 0 to the first that is not below ``most``."""
+    most = most or 1.0
+    power = 10.0 ** math.floor(math.log10(most / 5))
+    step = next(factor * power for factor in (1, 2, 5, 10) if most <= 6 * factor * power)
+    step = max(1.0, step) if whole else step
+    return [step * count for count in range(math.ceil(most / step - 1e-9) + 1)]

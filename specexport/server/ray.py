@@ -1,0 +1,360 @@
+"""The server on Ray Serve: replicas of a bundle on one machine or a cluster, behind a front that every request passes.
+
+The front reads a request and gives it to a replica, which answers as ``specexport serve`` does. So it can route by what
+a request's prompt begins with, and tell the clients of a replica that died what happened. Needs the ``[ray]`` extra.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specexport.async_engine import DEFAULT_MAX_QUEUE, AsyncEngine
+from specexport.contract.errors import BackendError, BuildError, QueueFullError
+from specexport.contract.reading import read_manifest
+from specexport.runtime.widths import Exactness
+from specexport.server.app import DEFAULT_MAX_BODY_BYTES, create_app
+from specexport.server.errors import ApiError, api_error
+from specexport.server.middleware import Edge
+from specexport.server.service import Service
+
+API_KEY = "SPECEXPORT_API_KEY"
+_STUCK = 300.0
+"""Seconds after which a turn of the scheduler (a chunk of a prompt and a step) will not end any more."""
+_FRONT_REQUESTS = 1000
+"""Requests that a front holds at once; each is little more than a socket."""
+_BACKOFF = 0.05
+"""Most seconds between two looks for a replica with a free slot: one that is free meanwhile does nothing."""
+_KEYED = 512
+"""Characters of a prompt's beginning that say where it goes."""
+
+
+class Settings(BaseModel):
+    """Arguments of :func:`app`, as ``serve run`` and a config file's ``args`` give them.
+
+    Attributes:
+        bundle: a folder that every machine sees under this name.
+        replicas: engines, each with a copy of the model.
+        max_replicas: more than ``replicas`` lets Ray add some while requests wait, and take them away again.
+        threads: CPU cores of a replica.
+        gpus: GPUs of a replica.
+        served_model_name: the model's names in the API; the bundle's path without it.
+        max_queue: most requests that wait at a front for a replica.
+        timeout: seconds a request may take at a replica; None for no limit.
+        shutdown_timeout: seconds that a replica which is replaced gives its requests.
+        api_keys: clients have to send one of them; without it ``$SPECEXPORT_API_KEY``, else none.
+        cors: pages that may call it.
+        page: whether there is one at ``/``.
+        max_body_bytes: of a request.
+        speculative_config: and what follows: those of ``LLM``.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    bundle: str
+    replicas: PositiveInt = 1
+    max_replicas: PositiveInt | None = None
+    threads: PositiveInt = 1
+    gpus: float = Field(0.0, ge=0)
+    served_model_name: tuple[str, ...] = ()
+    max_queue: int = Field(DEFAULT_MAX_QUEUE, ge=0)
+    timeout: float | None = Field(600.0, gt=0)
+    shutdown_timeout: float = Field(30.0, ge=0)
+    api_keys: tuple[str, ...] = Field(default_factory=lambda: tuple(filter(None, [os.environ.get(API_KEY)])))
+    cors: tuple[str, ...] = ()
+    page: bool = True
+    max_body_bytes: PositiveInt = DEFAULT_MAX_BODY_BYTES
+    speculative_config: str | dict[str, Any] | None = None
+    max_model_len: int | None = None
+    seed: int | None = None
+    gpu_memory_utilization: float | None = None
+    backend: str | None = None
+    calibrate: bool = True
+    exactness: Exactness | None = None
+
+
+_OF_ENGINE = {
+    *("bundle", "max_queue", "threads", "speculative_config", "max_model_len", "seed", "gpu_memory_utilization"),
+    *("backend", "calibrate", "exactness"),
+}
+
+
+class Call(BaseModel):
+    """A request on its way to a replica: ASGI's scope without what cannot be sent, its body, and where it should go."""
+
+    scope: dict[str, Any]
+    body: bytes
+    key: str | None
+
+
+class Model:
+    """One replica: an engine with the server's application around it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.engine = AsyncEngine.open(**settings.model_dump(include=_OF_ENGINE))
+        service = Service(self.engine, settings.served_model_name or (settings.bundle,), settings.timeout)
+        self._metrics = service.metrics
+        self._app: ASGIApp = create_app(
+            service,
+            api_keys=settings.api_keys,
+            max_body_bytes=settings.max_body_bytes,
+            origins=settings.cors,
+            page=settings.page,
+        )
+
+    async def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
+        """The application's messages, those of an ASGI ``send``, as many at a time as there are."""
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        body = [call.body]
+
+        async def receive() -> Message:
+            if not body:
+                await asyncio.Event().wait()  # who is gone is cancelled instead
+            return {"type": "http.request", "body": body.pop(), "more_body": False}
+
+        work = asyncio.ensure_future(self._app(call.scope, receive, messages.put))
+        work.add_done_callback(lambda _: messages.put_nowait(None))
+        try:
+            while (message := await messages.get()) is not None:
+                ready = [message]
+                while not messages.empty() and (message := messages.get_nowait()) is not None:
+                    ready.append(message)
+                yield ready
+                if message is None:
+                    break
+            await work
+        finally:
+            work.cancel()
+
+    async def metrics(self) -> tuple[str, str]:
+        """The replica's name, and what Prometheus is told of it."""
+        name = serve.get_replica_context().replica_id.unique_id
+        return name, generate_latest(self._metrics.registry).decode()
+
+    async def check_health(self) -> None:
+        """Ray asks every few seconds, and replaces a replica that raises.
+
+        Raises:
+            BackendError: its engine does not get on.
+        """
+        trouble = self.engine.frontend.engine.trouble(_STUCK)
+        if trouble:
+            raise BackendError(trouble)
+
+    async def __del__(self) -> None:
+        if hasattr(self, "engine"):
+            await self.engine.aclose()
+
+
+class Front:
+    """What clients reach: gives each request to a replica, and its answer back.
+
+    Args:
+        model: the replicas.
+        max_body_bytes: of a request.
+    """
+
+    def __init__(self, model: DeploymentHandle, max_body_bytes: int) -> None:
+        self._model = model
+        self._answers = model.options(method_name="answer", stream=True)
+        self._most = max_body_bytes
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        edge = Middleware(
+            Edge, refused=lambda status: None, max_body_bytes=self._most, admit=lambda scope, others: None
+        )
+        return Starlette(routes=[Route("/metrics", self._metrics), Mount("/", app=self._pass_on)], middleware=[edge])
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = (await receive()).get("body", b"")
+        plain = {name: value for name, value in scope.items() if name in _SENT}
+        answers = self._answers.remote(Call(scope=plain, body=body, key=prompt_key(body)))
+        begun = events = False
+        try:
+            async for messages in answers:
+                for message in messages:
+                    if message["type"] == "http.response.start":
+                        begun = True
+                        kind = Headers(raw=message["headers"]).get("content-type", "")
+                        events = kind.startswith("text/event-stream")
+                    await send(message)
+        except (RayActorError, BackPressureError, DeploymentUnavailableError) as error:
+            told = _told(error)
+            if not begun:
+                await told.response()(scope, receive, send)
+            elif events:
+                last = f"data: {told.body.model_dump_json()}\n\ndata: [DONE]\n\n"
+                await send({"type": "http.response.body", "body": last.encode(), "more_body": False})
+            else:  # half an answer: a connection that breaks says so
+                raise
+        finally:
+            answers.cancel()
+
+    async def _metrics(self, _: Request) -> Response:
+        """Those of every replica, told apart by a label."""
+        found: dict[str, Metric] = {}
+        for name, text in await self._model.broadcast("metrics").results_async():
+            for family in text_string_to_metric_families(text):
+                whole = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    whole.add_sample(sample.name, {**sample.labels, "replica": name}, sample.value)
+        registry = CollectorRegistry()
+        registry.register(_Found(list(found.values())))
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+_SENT = {
+    *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers"),
+    *("client", "server"),
+}
+
+
+class _Found:
+    """Metrics as a collector, which is what prometheus_client writes."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Sequence[Metric]:
+        return self._metrics
+
+
+def _told(error: Exception) -> ApiError:
+    """What a client is told whose request Ray gave up."""
+    if isinstance(error, BackPressureError):
+        return api_error(QueueFullError("too many requests wait for a replica; try again in 1 second", 1))
+    if isinstance(error, RayActorError):
+        why, code = "the replica that had this request died; send the request again", "replica_died"
+    else:
+        why, code = "there is no replica to answer; send the request again later", "no_replica"
+    return ApiError(503, why, "service_unavailable_error", code=code, headers={"Retry-After": "1"})
+
+
+def prompt_key(body: bytes) -> str | None:
+    """What a request's prompt begins with; None where it has none.
+
+    Of a chat that is the system's message and the user's first, which stay as the chat goes on.
+    """
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(given, dict):
+        return None
+    begin = given.get("prompt") or given.get("input") or given.get("messages")
+    if isinstance(begin, list):
+        roles = [one.get("role") if isinstance(one, dict) else None for one in begin]
+        begin = begin[: roles.index("user") + 1] if "user" in roles else begin
+        begin = json.dumps(begin[:_KEYED])
+    return begin[:_KEYED] if begin and isinstance(begin, str) else None
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
+    """Sends prompts that begin alike to one replica, whose cache holds that part, while it has a free slot.
+
+    Which one is by rendezvous hashing (Thaler and Ravishankar, 1998): every front chooses the same without asking, and
+    a replica that comes or goes moves no other's prompts. The rest goes to the replica with the fewest requests.
+    """
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        call = next(iter(pending_request.args), None) if pending_request is not None else None
+        if not isinstance(call, Call) or call.key is None:
+            return [candidate_replicas]
+        key = call.key.encode(errors="surrogatepass")
+
+        def weight(replica: RunningReplica) -> bytes:
+            return hashlib.blake2b(key, key=replica.replica_id.unique_id.encode()[:64]).digest()
+
+        first, *others = sorted(candidate_replicas, key=weight)
+        return [[first], others]
+
+
+def app(settings: Settings) -> serve.Application:
+    """The application: ``serve run specexport.server.ray:app bundle=BUNDLE replicas=2``.
+
+    A config file's ``deployments`` may set what else Ray knows of ``Model`` and ``Front``.
+
+    Raises:
+        BundleError: there is no bundle of this name on this machine.
+        BuildError: the numbers of replicas contradict each other.
+    """
+    slots = max(read_manifest(Path(settings.bundle)).batch_sizes)
+    most = settings.max_replicas or settings.replicas
+    if most < settings.replicas:
+        raise BuildError(f"max_replicas is {most}; expected at least replicas, {settings.replicas}")
+    scale = {"min_replicas": settings.replicas, "max_replicas": most, "target_ongoing_requests": slots}
+    count: dict[str, Any] = {"autoscaling_config": scale} if settings.max_replicas else {"num_replicas": most}
+    replaced: dict[str, Any] = {"max_surge_percent": 100, "graceful_shutdown_timeout_s": settings.shutdown_timeout}
+    model = serve.deployment(
+        Model,
+        max_ongoing_requests=slots,  # others wait at the front for whichever replica is free first
+        max_queued_requests=settings.max_queue,
+        request_router_config=RequestRouterConfig(
+            request_router_class="specexport.server.ray:PrefixRouter", max_backoff_s=_BACKOFF
+        ),
+        ray_actor_options={"num_cpus": settings.threads, "num_gpus": settings.gpus},
+        **replaced,
+        **count,
+    )
+    front = serve.deployment(
+        serve.ingress()(Front),
+        name="Front",
+        max_ongoing_requests=_FRONT_REQUESTS,
+        ray_actor_options={"num_cpus": 0},
+        **replaced,
+    )
+    return front.bind(model.bind(settings), settings.max_body_bytes)
+
+
+app.__annotations__["settings"] = Settings  # Ray looks for the type itself, to validate what it was given
+
+
+def run(settings: Settings, host: str, port: int, log_level: str) -> None:
+    """Serves until a signal comes: on the cluster of ``$RAY_ADDRESS`` or ``ray start``, else on a Ray of its own."""
+    served = app(settings)
+    ray.init(
+        include_dashboard=False,
+        logging_level=getattr(logging, log_level.upper()),
+        log_to_driver=log_level in ("debug", "info"),
+    )
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        serve.start(http_options={"host": host, "port": port})
+        serve.run(served, name=_NAME)
+        ended.wait()
+        serve.delete(_NAME)  # lets requests finish, as replicas that are replaced do
+    finally:
+        ray.shutdown()
+
+
+_NAME = "specexport"

@@ -1,0 +1,242 @@
+"""What people install: sdist and wheel, built from the tracked files and used where there is no repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specexport import __version__
+from specexport.cli import main
+from specexport.version import commit
+
+ROOT = Path(__file__).parent.parent
+NAME = f"specexport-{__version__}"
+WHEEL = f"{NAME}-py3-none-any.whl"
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+IMPORTS = """
+import importlib, json, pkgutil, sys
+import specexport
+assert specexport.__file__.startswith(sys.prefix), specexport.__file__
+names = [one.name for one in pkgutil.walk_packages(specexport.__path__, "specexport.")]
+for name in names:
+    if name != "specexport.__main__":
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:  # an extra that is not installed here
+            assert not str(error.name).startswith("specexport"), error
+print(len(names))
+"""
+
+
+LEAN = """
+import sys
+for name in ("huggingface_hub", "hf_xet", "pygments", "markdown_it"):
+    sys.modules[name] = None  # importing it fails
+from specexport.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""What dependencies depend on, a third of what pip adds to onnxruntime, is not needed to run bundles."""
+
+
+def environment() -> dict[str, str]:
+    """One in which nothing points to the repository."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "GIT_"))}
+
+
+def run(*words: str | Path, cwd: Path, **more: str) -> str:
+    """What a program prints, in a folder and such an environment."""
+    done = subprocess.run(words, cwd=cwd, env=environment() | more, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def git(*words: str, cwd: Path) -> str:
+    return run("git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words, cwd=cwd).strip()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone in which the tracked files are as they are here, committed, and something lies that is not tracked."""
+    pytest.importorskip("setuptools", minversion="77")
+    if not (ROOT / ".git").exists():
+        pytest.skip("what is tracked is known in a clone only")
+    folder = tmp_path_factory.mktemp("clone") / "specexport"
+    for name in git("ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0"):
+        if name and (ROOT / name).is_file() and not name.startswith("examples/models/"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    git("init", "-q", cwd=folder)
+    git("add", "-A", cwd=folder)
+    git("commit", "-qm", "all", cwd=folder)
+    (folder / "specexport" / "__pycache__").mkdir()
+    (folder / "specexport" / "__pycache__" / "cli.cpython-311.pyc").write_bytes(b"stale")
+    return folder
+
+
+def build(source: Path, output: Path) -> tuple[Path, Path]:
+    """The sdist and the wheel of a folder, built without its build folders of an earlier time."""
+    shutil.rmtree(source / "build", ignore_errors=True)
+    shutil.rmtree(source / "specexport.egg-info", ignore_errors=True)
+    output.mkdir()
+    for hook in ("build_sdist", "build_wheel"):
+        run(sys.executable, "-c", BUILD, hook, output, cwd=source, SOURCE_DATE_EPOCH="1700000000")
+    return output / f"{NAME}.tar.gz", output / WHEEL
+
+
+@pytest.fixture(scope="module")
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return build(source, tmp_path_factory.mktemp("built") / "dist")
+
+
+@pytest.fixture(scope="module")
+def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``bin`` of a new virtual environment with the wheel, which sees the dependencies installed for the tests."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet")
+    run(*pip, "--no-deps", "--no-index", built[1], cwd=folder.parent)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    seen = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(seen))  # whose own .pth files, the clone's, are not read
+    return folder / "bin"
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.mark.slow
+def test_what_is_inside(source: Path, built: tuple[Path, Path]) -> None:
+    sdist, wheel = built
+    tracked = set(git("ls-files", cwd=source).split("\n"))
+    mapped = {name: f"specexport/{name}" for name in tracked if not name.startswith("specexport/")}
+    roots = ("checkpoints", "contract", "exporter", "graphs", "runtime", "specexport", "training", "tuning", "verify")
+    code = {mapped.get(name, name) for name in tracked if name.endswith(".py") and name.partition("/")[0] in roots}
+    assets = {f"specexport/server/assets/{name}" for name in ("index.html", "page.css", "page.js")}
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        about = f"{NAME}.dist-info"
+        assert f"{about}/licenses/LICENSE" in names
+        assert names - {name for name in names if name.startswith(f"{about}/")} == (
+            code | assets | {"specexport/py.typed", "specexport/commit.txt"}
+        )
+    with tarfile.open(sdist) as archive:
+        held = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
+        files = {one.name.removeprefix(f"{NAME}/") for one in archive if one.isfile()}
+    extra = {"PKG-INFO", "setup.cfg", "specexport/commit.txt"}
+    assert {name for name in files if not name.startswith("specexport.egg-info/")} <= tracked | extra
+    kept = {"LICENSE", "README.md", "pyproject.toml", "setup.py", "specexport/py.typed", *assets}
+    assert kept | {name for name in tracked if name.endswith(".py") and name.partition("/")[0] in roots} <= held
+    assert not {name.partition("/")[0] for name in held} & {"tests", "benchmarks", "scripts", "examples", ".ci"}
+
+
+@pytest.mark.slow
+def test_building_again_gives_the_same_bytes(source: Path, built: tuple[Path, Path], tmp_path: Path) -> None:
+    for path in source.rglob("*.py"):
+        os.utime(path, (1e9, 1e9))  # as another clone has other times
+    again = build(source, tmp_path / "again")
+    with tarfile.open(built[0]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    from_sdist = build(tmp_path / NAME, tmp_path / "from-sdist")
+    assert again[0].read_bytes() == built[0].read_bytes()
+    assert again[1].read_bytes() == built[1].read_bytes() == from_sdist[1].read_bytes()
+
+
+@pytest.mark.slow
+def test_it_runs_where_there_is_no_repository(
+    source: Path, installed: Path, bundle: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle("llama-near"), folder)
+    head = git("rev-parse", "--short=12", "HEAD", cwd=source)
+    assert run(installed / "specexport", "--version", cwd=tmp_path) == f"specexport {__version__} ({head})\n"
+    words = ("run", folder, "--prompt", "one two three", "-n", "8", "--temperature", "0", "--threads", "1")
+    said = run(installed / "specexport", *words, cwd=tmp_path)
+    assert said == run(sys.executable, "-m", "specexport", *words, cwd=tmp_path)
+    assert said.strip()
+    assert run(installed / "python", "-c", LEAN, *words, cwd=tmp_path) == said
+    assert "llama" in run(installed / "python", "-c", LEAN, "inspect", folder, cwd=tmp_path)
+    assert int(run(installed / "python", "-c", IMPORTS, cwd=tmp_path)) > 100
+    page = "from specexport.server import page; print(page.__file__)"
+    home = Path(run(installed / "python", "-c", page, cwd=tmp_path).strip()).parent
+    assert (home / "assets" / "index.html").read_bytes() == (ROOT / "specexport/server/assets/index.html").read_bytes()
+
+
+@pytest.mark.slow
+def test_what_the_container_file_says_serves(
+    installed: Path, bundle: Callable[[str], Path], tmp_path: Path, unused_port: int
+) -> None:
+    """No container is built here: these are the words that it runs, with other folders and another port."""
+    shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
+    places = {"python": str(installed / "python"), "specexport": str(installed / "specexport"), "/bundle": "bundle"}
+    said = re.findall(
+        r"^(?:HEALTHCHECK .*)?(CMD|ENTRYPOINT) (\[.*\])$", (ROOT / "Containerfile").read_text(), re.MULTILINE
+    )
+    assert [name for name, _ in said] == ["CMD", "ENTRYPOINT", "CMD"]
+    healthy, entry, default = (
+        [places.get(word, word).replace("8000", str(unused_port)) for word in json.loads(words)] for _, words in said
+    )
+
+    def health() -> int:
+        return subprocess.run(healthy, env=environment(), stderr=subprocess.DEVNULL, check=False).returncode
+
+    assert health() == 1
+    home = environment() | {"HOME": str(tmp_path)}
+    with subprocess.Popen([*entry, *default], cwd=tmp_path, env=home) as process:
+        try:
+            end = time.monotonic() + 60
+            while health() != 0:
+                assert process.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.2)
+        finally:
+            process.terminate()
+        assert process.wait(30) == 0
+
+
+def test_the_version_says_the_commit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = commit()
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"specexport {__version__}" + (f" ({found})\n" if found else "\n")
+    if (ROOT / ".git").exists():
+        assert found is not None
+        assert git("rev-parse", "HEAD", cwd=ROOT).startswith(found.removesuffix("-dirty"))
+    monkeypatch.setenv("PATH", "")  # without git
+    assert commit() is None
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
+def test_completion(shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as stopped:
+        main(["--print-completion", shell])
+    assert stopped.value.code == 0
+    script = capsys.readouterr().out
+    assert "specexport" in script
+    if shutil.which(shell) is not None:
+        (tmp_path / "script").write_text(script)
+        run(shell, "-n", tmp_path / "script", cwd=tmp_path)
+    if shell == "bash":
+        (tmp_path / "bundle").mkdir()
+        (tmp_path / "builder.txt").touch()
+        for line, answers in (("tune tree --max", ["--max-nodes", "--max-tokens"]), ("run b", ["bundle"])):
+            words = f"COMP_WORDS=(specexport {line}); COMP_CWORD={len(line.split())}"
+            ask = f'source ./script; {words}; _shtab_specexport; echo "${{COMPREPLY[@]}}"'
+            assert run("bash", "-c", ask, cwd=tmp_path).split() == answers

@@ -1,0 +1,405 @@
+"""The server on a real Ray of two replicas: routing, a replica that dies, bundles that change, and its scale."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from specexport.cli import main
+from specexport.contract.errors import BackendError
+from specexport.runtime import Engine, SamplingParams
+
+pytest.importorskip("ray", reason="the [ray] extra is not in [dev]: make ray")
+
+PROMPTS = ["one two three", "what", "a b c", "the end of it", "seven", "four five"]
+TOKENS = 120
+DEADLINE = 120.0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--replicas", "0"], "--replicas is 0"),
+        (["--replicas", "3", "--max-replicas", "2"], "max_replicas is 2; expected at least replicas, 3"),
+    ],
+)
+def test_wrong_flags_are_named(
+    bundle: Callable[[str], Path], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(bundle("llama-near")), "--ray", *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_key_is_what_a_prompt_begins_with() -> None:
+    from specexport.server.ray import prompt_key
+
+    def key(**body: Any) -> str | None:
+        return prompt_key(json.dumps(body).encode())
+
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}]
+    again = [*chat, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]
+    assert key(prompt="one two") == "one two"
+    assert key(messages=chat) == key(messages=again) == key(input=again) != key(messages=again[:1])
+    assert key(prompt=[1, 2]) != key(prompt=[1, 3])
+    assert (key(prompt=7), key(), prompt_key(b"[]"), prompt_key(b"\xff")) == (None, None, None, None)
+
+
+def test_a_replica_whose_engine_does_not_get_on_is_not_healthy(
+    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specexport.server.ray import Model, Settings
+
+    async def live() -> None:
+        model = Model(Settings(bundle=str(bundle("llama-near")), calibrate=False))
+        engine = model.engine.frontend.engine
+        await model.check_health()
+
+        def refuse(views: object) -> None:
+            raise BackendError("the device is lost")
+
+        monkeypatch.setattr(engine._scheduler._program, "step", refuse)
+        for _ in range(3):
+            with pytest.raises(BackendError, match="the device is lost"):
+                async for _chunk in model.engine.generate("a"):
+                    pass
+        with pytest.raises(BackendError, match="the last 3 turns failed"):
+            await model.check_health()
+        await model.__del__()
+
+    asyncio.run(live())
+
+
+async def _chosen(names: list[str], key: str | None) -> list[list[str]]:
+    from specexport.server.ray import Call, PrefixRouter
+
+    replicas: Any = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
+    request: Any = SimpleNamespace(args=[Call(scope={}, body=b"", key=key)])
+    ranks = await PrefixRouter.choose_replicas(SimpleNamespace(), replicas, request)  # type: ignore[arg-type]
+    return [[replica.replica_id.unique_id for replica in rank] for rank in ranks]
+
+
+def test_prompts_that_begin_alike_go_to_one_replica() -> None:
+    names = [f"replica{number}" for number in range(8)]
+    first = {key: asyncio.run(_chosen(names, key))[0][0] for key in map(str, range(400))}
+    counts = [list(first.values()).count(name) for name in names]
+    assert min(counts) > 20, "spread over all of them"
+    for key, name in first.items():
+        ranks = asyncio.run(_chosen(names[::-1], key))
+        assert ranks[0] == [name]
+        assert sorted(ranks[0] + ranks[1]) == names
+        if name != "replica3":  # which goes, and moves no prompt but its own
+            assert asyncio.run(_chosen([one for one in names if one != "replica3"], key))[0] == [name]
+    assert asyncio.run(_chosen(names, None)) == [names]
+
+
+# --- a cluster --------------------------------------------------------------------------------------------------------
+
+
+class Cluster:
+    """A Ray with HTTP at a free port."""
+
+    def __init__(self, url: str, address: str) -> None:
+        self.url, self.address = url, address
+
+    def deploy(self, bundle: Path, name: str, replicas: int = 2, **given: Any) -> None:
+        from ray import serve
+
+        from specexport.server.ray import Settings, app
+
+        given |= {"bundle": str(bundle), "replicas": replicas, "served_model_name": (name,), "calibrate": False}
+        settings = Settings.model_validate(given)
+        serve.run(app(settings), name="specexport")
+
+    def metric(self, name: str) -> dict[str, float]:
+        """A metric of each replica, summed over its other labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
+        found: dict[str, float] = {}
+        for labels, value in re.findall(rf"^(?:specexport:)?{name}\{{(.*)\}} (.*)$", text, re.MULTILINE):
+            replica = dict(re.findall(r'(\w+)="([^"]*)"', labels))["replica"]
+            found[replica] = found.get(replica, 0.0) + float(value)
+        return found
+
+    def pid(self, replica: str) -> int:
+        """The process of a replica."""
+        import ray
+
+        actor = ray.get_actor(f"SERVE_REPLICA::specexport#Model#{replica}", namespace="serve")
+        return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
+    from ray import serve
+
+    # As many cores as replicas may be there at once while they are exchanged; Ray only counts them.
+    context = ray.init(num_cpus=8, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield Cluster(f"http://127.0.0.1:{port}", context.address_info["gcs_address"])
+    serve.shutdown()
+    ray.shutdown()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def wait(done: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + DEADLINE
+    while not done():
+        assert time.monotonic() < until, what
+        time.sleep(0.2)
+
+
+def greedy(folder: Path, tokens: int = TOKENS) -> dict[str, str]:
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    with Engine.load(folder, threads=1) as engine:
+        return {prompt: engine.generate(prompt, params).text for prompt in PROMPTS}
+
+
+def ask(url: str, prompt: str, stream: bool, tokens: int = TOKENS) -> tuple[str, str]:
+    """The model that answered and the text, or ``error`` and what the client was told."""
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
+    if not stream:
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=DEADLINE)
+        if answer.status_code != 200:
+            return "error", f"{answer.status_code} {answer.text}"
+        return answer.json()["model"], answer.json()["choices"][0]["text"]
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=DEADLINE) as answer:
+        if answer.status_code != 200:
+            return "error", f"{answer.status_code} {answer.read().decode()}"
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    if events[-1:] != ["[DONE]"]:
+        return "error", f"a stream that broke off: {events[-1:]}"
+    parts = list(map(json.loads, events[:-1]))
+    if "error" in parts[-1]:
+        return "error", f"event {parts[-1]}"
+    return parts[0]["model"], "".join(part["choices"][0]["text"] for part in parts)
+
+
+class Load:
+    """Clients that ask again and again, half of them streamed, until the block is over."""
+
+    def __init__(self, url: str, clients: int = 6) -> None:
+        self._url, self._clients = url, clients
+        self._over = threading.Event()
+        self.results: list[tuple[str, str, str]] = []
+        """Prompt, model or ``error``, text or what was told."""
+
+    def _client(self, number: int) -> None:
+        while not self._over.is_set():
+            prompt = PROMPTS[(number + len(self.results)) % len(PROMPTS)]
+            try:
+                self.results.append((prompt, *ask(self._url, prompt, number % 2 == 0)))
+            except httpx.HTTPError as error:
+                self.results.append((prompt, "error", f"connection: {error!r}"))
+
+    def __enter__(self) -> Load:
+        self._pool = ThreadPoolExecutor(self._clients)
+        self._work = [self._pool.submit(self._client, number) for number in range(self._clients)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._pool.shutdown()
+        for work in self._work:
+            work.result()
+
+    @property
+    def failures(self) -> list[str]:
+        return [told for _, model, told in self.results if model == "error"]
+
+    def more(self, count: int) -> None:
+        least = len(self.results) + count
+        wait(lambda: len(self.results) >= least, "requests stand still")
+
+
+@pytest.fixture(scope="module")
+def texts(bundle: Callable[[str], Path]) -> dict[str, dict[str, str]]:
+    return {name: greedy(bundle(folder)) for name, folder in MODELS.items()}
+
+
+MODELS = {"first": "llama-near-batch", "second": "gpt2-tree-batch"}
+
+
+def right(load: Load, texts: dict[str, dict[str, str]]) -> None:
+    """Every answer is what its model says of its prompt."""
+    for prompt, model, text in load.results:
+        assert model == "error" or text == texts[model][prompt]
+
+
+@pytest.mark.slow
+def test_a_crowd_is_told_when_to_come_back_and_who_leaves_frees_a_slot(
+    cluster: Cluster, bundle: Callable[[str], Path]
+) -> None:
+    cluster.deploy(bundle(MODELS["first"]), "first", replicas=1, max_queue=2)
+    body = {"prompt": PROMPTS[0], "max_tokens": 480, "temperature": 0, "n": 4, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=DEADLINE) as answer:
+        next(answer.iter_lines())
+    wait(lambda: sum(cluster.metric("num_requests_running").values()) == 0, "nobody reads what is decoded")
+
+    def one(_: int) -> httpx.Response:
+        return httpx.post(f"{cluster.url}/v1/completions", json=body | {"stream": False}, timeout=DEADLINE)
+
+    with ThreadPoolExecutor(30) as pool:
+        answers = list(pool.map(one, range(30)))
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert 0 < len(refused) < len(answers)
+    for answer in refused:
+        assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+        assert answer.json()["error"]["code"] == "queue_full"
+    metrics = httpx.get(f"{cluster.url}/metrics", timeout=60).text
+    assert re.search(r'request_success_total\{finished_reason="abort".*\} 4\.0', metrics)
+
+
+@pytest.mark.slow
+def test_a_replica_that_dies_takes_its_own_requests_with_it(
+    cluster: Cluster, bundle: Callable[[str], Path], texts: dict[str, dict[str, str]]
+) -> None:
+    cluster.deploy(bundle(MODELS["first"]), "first")
+    before = cluster.metric("request_success_total")
+    assert len(before) == 2
+    for _ in range(6):
+        assert ask(cluster.url, PROMPTS[0], True) == ("first", texts["first"][PROMPTS[0]])
+    added = {name: after - before[name] for name, after in cluster.metric("request_success_total").items()}
+    assert sorted(added.values()) == [0, 6], "prompts that begin alike go to one replica"
+    processes = {name: cluster.pid(name) for name in added}
+
+    with Load(cluster.url) as load:
+        load.more(12)
+        # Long, as a model this small may be done before its first tokens have come through.
+        body = {"prompt": PROMPTS[0], "max_tokens": 480, "n": 8, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=DEADLINE) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            next(lines)
+            running = cluster.metric("num_requests_running")
+            os.kill(processes[max(running, key=lambda name: running[name])], signal.SIGKILL)  # the stream alone is 8
+            events = list(lines)
+        load.more(30)
+        wait(lambda: _replicas(cluster) == 2, "no replica in its place")
+        load.more(12)
+    print(f"the stream that was cut: {len(events)} events, the last {events[-2:]}")
+    assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "replica_died"
+    assert events[-1] == "data: [DONE]"
+    right(load, texts)
+    print(f"killed: {len(load.results)} requests, {len(load.failures)} failed: {load.failures}")
+    assert len(load.failures) <= 6, "no more than clients"
+    for told in load.failures:
+        assert "replica_died" in told
+        assert "the replica that had this request died; send the request again" in told
+
+
+@pytest.mark.slow
+def test_a_bundle_is_exchanged_without_a_refused_request(
+    cluster: Cluster, bundle: Callable[[str], Path], texts: dict[str, dict[str, str]]
+) -> None:
+    cluster.deploy(bundle(MODELS["first"]), "first")
+    with Load(cluster.url) as load:
+        load.more(12)
+        cluster.deploy(bundle(MODELS["second"]), "second")
+        load.more(24)
+    right(load, texts)
+    answered = [model for _, model, _ in load.results]
+    print(f"exchanged: {answered.count('first')} by the old bundle, {answered.count('second')} by the new")
+    assert load.failures == []
+    assert set(answered) == {"first", "second"}
+    assert set(answered[-6:]) == {"second"}
+
+
+@pytest.mark.slow
+def test_a_config_file_scales_with_the_requests_that_wait(
+    cluster: Cluster, bundle: Callable[[str], Path], texts: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    scale = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "upscale_delay_s": 1}
+    config = {
+        "applications": [
+            {
+                "name": "specexport",
+                "import_path": "specexport.server.ray:app",
+                "args": {"bundle": str(bundle(MODELS["first"])), "served_model_name": ["first"], "max_replicas": 2}
+                | {"calibrate": False},
+                "deployments": [
+                    {
+                        "name": "Model",
+                        "autoscaling_config": scale | {"downscale_delay_s": 2, "look_back_period_s": 2},
+                        "ray_actor_options": {"num_cpus": 0.5},
+                    }
+                ],
+            }
+        ]
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    words = [sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "config.json"), "--address"]
+    with subprocess.Popen([*words, cluster.address]) as process:
+        try:
+            wait(lambda: _replicas(cluster) == 1, "the application does not start")
+            with Load(cluster.url, 8) as load:
+                wait(lambda: _replicas(cluster) == 2, "no second replica")
+                load.more(12)
+            wait(lambda: _replicas(cluster) == 1, "the second replica stays")
+            right(load, texts)
+            assert load.failures == []
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(DEADLINE)
+
+
+def _replicas(cluster: Cluster) -> int:
+    try:
+        return len(cluster.metric("request_success_total"))
+    except httpx.HTTPError:
+        return 0
+
+
+@pytest.mark.slow
+def test_the_command_finishes_its_streams_when_it_is_told_to_stop(
+    bundle: Callable[[str], Path], texts: dict[str, dict[str, str]]
+) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "specexport", "serve", str(bundle(MODELS["first"])), "--ray", "--replicas", "2"]
+    command += ["--port", str(port), "--threads", "1", "--no-calibrate", "--served-model-name", "first"]
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen([*command, "--api-key", "k"]) as process:
+        try:
+            until = time.monotonic() + DEADLINE
+            while True:
+                assert process.poll() is None
+                assert time.monotonic() < until
+                try:
+                    if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                        break
+                except httpx.TransportError:
+                    time.sleep(0.2)
+            assert httpx.get(f"{url}/v1/models", timeout=30).status_code == 401
+            headers = {"Authorization": "Bearer k"}
+            body = {"prompt": PROMPTS[0], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+                lines = (line for line in answer.iter_lines() if line)
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                events = list(lines)
+            assert events[-1] == "data: [DONE]"
+            assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+            assert process.wait(DEADLINE) == 0
+        finally:
+            process.kill()

@@ -1,0 +1,239 @@
+"""Reports of ``bench``, ``tune`` and ``verify``: what was measured, in pages that ask for nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from specexport import report
+from specexport.cli import main
+from specexport.contract.reading import read_manifest
+from tests.browser import CHROMIUM, browser
+
+Bundles = Callable[[str], Path]
+HOSTILE = "<img src=x onerror=alert(1)>&\"'[/b]"
+_EMPTY = ("meta", "img", "link", "br")
+
+
+class Page(HTMLParser):
+    """A page's tables as texts by row, its pictures' texts, and its elements; each has to be closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.tables: list[list[list[str]]] = []
+        self.pictures: list[list[str]] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self._open: list[str] = []
+        self.feed(self.source)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in _EMPTY:
+            self._open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("th", "td"):
+            self.tables[-1][-1].append("")
+        elif tag == "svg":
+            self.pictures.append([])
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1:] in (["td"], ["th"]):
+            self.tables[-1][-1][-1] += data
+        elif "svg" in self._open and self._open[-1] in ("text", "title"):
+            self.pictures[-1].append(data)
+
+    def asks_for_nothing(self) -> None:
+        """It names no resource, and would not be allowed to load one."""
+        assert ("http-equiv", "Content-Security-Policy") in [pair for _, had in self.elements for pair in had.items()]
+        assert not {"script", "link", "img", "iframe", "object", "base"} & {tag for tag, _ in self.elements}
+        for _, had in self.elements:
+            assert not {"src", "href", "srcset", "xlink:href"} & had.keys()
+            assert not any(name.startswith("on") for name in had)
+        left = self.source.replace('xmlns="http://www.w3.org/2000/svg"', "")
+        assert not any(word in left for word in ("http://", "https://", "url(", "@import"))
+
+
+@pytest.fixture
+def hostile(bundle: Bundles, tmp_path: Path) -> Callable[[str], Path]:
+    """Gives a copy of a bundle in a folder whose name would be markup."""
+    return lambda name: copytree(bundle(name), tmp_path / HOSTILE.replace("/", "."))
+
+
+def test_bench(hostile: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, page = hostile("qwen3-lookup"), tmp_path / "bench.html"
+    data = tmp_path / "data.jsonl"
+    words = "one two three one two three one two"
+    data.write_text(json.dumps({"workload": HOSTILE, "text": words, "hypothesis": " three one two"}))
+    asked = ["bench", str(folder), "--methods", "draft_model,ngram,hypothesis", "--data", str(data), "-n", "12"]
+    assert main([*asked, "--json", "--plot", str(page)]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    found = Page(page)
+    found.asks_for_nothing()
+    table, *_ = found.tables
+    assert table[0][3] == HOSTILE
+    results = [row["workloads"][HOSTILE] for row in rows]
+    assert [row[3] for row in table[1:]] == [f"{one['tokens_per_step']:.2f}, {one['speed_up']:.2f}x" for one in results]
+    for texts, name in zip(found.pictures, ("speed_up", "tokens_per_step"), strict=False):
+        assert HOSTILE in texts
+        for row, result in zip(rows, results, strict=True):
+            assert texts[texts.index(row["method"]) + 1] == f"{result[name]:.4g}"
+    trees = [method.token_trees()[0] for method in read_manifest(folder).methods]
+    assert [sum(text.startswith("node ") for text in texts) for texts in found.pictures[2:]] == list(map(len, trees))
+    assert main([*asked, "--plot", str(page)]) == 0  # the table on the terminal bears such names too
+    assert "onerror" in capsys.readouterr().out
+
+
+def test_tune_tree(hostile: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, page = hostile("qwen3-medusa"), tmp_path / "tune.html"
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": f"the {word} of all words and more"}) + "\n" for word in "abcdef"))
+    words = ["tune", "tree", str(folder), "--data", str(data), "--max-nodes", "6", "-n", "24"]
+    assert main([*words, "--threads", "1", "--dry-run", "--json", "--plot", str(page)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    found = Page(page)
+    found.asks_for_nothing()
+    by_size = sorted(said["trees"], key=lambda one: len(one["choices"]))
+    assert [row[0] for row in found.tables[0][1:]] == [str(1 + len(one["choices"])) for one in by_size]
+    assert [row[5] for row in found.tables[0][1:]] == [f"{one['tokens_per_second']:.1f}" for one in by_size]
+    speed, tokens, cost, tree, *_ = found.pictures
+    for one in by_size:
+        nodes = 1 + len(one["choices"])
+        assert f"medusa: {one['tokens_per_second']:.4g} at {nodes}" in speed
+        assert f"medusa: {one['tokens_per_step']:.4g} at {nodes}" in tokens
+        assert f"whole step: {one['step_ms']:.4g} at {nodes}" in cost
+    best = said["trees"][0]
+    assert f"plain: {best['tokens_per_second'] / best['speed_up']:.4g}" in speed
+    assert sum(text.startswith("node ") for text in tree) == 1 + len(best["choices"])
+
+
+def test_tune_batch(bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "batch.html"
+    words = ["tune", "batch", str(bundle("qwen3-lookup")), "--threads", "1", "--seconds", "0.2"]
+    assert main([*words, "--json", "--plot", str(page)]) == 0
+    curve = json.loads(capsys.readouterr().out)
+    found = Page(page)
+    found.asks_for_nothing()
+    charts = [curve["steps"], *(one["propose"] for one in curve["methods"])]
+    assert len(charts) > 1
+    for costs, table, picture in zip(charts, found.tables, found.pictures, strict=False):
+        assert table[1][1:] == [f"{one['seconds'] * 1e3:.2f}" for one in costs if one["batch"] == 1]
+        for one in costs:
+            slots = f"{one['batch']} slot{'s' if one['batch'] > 1 else ''}"
+            assert f"{slots}: {one['seconds'] * 1e3:.4g} at {one['tokens']}" in picture
+
+
+@pytest.mark.exporter
+def test_verify(hostile: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, page = hostile("qwen3-medusa"), tmp_path / "verify.html"
+    words = ["verify", str(folder), "-n", "8", "--json", "--report", str(page)]
+    assert main(words) == 0
+    said = json.loads(capsys.readouterr().out)
+    found = Page(page)
+    found.asks_for_nothing()
+    assert found.tables[0][1:] == [[one["name"], one["result"], one["sentence"]] for one in said["checks"]]
+    numbers = {(row[0], row[1].replace(" ", "_")): float(row[2]) for row in found.tables[1][1:]}
+    measured = {(one["name"], name): value for one in said["checks"] for name, value in one["numbers"].items()}
+    assert numbers == pytest.approx(measured, rel=1e-5)
+    assert "verdict: passed" in found.source
+    assert len(found.pictures) == 2
+    # A bundle with nothing to read has a report too, which says so.
+    (folder / "specexport.json").write_text(f'{{"{HOSTILE[:12]}": 1}}')
+    assert main(words) == 1
+    said = json.loads(capsys.readouterr().out)
+    found = Page(page)
+    found.asks_for_nothing()
+    assert found.tables[0][1] == ["files", "failed", said["checks"][0]["sentence"]]
+    assert found.pictures == []
+
+
+def test_a_report_that_cannot_be_written_costs_no_time(
+    bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (tmp_path, tmp_path / "none" / "report.html"):
+        assert main(["bench", str(bundle("qwen3-lookup")), "--plot", str(path)]) == 1
+        said = capsys.readouterr()
+        assert f"--plot is {path}; expected a file to write" in said.err
+        assert said.out == ""
+
+
+def test_what_rich_shows_is_shown(tmp_path: Path) -> None:
+    table = Table(title="a < b")
+    table.add_column("name")
+    table.add_column("value", justify="right")
+    table.add_row(Text("x", "bold red"), "1\n2", style="bold")
+    report.write(tmp_path / "page.html", HOSTILE, [Group(table, "", Text("done", "green"))])
+    page = Page(tmp_path / "page.html")
+    page.asks_for_nothing()
+    assert page.tables == [[["name", "value"], ["x", "1\n2"]]]
+    for one in (("tr", "bold"), ("td", "left bold red"), ("td", "right "), ("p", "green")):
+        assert (one[0], {"class": one[1]}) in page.elements
+    assert "<caption>a &lt; b</caption>" in page.source
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-7, 0.3, 1.0, 7.0, 123456.0])
+def test_charts_hold_their_points(largest: float) -> None:
+    line = [(1.0, largest / 3), (2.0, largest / 2), (9.0, largest)]
+    drawn: Any = ElementTree.fromstring(
+        report.lines("x", "y", {f"line {n}": line for n in range(7)}, ("level", largest))
+    )
+    _, _, width, height = map(float, drawn.attrib["viewBox"].split())
+    svg = "{http://www.w3.org/2000/svg}"
+    dots = [(float(one.get("cx")), float(one.get("cy"))) for one in drawn.iter(f"{svg}circle")]
+    assert len(dots) == 21
+    assert all(0 < x < width and 0 < y < height for x, y in dots)
+    assert dots[0][0] < dots[1][0] < dots[2][0]
+    assert dots[2][1] <= dots[1][1] <= dots[0][1]
+    ticks = [
+        float(one.text) for one in drawn.iter(f"{svg}text") if one.get("class") == "tick end" and ":" not in one.text
+    ]
+    assert ticks[0] == 0
+    assert ticks[-1] >= largest
+    assert 3 <= len(ticks) <= 7
+    bars: Any = ElementTree.fromstring(report.bars("x", {"": {"a": largest, "b": float("nan")}}, ("one", largest / 2)))
+    (bar,) = bars.iter(f"{svg}rect")
+    assert 0 <= float(bar.get("width")) <= 640 - 160
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_a_browser_shows_it_and_asks_for_nothing_more(tmp_path: Path) -> None:
+    chart = report.lines("nodes", "tokens/s", {HOSTILE: [(1, 2), (3, 4)]}, (HOSTILE, 3))
+    parts = [
+        HOSTILE,
+        report.Figure(HOSTILE, chart),
+        report.Figure("bars", report.bars(HOSTILE, {HOSTILE: {HOSTILE: 1}})),
+    ]
+    page = tmp_path / "page.html"
+    report.write(page, HOSTILE, parts)
+    with browser(tmp_path / "profile") as window:
+        window.shape(400, 700, mobile=True)
+        window.open(page.as_uri())
+        assert window.run("document.title") == HOSTILE
+        assert window.run("document.images.length") == 0
+        assert window.run("document.documentElement.scrollWidth") <= 400  # wide parts scroll by themselves
+        light = window.run("getComputedStyle(document.body).backgroundColor")
+        window.shape(1000, 700, dark=True)
+        assert window.run("getComputedStyle(document.body).backgroundColor") != light
+        assert window.asked == [page.as_uri()]
+        assert window.complaints == []

@@ -1,0 +1,75 @@
+"""Large matrices stay in the checkpoint's files while a bundle is built of them, and the bundle is the same."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specexport.checkpoints import streamed
+from specexport.checkpoints.checkpoint import load_checkpoint
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
+from specexport.exporter.quality import reference
+from tests.checkpoints import make_checkpoint, make_heads
+
+pytestmark = pytest.mark.exporter
+
+
+@pytest.fixture
+def halved(tmp_path: Path) -> Path:
+    """A checkpoint in bf16 but for its norms, as some are."""
+    folder = make_checkpoint(tmp_path / "target", "qwen3")
+    state = load_file(folder / "model.safetensors")
+    state = {name: one if one.ndim == 1 else one.to(torch.bfloat16) for name, one in state.items()}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def hashes(bundle: Path) -> dict[str, str]:
+    files = sorted(path for path in bundle.rglob("*") if path.is_file() and path.name != "specexport.json")
+    return {str(path.relative_to(bundle)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_bundles_are_those_of_a_model_that_is_held(
+    halved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    made, heads = [], make_heads(tmp_path / "heads", halved, 2, tied=True)
+    for large in (streamed.LARGE, 1):
+        monkeypatch.setattr(streamed, "LARGE", large)
+        methods = ({"method": "draft_model", "model": str(halved)}, {"method": "self_draft", "layers": 1})
+        methods += ({"method": "medusa", "model": str(heads)},)  # which read the target's head too
+        options = BuildOptions(
+            target=str(halved), output=tmp_path / f"b{large}", methods=methods, precision=precision, max_seq_len=64
+        )
+        made.append(hashes(build(options)))
+    assert made[0] == made[1] and len(made[0]) > 4
+
+
+def test_matrices_are_in_memory_only_while_they_are_read(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = load_checkpoint(str(halved))
+    monkeypatch.setattr(streamed, "LARGE", 1)
+    loaded = load_checkpoint(str(halved))
+    state, held = load_file(halved / "model.safetensors"), dict(loaded.model.named_parameters())
+    for name, parameter in held.items():
+        assert bool(parameter.isnan().all()) == (parameter.ndim > 1), name
+        assert parameter.untyped_storage().nbytes() == 4 * (1 if parameter.ndim > 1 else parameter.numel())
+        tensor = streamed.stored(parameter)
+        assert tensor is None or torch.equal(tensor.read(), state[name])
+    tokens = list(range(3, 40))
+    assert (reference(loaded, tokens).logits == reference(whole, tokens).logits).all()
+    assert dict(loaded.model.named_parameters()) == held  # nothing is left behind
+
+
+def test_a_module_that_fails_holds_nothing(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed, "LARGE", 1)
+    model = load_checkpoint(str(halved)).model
+    head = model.get_output_embeddings()
+    with streamed.read_weights(model):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            head(torch.zeros(1, 7))
+        assert bool(head.weight.isnan().all())

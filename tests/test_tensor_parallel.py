@@ -1,0 +1,254 @@
+"""Targets that are split among processes: their texts, and what becomes of them when one of the processes ends."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from specexport import LLM
+from specexport.cli import main
+from specexport.contract.errors import BackendError, BuildError, BundleError
+from specexport.contract.reading import read_manifest
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime import ranks as runtime_ranks
+from specexport.runtime.speculative import PLAIN
+from tests.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.exporter
+
+PROMPTS = [[5, 6, 7, 5, 6, 7, 9], [11, 4, 8], list(range(3, 120))]
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=1)
+Built = Callable[[str, int, str], Path]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A bundle of a family with a draft, for so many ranks, in a precision."""
+    root = tmp_path_factory.mktemp("ranks")
+
+    def make(family: str, ranks: int, precision: str = "fp32") -> Path:
+        bundle, target = root / f"{family}-{ranks}-{precision}", root / family
+        if not target.exists():
+            make_checkpoint(target, family, num_key_value_heads=4)
+            make_checkpoint(root / f"{family}-draft", family, seed=1)
+        if not bundle.exists():
+            methods = ({"method": "draft_model", "model": str(root / f"{family}-draft"), "num_speculative_tokens": 3},)
+            options = {"max_seq_len": 256, "max_batch_size": 2, "precision": precision}
+            build(BuildOptions(str(target), bundle, methods, tensor_parallel=ranks, **options))  # type: ignore[arg-type]
+        return bundle
+
+    return make
+
+
+@pytest.fixture
+def split(built: Built) -> Iterator[Engine]:
+    with Engine.load(built("llama", 2, "fp32"), threads=2, calibrate=False) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "precision"),
+    [
+        ("llama", 2, "fp32"),
+        ("llama", 4, "fp32"),
+        ("qwen2", 2, "fp32"),  # biases, tied embeddings
+        ("gemma2", 4, "fp32"),  # scaled embeddings, capped logits
+        ("qwen3", 2, "int8"),
+        ("qwen3", 2, "int4"),
+    ],
+)
+def test_texts_are_those_of_one_process(built: Built, family: str, ranks: int, precision: str) -> None:
+    """In fp32 token for token the whole model's; and whatever is stored, speculation changes no bit of them."""
+    alone, split = built(family, 1, precision), built(family, ranks, precision)
+    texts, scores = [], []
+    for bundle in (alone, split):
+        with Engine.load(bundle, threads=2, calibrate=False) as engine:
+            assert engine.widths.exact
+            plain = [engine.generate(prompt, GREEDY, PLAIN) for prompt in PROMPTS]
+            for method in ("draft_model", "ngram", "suffix"):
+                streams = [engine.stream(prompt, GREEDY, method) for prompt in PROMPTS]  # two run at once
+                for stream, expected in zip(streams, plain, strict=True):
+                    chunks = list(stream)
+                    assert [token for chunk in chunks for token in chunk.token_ids] == list(expected.token_ids)
+            texts.append([one.token_ids for one in plain])
+            scores.append([one.logprob for text in plain for one in text.logprobs])
+    assert len(texts[1][0]) == 40
+    if precision == "fp32":  # elsewhere a share of a matrix may be rounded by other blocks
+        assert texts[0] == texts[1]
+        np.testing.assert_allclose(scores[0], scores[1], atol=1e-4)
+
+
+def test_verify_runs_every_rank(
+    built: Built, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    bundle = built("llama", 2, "fp32")
+    assert main(["verify", str(bundle)]) == 0
+    assert main(["inspect", str(bundle)]) == 0
+    assert "split among 2 processes" in capsys.readouterr().out
+
+
+def test_mixtures_are_split_by_the_columns_of_their_experts(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    from specexport.checkpoints.checkpoint import load_checkpoint
+    from specexport.checkpoints.split import same_when_split
+    from tests.checkpoints import GROUPED, VOCAB, tokenizer
+
+    config = Qwen3MoeConfig(
+        **{**GROUPED, "vocab_size": VOCAB}, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mixture")
+    tokenizer().save_pretrained(tmp_path / "mixture")
+    same_when_split(load_checkpoint(str(tmp_path / "mixture")), 2)
+    options = {"max_seq_len": 128, "max_batch_size": 1}
+    texts = []
+    for ranks in (1, 2):
+        build(BuildOptions(str(tmp_path / "mixture"), tmp_path / str(ranks), tensor_parallel=ranks, **options))  # type: ignore[arg-type]
+        with Engine.load(tmp_path / str(ranks), threads=1, calibrate=False) as engine:
+            texts.append(engine.generate(PROMPTS[0], GREEDY).token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_a_rank_that_ends_ends_the_others(split: Engine) -> None:
+    processes = _followers()
+    assert len(processes) == 1
+    stream = split.stream(PROMPTS[0], GREEDY.replace(max_tokens=200))
+    next(stream)
+    os.kill(processes[0], signal.SIGKILL)
+    with pytest.raises(BackendError, match=r"rank 1 ended by signal 9 of the 2 processes.*Load the bundle again"):
+        list(stream)
+    with pytest.raises(BackendError, match="rank 1 ended"):
+        split.generate(PROMPTS[0], GREEDY)
+    assert _followers() == []
+
+
+def test_a_rank_that_says_nothing_is_given_up(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_ranks, "_PATIENCE", 1.0)
+    monkeypatch.setattr(runtime_ranks, "_GOODBYE", 0.1)
+    with Engine.load(built("llama", 2, "fp32"), threads=2, calibrate=False) as engine:
+        (process,) = _followers()
+        os.kill(process, signal.SIGSTOP)
+        with pytest.raises(BackendError, match="rank 1 says nothing for 1 seconds"):
+            engine.generate(PROMPTS[0], GREEDY)
+        assert _followers() == []
+
+
+def test_ranks_end_with_the_first(built: Built) -> None:
+    """Whether it closes its engine, only ends, or is killed."""
+    code = (
+        "import sys, time; from specexport.runtime import Engine\n"
+        f"engine = Engine.load({str(built('llama', 4, 'fp32'))!r}, threads=1, calibrate=False)\n"
+        "print('there', flush=True); sys.stdin.read()"
+    )
+    for ending in (None, signal.SIGKILL):
+        pipe = subprocess.PIPE
+        first = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True)
+        assert first.stdout is not None
+        assert first.stdin is not None
+        assert first.stdout.readline() == "there\n"
+        followers = _followers(first.pid)
+        assert len(followers) == 3
+        if ending is not None:
+            first.send_signal(ending)
+        first.stdin.close()
+        first.wait(20)
+        end = time.monotonic() + 20
+        while any(Path(f"/proc/{one}").exists() for one in followers):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        first.stdout.close()
+
+
+def test_large_parts_meet_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_ranks, "_ROOM", 8)
+    memory, ends = mmap.mmap(-1, 2 * 2 * 8 * 4), socket.socketpair()
+    meetings = [runtime_ranks.Meeting(rank, {1 - rank: ends[rank]}, memory) for rank in range(2)]
+    parts = np.random.default_rng(0).random((2, 3, 7), np.float32)
+
+    def together(rank: int) -> list[np.ndarray[Any, Any]]:
+        made = []
+        for name, columns in (("sum.0", 7), ("join.1", 14), ("sum.2", 7)):
+            made.append(np.empty((3, columns), np.float32))
+            meetings[rank](name, parts[rank], made[-1])
+        return made
+
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(together, range(2)):
+            for whole, expected in zip(found, (parts.sum(0), np.concatenate(parts, 1), parts.sum(0)), strict=True):
+                np.testing.assert_array_equal(whole, expected)
+    for end in ends:
+        end.close()
+
+
+def test_what_cannot_be_split_is_refused(built: Built, tmp_path: Path) -> None:
+    built("llama", 1, "fp32")
+    target = str(built("llama", 1, "fp32").parent / "llama")
+    phi3 = make_checkpoint(tmp_path / "phi3", "phi3", num_key_value_heads=4)
+    hybrid = make_checkpoint(tmp_path / "lfm2", "lfm2")
+    for options, words in (
+        ({"target": target, "tensor_parallel": 3}, "it has 4 key/value heads; choose a number that divides them"),
+        ({"target": target, "tensor_parallel": 0}, "tensor_parallel is 0; expected 1 to 16"),
+        ({"target": target, "tensor_parallel": 2, "backend": "onnxruntime-cuda"}, "on the CPU alone yet"),
+        ({"target": target, "tensor_parallel": 2, "methods": ("self_draft:1",)}, "layers of the target"),
+        ({"target": str(phi3), "tensor_parallel": 2}, "model family 'phi3' cannot be split among 2 ranks"),
+        ({"target": str(hybrid), "tensor_parallel": 2}, "it has layers without attention"),
+    ):
+        with pytest.raises(BuildError, match=words):
+            build(BuildOptions(output=tmp_path / "out", **options))  # type: ignore[arg-type]
+        assert not (tmp_path / "out").exists()
+
+
+def test_ranks_of_a_manifest_must_fit(built: Built, tmp_path: Path) -> None:
+    bundle = built("llama", 2, "fp32")
+    manifest = read_manifest(bundle)
+    first, second = manifest.target.ranks
+    for ranks, words in (
+        ((first,), "two or more"),
+        ((first, msgspec.structs.replace(second, segments=second.segments[:-1])), "as many segments each"),
+        ((first, first, second), "an equal share of its heads"),
+        ((first, msgspec.structs.replace(second, weights="../weights.bin")), "not listed under files"),
+    ):
+        changed = msgspec.structs.replace(manifest, target=msgspec.structs.replace(manifest.target, ranks=ranks))
+        (tmp_path / "specexport.json").write_bytes(msgspec.json.encode(changed))
+        with pytest.raises(BundleError, match=words):
+            read_manifest(tmp_path)
+
+
+def test_llm_splits_a_model(built: Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path))
+    target = built("llama", 1, "fp32").parent / "llama"
+    with LLM(target, tensor_parallel_size=2, max_model_len=128, calibrate=False) as llm:
+        assert "2 ranks" in llm._frontend.engine.backend.device
+        (split,) = llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
+    with Engine.load(built("llama", 1, "fp32"), calibrate=False) as engine:
+        assert split.outputs[0].token_ids == engine.generate(PROMPTS[0], GREEDY, PLAIN).token_ids
+
+
+def _followers(parent: int | None = None) -> list[int]:
+    """Processes that a process has started to run ranks."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if above == (parent or os.getpid()) and b"specexport.runtime.ranks" in words:
+            found.append(int(folder.name))
+    return found
