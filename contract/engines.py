@@ -38,8 +38,8 @@ class CompiledEngine(_Strict, frozen=True, kw_only=True):
 
     Attributes:
         file: the serialized engine; for onnxruntime-cuda the source itself.
-        source: the ONNX file it was compiled from. It is derived from the master: fixed dimensions, a draft's loop
-            unrolled, and activations of type ``compute``.
+        source: the ONNX file it was compiled from. It is derived from the master: fixed dimensions, one pass of
+            a draft's loop, and activations of type ``compute``.
         runtime: the library that runs it.
         version: of that library, as it calls itself; empty where any will do.
         compute_capabilities: the devices it was compiled for; none where any will do.

@@ -82,7 +82,7 @@ class Manifest(Strict, frozen=True):
     """The whole of ``specexport.json``.
 
     Attributes:
-        format_version: of this schema; a reader refuses a newer one.
+        format_version: of this schema; a reader refuses any other.
         specexport_version: that wrote the bundle.
         created: ISO 8601, UTC.
         built_with: versions of the libraries that matter.
