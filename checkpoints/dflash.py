@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import torch
@@ -25,16 +25,11 @@ from specexport.checkpoints.config import SINGLE
 from specexport.checkpoints.drafts import (
     EMBEDDING,
     HEAD,
-    DraftOutline,
     Layer,
+    OwnFilesOutline,
     Size,
     States,
-    fill,
     layer_config,
-    parts_of,
-    require_parts,
-    require_target,
-    shapes_of,
 )
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.stored import CONFIG, read_config
@@ -44,9 +39,6 @@ from specexport.graphs.dflash import DFlashDraft, DFlashShape
 
 _BLOCK = 16
 """Tokens of a block where nothing is said."""
-_WHAT = (
-    f"a DFlash draft as {CONFIG} describes it; expected names such as 'fc.weight' or 'layers.0.self_attn.q_proj.weight'"
-)
 _Block = Annotated[int, Meta(ge=2, le=MAX_BLOCK)]
 _Token = Annotated[int, Meta(ge=0, le=2**24)]
 _Above = Annotated[float, Meta(gt=0.0, le=1e6)]
@@ -86,11 +78,10 @@ class _Config(_Drafting, kw_only=True):
 
 
 @dataclass(frozen=True)
-class DFlashOutline(DraftOutline):
+class DFlashOutline(OwnFilesOutline):
     """What a checkpoint says of itself.
 
     Attributes:
-        states: after how many of the target's layers it sees the residual stream; None for what is usual.
         block_size: tokens of the longest block, its root among them.
         mask_token: what stands for a token to be drafted.
         causal: of each layer, whether a row of a block sees only those before it and itself.
@@ -99,7 +90,6 @@ class DFlashOutline(DraftOutline):
         logit_softcap: likewise.
     """
 
-    states: tuple[int, ...] | None
     block_size: int
     mask_token: int
     causal: tuple[bool, ...]
@@ -107,38 +97,30 @@ class DFlashOutline(DraftOutline):
     logit_scale: float
     logit_softcap: float | None
 
-    def seen(self, layers: int) -> tuple[int, ...]:
-        """After how many layers of a target with so many it sees the residual stream.
+    what: ClassVar[str] = (
+        f"a DFlash draft as {CONFIG} describes it; expected names such as 'fc.weight' or "
+        "'layers.0.self_attn.q_proj.weight'"
+    )
+    keys: ClassVar[str] = "target_layer_ids or aux_hidden_state_layer_ids"
 
-        Raises:
-            BuildError: the target has fewer.
-        """
-        seen = usual_states(self.layer.num_hidden_layers, layers) if self.states is None else self.states
-        if not all(0 <= count <= layers for count in seen):
-            named = "target_layer_ids or aux_hidden_state_layer_ids"
-            raise BuildError(
-                f"{self.path / CONFIG}: the draft sees states after {list(seen)} layers "
-                f"({'as none are named' if self.states is None else named}), but the target has {layers}; this draft "
-                "was trained for another model"
-            )
-        return seen
+    def usual_states(self, layers: int) -> tuple[int, ...]:
+        return usual_states(self.layer.num_hidden_layers, layers)
 
     def make(self, layers: int) -> DFlashDraft:
-        """A draft of these sizes for a target of so many layers, as torch initialises it."""
-        return DFlashDraft(
-            DFlashShape(
-                config=self.layer,
-                target_hidden=self.target_hidden,
-                states=len(self.seen(layers)),
-                draft_vocab=self.draft_vocab,
-                block_size=self.block_size,
-                mask_token=self.mask_token,
-                causal=self.causal,
-                embedding_scale=self.embedding_scale,
-                logit_scale=self.logit_scale,
-                logit_softcap=self.logit_softcap,
-            )
+        shape = DFlashShape(
+            config=self.layer,
+            target_hidden=self.target_hidden,
+            states=len(self.seen(layers)),
+            draft_vocab=self.draft_vocab,
+            block_size=self.block_size,
+            mask_token=self.mask_token,
+            causal=self.causal,
+            embedding_scale=self.embedding_scale,
+            logit_scale=self.logit_scale,
+            logit_softcap=self.logit_softcap,
         )
+        with torch.device("meta"):
+            return DFlashDraft(shape)
 
 
 def usual_states(draft_layers: int, layers: int) -> tuple[int, ...]:
@@ -188,6 +170,7 @@ def read_dflash(source: str) -> DFlashOutline:
         draft_vocab=config.draft_vocab_size or layer.vocab_size,
         target_hidden=config.target_hidden_size or layer.hidden_size,
         states=None if ids is None else tuple(one + more for one in ids),
+        tied=False,
         block_size=block,
         mask_token=mask,
         causal=tuple(one == "sliding_attention" if said is None else said for one in types),
@@ -214,39 +197,6 @@ def _refuse_variants(path: Path, config: _Config, nested: _Nested) -> None:
             raise BuildError(
                 f"{path}: {field} is {found!r}; expected {expected!r}, as of a DFlash draft whose root proposes nothing"
             )
-
-
-def require_fit(outline: DFlashOutline, *, hidden: int, vocab: int, layers: int) -> None:
-    """Checks a draft against a target's hidden size, width of logits and layers, by the headers of its files.
-
-    Raises:
-        BuildError: a tensor is missing, of another shape or type or none of a draft's, or it was made for another
-            target; names the file and the tensor or field.
-    """
-    require_target(outline, hidden=hidden, vocab=vocab)
-    with torch.device("meta"):
-        draft = outline.make(layers)
-    shared = {EMBEDDING, HEAD} if outline.layer.hidden_size == hidden else set()
-    require_parts(outline, parts_of(outline), shapes_of(draft), shared, _WHAT)
-
-
-def load_dflash(outline: DFlashOutline, target: Path, layers: int, positions: int) -> DFlashDraft:
-    """Reads a draft that :func:`require_fit` let pass, in fp32 and for evaluation.
-
-    Args:
-        outline: of the draft.
-        target: the target's folder, for what the draft shares with it.
-        layers: the target's.
-        positions: the longest text; the rotary frequencies of drafts that change them for long ones are those of the
-            beginning.
-
-    Raises:
-        BuildError: numbers are not finite, or the target has no tensor to share; names the tensor.
-    """
-    with torch.device("meta"):
-        made = outline.make(layers)
-    fill(made, outline, parts_of(outline), target, positions, tied=False)
-    return made
 
 
 def save_dflash(

@@ -7,11 +7,12 @@ are. What it shares with the target may be left out: ``embed_tokens.weight`` and
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import torch
@@ -64,7 +65,7 @@ class Layer(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True)
-class DraftOutline:
+class DraftOutline(ABC):
     """What a checkpoint says of itself.
 
     Attributes:
@@ -86,6 +87,94 @@ class DraftOutline:
         size = self.layer.head_dim
         row = CacheLayer(heads=self.layer.num_key_value_heads, key_size=size, value_size=size)
         return (row,) * int(self.layer.num_hidden_layers)
+
+    @abstractmethod
+    def seen(self, layers: int) -> tuple[int, ...]:
+        """After how many layers of a target with so many it sees the residual stream.
+
+        Raises:
+            BuildError: the target has fewer.
+        """
+
+    @abstractmethod
+    def make(self, layers: int) -> Any:
+        """A draft of these sizes for a target of so many layers, on torch's meta device."""
+
+    @abstractmethod
+    def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
+        """Checks a draft against a target's hidden size, width of logits and layers, by the headers of its files.
+
+        Raises:
+            BuildError: a tensor is missing, of another shape or type or none of a draft's, or it was made for another
+                target; names the file and the tensor or field.
+        """
+
+    @abstractmethod
+    def load(self, target: Path, layers: int, positions: int) -> Any:
+        """Reads a draft that :meth:`require_fit` let pass, in fp32 and for evaluation.
+
+        Args:
+            target: the target's folder, for what the draft shares with it.
+            layers: the target's.
+            positions: the longest text; the rotary frequencies of drafts that change them for long ones are those of
+                the beginning.
+
+        Raises:
+            BuildError: numbers are not finite, or the target has no tensor to share; names the tensor.
+        """
+
+
+@dataclass(frozen=True)
+class OwnFilesOutline(DraftOutline):
+    """What a draft's own checkpoint says of itself.
+
+    Attributes:
+        states: after how many of the target's layers it sees the residual stream; None for the usual ones.
+        tied: its head are rows of its embedding.
+    """
+
+    states: tuple[int, ...] | None
+    tied: bool
+
+    what: ClassVar[str]
+    """What it is, and names of some of its tensors, in words."""
+    keys: ClassVar[str]
+    """Fields of the configuration that name ``states``."""
+    same: ClassVar[Mapping[str, str]] = {}
+    """See :func:`parts_of`."""
+
+    @abstractmethod
+    def usual_states(self, layers: int) -> tuple[int, ...]:
+        """``states`` for a target of so many layers where nothing else is said."""
+
+    def seen(self, layers: int) -> tuple[int, ...]:
+        seen = self.usual_states(layers) if self.states is None else self.states
+        if not all(0 <= count <= layers for count in seen):
+            raise BuildError(
+                f"{self.path / CONFIG}: the draft sees states after {list(seen)} layers "
+                f"({'as none are named' if self.states is None else self.keys}), but the target has {layers}; this "
+                "draft was trained for another model"
+            )
+        return seen
+
+    def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
+        for field, found, wanted in (
+            ("target_hidden_size", self.target_hidden, hidden),
+            ("vocab_size", self.vocab, vocab),
+        ):
+            if found != wanted:
+                raise BuildError(
+                    f"{self.path / CONFIG}: {field} is {found}, and the target's is {wanted}; this draft was trained "
+                    "for another model"
+                )
+        shared = {EMBEDDING, HEAD} if self.layer.hidden_size == hidden else {HEAD} if self.tied else set()
+        shapes = shapes_of(self.make(layers))
+        require_parts(self, parts_of(self, self.same), shapes, shared, self.what, same=self.same)
+
+    def load(self, target: Path, layers: int, positions: int) -> Any:
+        made = self.make(layers)
+        fill(made, self, parts_of(self, self.same), target, positions, tied=self.tied)
+        return made
 
 
 def layer_config(path: Path, layer: Layer, kinds: AbstractSet[str] = CONFIGS.keys(), made: str | None = None) -> Any:
@@ -120,23 +209,6 @@ def layer_config(path: Path, layer: Layer, kinds: AbstractSet[str] = CONFIGS.key
             return config
     except Exception as error:  # transformers raises whatever it finds wrong
         raise BuildError(f"{path}: {error or type(error).__name__}") from error
-
-
-def require_target(outline: DraftOutline, *, hidden: int, vocab: int) -> None:
-    """Compares what a draft was made for with a target's hidden size and width of logits.
-
-    Raises:
-        BuildError: it is another target; names the field.
-    """
-    for field, found, wanted in (
-        ("target_hidden_size", outline.target_hidden, hidden),
-        ("vocab_size", outline.vocab, vocab),
-    ):
-        if found != wanted:
-            raise BuildError(
-                f"{outline.path / CONFIG}: {field} is {found}, and the target's is {wanted}; this draft was trained "
-                "for another model"
-            )
 
 
 def parts_of(outline: DraftOutline, same: Mapping[str, str] = {}) -> dict[str, StoredTensor]:
@@ -246,8 +318,7 @@ def fill(
         outline: of it.
         stored: its tensors, which :func:`require_parts` let pass.
         target: the target's folder, for what the draft shares with it.
-        positions: the longest text; the rotary frequencies of drafts that change them for long ones are those of the
-            beginning.
+        positions: see :meth:`DraftOutline.load`.
         tied: its head are rows of its embedding.
 
     Raises:

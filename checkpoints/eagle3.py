@@ -9,10 +9,10 @@ The first layout describes the layer in the configuration itself, the other one 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -24,16 +24,11 @@ from specexport.checkpoints.drafts import (
     EMBEDDING,
     HEAD,
     T2D,
-    DraftOutline,
     Layer,
+    OwnFilesOutline,
     Size,
     States,
-    fill,
     layer_config,
-    parts_of,
-    require_parts,
-    require_target,
-    shapes_of,
 )
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.stored import CONFIG, read_config
@@ -41,11 +36,6 @@ from specexport.contract.errors import BuildError
 from specexport.graphs.eagle3 import Eagle3Draft, Eagle3Shape
 
 _FIRST, _SAME_AS = "midlayer.", "layers.0."
-_NAMES = {_FIRST: _SAME_AS}
-_WHAT = (
-    f"an EAGLE-3 draft as {CONFIG} describes it; expected names such as 'fc.weight', "
-    "'midlayer.self_attn.q_proj.weight' or 'layers.0.self_attn.q_proj.weight'"
-)
 
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -77,39 +67,30 @@ class _Config(_Switches, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Eagle3Outline(DraftOutline):
+class Eagle3Outline(OwnFilesOutline):
     """What a checkpoint says of itself.
 
     Attributes:
-        states: after how many of the target's layers it sees the residual stream; None for what is usual.
         switches: fields of :class:`~specexport.graphs.eagle3.Eagle3Shape`.
-        tied: its head are rows of its embedding.
     """
 
-    states: tuple[int, ...] | None
     switches: dict[str, bool]
-    tied: bool
 
-    def seen(self, layers: int) -> tuple[int, ...]:
-        """After how many layers of a target with so many it sees the residual stream.
+    what: ClassVar[str] = (
+        f"an EAGLE-3 draft as {CONFIG} describes it; expected names such as 'fc.weight', "
+        "'midlayer.self_attn.q_proj.weight' or 'layers.0.self_attn.q_proj.weight'"
+    )
+    keys: ClassVar[str] = "eagle_aux_hidden_state_layer_ids"
+    same: ClassVar[Mapping[str, str]] = {_FIRST: _SAME_AS}
 
-        Raises:
-            BuildError: the target has fewer.
-        """
-        seen = usual_states(layers) if self.states is None else self.states
-        if not all(0 <= count <= layers for count in seen):
-            raise BuildError(
-                f"{self.path / CONFIG}: the draft sees states after {list(seen)} layers "
-                f"({'as none are named' if self.states is None else 'eagle_aux_hidden_state_layer_ids'}), but the "
-                f"target has {layers}; this draft was trained for another model"
-            )
-        return seen
+    def usual_states(self, layers: int) -> tuple[int, ...]:
+        return usual_states(layers)
 
     def make(self, layers: int) -> Eagle3Draft:
-        """A draft of these sizes for a target of so many layers, as torch initialises it."""
-        return Eagle3Draft(
-            Eagle3Shape(self.layer, self.target_hidden, len(self.seen(layers)), self.draft_vocab, **self.switches)
-        )
+        with torch.device("meta"):
+            return Eagle3Draft(
+                Eagle3Shape(self.layer, self.target_hidden, len(self.seen(layers)), self.draft_vocab, **self.switches)
+            )
 
 
 def usual_states(layers: int) -> tuple[int, ...]:
@@ -157,40 +138,6 @@ def read_eagle3(source: str) -> Eagle3Outline:
         switches=switches | {"norm_before_residual": config.norm_before_residual},
         tied=config.tie_word_embeddings,
     )
-
-
-def require_fit(outline: Eagle3Outline, *, hidden: int, vocab: int, layers: int) -> None:
-    """Checks a draft against a target's hidden size, width of logits and layers, by the headers of its files.
-
-    Raises:
-        BuildError: a tensor is missing, of another shape or type or none of a draft's, or it was made for another
-            target; names the file and the tensor or field.
-    """
-    require_target(outline, hidden=hidden, vocab=vocab)
-    with torch.device("meta"):
-        draft = outline.make(layers)
-    shared = {EMBEDDING, HEAD} if outline.layer.hidden_size == hidden else set()
-    shared |= {HEAD} if outline.tied else set()
-    require_parts(outline, parts_of(outline, _NAMES), shapes_of(draft), shared, _WHAT, same=_NAMES)
-
-
-def load_eagle3(outline: Eagle3Outline, target: Path, layers: int, positions: int) -> Eagle3Draft:
-    """Reads a draft that :func:`require_fit` let pass, in fp32 and for evaluation.
-
-    Args:
-        outline: of the draft.
-        target: the target's folder, for what the draft shares with it.
-        layers: the target's.
-        positions: the longest text; the rotary frequencies of drafts that change them for long ones are those of the
-            beginning.
-
-    Raises:
-        BuildError: numbers are not finite, or the target has no tensor to share; names the tensor.
-    """
-    with torch.device("meta"):
-        made = outline.make(layers)
-    fill(made, outline, parts_of(outline, _NAMES), target, positions, tied=outline.tied)
-    return made
 
 
 def save_eagle3(

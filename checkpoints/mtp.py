@@ -55,11 +55,9 @@ class MTPOutline(DraftOutline):
     names: dict[str, str]
 
     def seen(self, layers: int) -> tuple[int, ...]:
-        """After how many of a target's layers it sees the residual stream: all."""
         return (layers,)
 
-    def make(self) -> MTPDraft:
-        """A draft of these sizes, on torch's meta device."""
+    def make(self, layers: int) -> MTPDraft:
         with quiet(), torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(self.layer), trust_remote_code=False)
             return MTPDraft(model.base_model)
@@ -75,6 +73,26 @@ class MTPOutline(DraftOutline):
 
     def cache(self, draft: MTPDraft) -> tuple[CacheLayer, ...]:
         return draft.cache()
+
+    def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
+        stored = self.parts()
+        shapes = {
+            part: shape if part == name else (shape[1] // len(_FUSED[name.rpartition(".")[2]]), shape[2])
+            for name, shape in shapes_of(self.make(layers)).items()
+            for part in _parts(name, shape, stored)
+        }
+        same = {start: stands_for for start, stands_for in self.names.items() if stands_for}
+        require_parts(self, stored, shapes, {EMBEDDING, HEAD}, f"the MTP layer that {CONFIG} describes", same=same)
+
+    def load(self, target: Path, layers: int, positions: int) -> MTPDraft:
+        draft, stored = self.make(layers), self.parts()
+        for name, shape in shapes_of(draft).items():
+            parts = _parts(name, shape, stored)
+            if parts != [name]:
+                read = partial(_joined, shape, [stored[part] for part in parts], self.path)
+                stored[name] = StoredTensor(name, shape, "F32", read)
+        fill(draft, self, stored, target, positions, tied=False)
+        return draft
 
 
 def read_mtp(source: str) -> MTPOutline:
@@ -116,38 +134,6 @@ def read_mtp(source: str) -> MTPOutline:
         target_hidden=config.hidden_size,
         names=known | {f"{root}norm.": "target_norm."},
     )
-
-
-def require_fit(outline: MTPOutline) -> None:
-    """Checks the layer's tensors by the headers of the checkpoint's files.
-
-    Raises:
-        BuildError: a tensor is missing, of another shape or type or none of the layer's; names it.
-    """
-    stored = outline.parts()
-    shapes = {
-        part: shape if part == name else (shape[1] // len(_FUSED[name.rpartition(".")[2]]), shape[2])
-        for name, shape in shapes_of(outline.make()).items()
-        for part in _parts(name, shape, stored)
-    }
-    same = {start: stands_for for start, stands_for in outline.names.items() if stands_for}
-    require_parts(outline, stored, shapes, {EMBEDDING, HEAD}, f"the MTP layer that {CONFIG} describes", same=same)
-
-
-def load_mtp(outline: MTPOutline, positions: int) -> MTPDraft:
-    """Reads a layer that :func:`require_fit` let pass, in fp32 and for evaluation; ``positions`` as in ``fill``.
-
-    Raises:
-        BuildError: numbers are not finite; names the tensor.
-    """
-    draft, stored = outline.make(), outline.parts()
-    for name, shape in shapes_of(draft).items():
-        parts = _parts(name, shape, stored)
-        if parts != [name]:
-            read = partial(_joined, shape, [stored[part] for part in parts], outline.path)
-            stored[name] = StoredTensor(name, shape, "F32", read)
-    fill(draft, outline, stored, outline.path, positions, tied=False)
-    return draft
 
 
 def _parts(name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> list[str]:

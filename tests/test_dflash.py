@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from specexport import LLM
-from specexport.checkpoints.dflash import load_dflash, read_dflash, require_fit, usual_states
+from specexport.checkpoints.dflash import read_dflash, usual_states
 from specexport.checkpoints.drafts import as_checkpoint
 from specexport.cli import main
 from specexport.contract import tensors
@@ -63,7 +63,7 @@ def small_vocabulary(tmp_path: Path, target: Path) -> Path:
 
 
 def fit(source: str) -> None:
-    require_fit(read_dflash(source), hidden=H, vocab=VOCAB, layers=LAYERS)
+    read_dflash(source).require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
 
 
 # --- the formulas -----------------------------------------------------------------------------------------------------
@@ -159,8 +159,8 @@ def test_the_graph_drafts_what_the_formulas_say(
     """Two slots with texts of 9 and 2 rows, whose next rows are 3 and 1, padded; then blocks of 6 and 4 tokens."""
     folder = make_dflash(tmp_path / "draft", target, **options)
     outline = read_dflash(str(folder))
-    require_fit(outline, hidden=H, vocab=VOCAB, layers=LAYERS)
-    draft = load_dflash(outline, target, LAYERS, 512)
+    outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
+    draft = outline.load(target, LAYERS, 512)
     cache = as_checkpoint(outline, "dflash", "here", draft, 512).cache
     ir.save(trace.trace_dflash(draft, cache, lowering), tmp_path / "propose.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "propose.onnx")
@@ -208,12 +208,12 @@ def test_the_graph_drafts_what_the_formulas_say(
 
 def test_what_a_draft_leaves_out_is_the_target_s(target: Path, draft: Path, small_vocabulary: Path) -> None:
     theirs = load_file(target / "model.safetensors")
-    whole = load_dflash(read_dflash(str(draft)), target, LAYERS, 512)
+    whole = read_dflash(str(draft)).load(target, LAYERS, 512)
     assert torch.equal(whole.embed_tokens.weight, theirs["model.embed_tokens.weight"])
     assert torch.equal(whole.lm_head.weight, theirs["lm_head.weight"])
     source = changed(small_vocabulary, {"lm_head.weight": None})
     fit(source)
-    part = load_dflash(read_dflash(source), target, LAYERS, 512)
+    part = read_dflash(source).load(target, LAYERS, 512)
     assert part.target_ids is not None
     assert torch.equal(part.lm_head.weight, theirs["lm_head.weight"][part.target_ids])
 
@@ -290,7 +290,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     source = changed(small_vocabulary, change)
     with pytest.raises(BuildError, match=reason):
         fit(source)
-        load_dflash(read_dflash(source), target, LAYERS, 512)
+        read_dflash(source).load(target, LAYERS, 512)
 
 
 # --- bundles ----------------------------------------------------------------------------------------------------------

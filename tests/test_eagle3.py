@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from specexport import LLM
 from specexport.checkpoints.drafts import as_checkpoint
-from specexport.checkpoints.eagle3 import load_eagle3, read_eagle3, require_fit
+from specexport.checkpoints.eagle3 import read_eagle3
 from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
@@ -67,7 +67,7 @@ def changed(folder: Path, weights: dict[str, torch.Tensor | None] | None = None,
 
 
 def fit(source: str) -> None:
-    require_fit(read_eagle3(source), hidden=H, vocab=VOCAB, layers=LAYERS)
+    read_eagle3(source).require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
 
 
 # --- the formulas -----------------------------------------------------------------------------------------------------
@@ -147,8 +147,8 @@ def test_the_graph_drafts_what_the_formulas_say(
     """Two slots with texts of 5 and 2 rows, whose next rows are 3 and 1, padded; then 4 tokens each."""
     folder = make_eagle3(tmp_path / "draft", target, published=published, **options)
     outline = read_eagle3(str(folder))
-    require_fit(outline, hidden=H, vocab=VOCAB, layers=LAYERS)
-    draft = load_eagle3(outline, target, LAYERS, 512)
+    outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
+    draft = outline.load(target, LAYERS, 512)
     cache = as_checkpoint(outline, "eagle3", "here", draft, 512).cache
     start, one_pass = trace.trace_own_state(draft, cache, lowering)
     ir.save(propose_graph(one_pass, cache, lowering, start), tmp_path / "propose.onnx")
@@ -209,13 +209,13 @@ def test_what_a_draft_leaves_out_is_the_target_s(tmp_path: Path, target: Path) -
     source = changed(folder, {"lm_head.weight": None})
     fit(source)
     theirs = load_file(target / "model.safetensors")
-    draft = load_eagle3(read_eagle3(source), target, LAYERS, 512)
+    draft = read_eagle3(source).load(target, LAYERS, 512)
     assert torch.equal(draft.embed_tokens.weight, theirs["model.embed_tokens.weight"])
     ids = draft.target_ids
     assert ids is not None
     assert torch.equal(draft.lm_head.weight, theirs["lm_head.weight"][ids])
     source = changed(folder, tie_word_embeddings=True)
-    tied = load_eagle3(read_eagle3(source), target, LAYERS, 512)
+    tied = read_eagle3(source).load(target, LAYERS, 512)
     assert torch.equal(tied.lm_head.weight, theirs["model.embed_tokens.weight"][ids])
 
 
@@ -282,7 +282,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     source = changed(draft, change)
     with pytest.raises(BuildError, match=reason):
         fit(source)
-        load_eagle3(read_eagle3(source), target, LAYERS, 512)
+        read_eagle3(source).load(target, LAYERS, 512)
 
 
 def test_pickles_are_refused(draft: Path) -> None:

@@ -117,9 +117,9 @@ def test_an_inflated_states_draft_says_the_same(source: Path, tmp_path: Path, me
     for model, draft in ((source, "small"), (large, "grown")):
         loaded, outline = LlamaForCausalLM.from_pretrained(model).eval(), exporter.read(str(tmp_path / draft))
         layers = loaded.config.num_hidden_layers
-        exporter.require_fit(outline, hidden=loaded.config.hidden_size, vocab=64, layers=layers)
+        outline.require_fit(hidden=loaded.config.hidden_size, vocab=64, layers=layers)
         seen = outline.seen(layers)
-        made = as_checkpoint(outline, method, draft, exporter.load(outline, model, layers, 64), 64)
+        made = as_checkpoint(outline, method, draft, outline.load(model, layers, 64), 64)
         with torch.no_grad(), noted_states(loaded, seen) as noted:
             loaded(torch.tensor([text[:-1]]))
         states = torch.cat([noted[count] for count in seen], -1)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specexport import LLM
 from specexport.checkpoints.drafts import as_checkpoint
-from specexport.checkpoints.mtp import load_mtp, read_mtp, require_fit
+from specexport.checkpoints.mtp import read_mtp
 from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
@@ -46,7 +46,7 @@ from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
-H = GROUPED["hidden_size"]
+H, LAYERS = GROUPED["hidden_size"], GROUPED["num_hidden_layers"]
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": MIXTURES["deepseek_v3"],
     "glm4_moe": MIXTURES["glm4_moe"],
@@ -130,8 +130,8 @@ def test_the_graph_drafts_what_the_formulas_say(
     """Two slots with texts of 5 and 2 rows, whose next rows are 3 and 1, padded; then 4 tokens each."""
     folder = made(family)
     outline = read_mtp(str(folder))
-    require_fit(outline)
-    draft = load_mtp(outline, 512)
+    outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
+    draft = outline.load(outline.path, LAYERS, 512)
     cache = as_checkpoint(outline, "mtp", "here", draft, 512).cache
     start, one_pass = trace.trace_own_state(draft, cache, lowering)
     ir.save(propose_graph(one_pass, cache, lowering, start), tmp_path / "propose.onnx")
@@ -215,8 +215,8 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     source = changed(copytree(made(family), tmp_path / "changed"), change)
     with pytest.raises(BuildError, match=reason) as caught:
         outline = read_mtp(source)
-        require_fit(outline)
-        load_mtp(outline, 512)
+        outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
+        outline.load(outline.path, LAYERS, 512)
     assert source in str(caught.value)
 
 
@@ -246,8 +246,8 @@ def test_the_names_of_vllm(name: str) -> None:
 def test_a_layer_without_tables_of_its_own_takes_the_target_s(tmp_path: Path, made: Callable[[str], Path]) -> None:
     left_out = {f"{B}embed_tokens.weight": None, f"{B}shared_head.head.weight": None}
     outline = read_mtp(changed(copytree(made("deepseek_v3"), tmp_path / "bare"), left_out))
-    require_fit(outline)
-    theirs, draft = load_file(outline.path / "model.safetensors"), load_mtp(outline, 512)
+    outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
+    theirs, draft = load_file(outline.path / "model.safetensors"), outline.load(outline.path, LAYERS, 512)
     assert torch.equal(draft.embed_tokens.weight, theirs["model.embed_tokens.weight"])
     assert torch.equal(draft.lm_head.weight, theirs["lm_head.weight"])
 

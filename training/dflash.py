@@ -8,26 +8,17 @@ from typing import Any
 import torch
 from transformers import Qwen3Config
 
-from specexport.checkpoints.dflash import load_dflash, read_dflash, require_fit, save_dflash, usual_states
+from specexport.checkpoints.dflash import read_dflash, save_dflash, usual_states
 from specexport.checkpoints.medusa import HeadAccuracy
 from specexport.graphs.attention import lowering
 from specexport.graphs.dflash import DFlashDraft, DFlashShape, each_layer
 from specexport.graphs.layers import noted_states
 from specexport.training.data import Windows, seeded
-from specexport.training.hidden import measured, run_model, summed_loss, weighted
-from specexport.training.loop import Loss, Watch, optimizers
+from specexport.training.hidden import measured, read_back, run_model, summed_loss, train_draft, weighted
+from specexport.training.loop import Loss, Watch
 from specexport.training.mlp_speculator import chain_length
 from specexport.training.options import DFlashOptions, within
-from specexport.training.run import (
-    Place,
-    Run,
-    TrainingModel,
-    choose_place,
-    layer_sizes,
-    load_model,
-    open_run,
-    seen_states,
-)
+from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
 
 _AT_ONCE = 32
 """Blocks of a window that are measured together."""
@@ -58,15 +49,17 @@ def train_dflash(options: DFlashOptions, watch: Watch) -> dict[str, Any]:
         run.describe_data()
         torch.manual_seed(options.seed)
         draft = new_draft(options, target, states)
-        _train(run, draft, states)
+
+        def loss_of(batch: Windows, number: int) -> Loss:
+            anchors = random_anchors(batch, options.anchors, options.seed, number)
+            return draft_loss(draft, target.model, states, batch, anchors, options.decay)
+
+        train_draft(run, draft, (), loss_of)
         accuracy = draft_accuracy(draft, target.model, states, run.held_out, place)
         run.record |= {"accuracy": accuracy.ranks, "acceptance_length": chain_length(accuracy)}
         with run.output() as folder:
             save_dflash(folder, draft.cpu(), states, layers)
-            # Read back, so that what is written can be used.
-            outline, (vocab, hidden) = read_dflash(str(folder)), target.model.get_output_embeddings().weight.shape
-            require_fit(outline, hidden=hidden, vocab=vocab, layers=layers)
-            load_dflash(outline, target.path, layers, target.max_positions)
+            read_back(read_dflash(str(folder)), target, layers)
     return run.record
 
 
@@ -91,20 +84,6 @@ def new_draft(options: DFlashOptions, target: TrainingModel, states: tuple[int, 
     draft.embed_tokens.weight = torch.nn.Parameter(table.detach(), requires_grad=False)
     draft.lm_head.weight = torch.nn.Parameter(head.detach(), requires_grad=False)
     return draft
-
-
-def _train(run: Run[DFlashOptions], draft: DFlashDraft, states: tuple[int, ...]) -> None:
-    options, place = run.options, run.place
-    parameters = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
-    chosen = optimizers(options.optimizer, parameters.values(), (), options.lr)
-
-    def loss_at(number: int) -> Loss:
-        batch = run.batch(number, options.seed)
-        anchors = random_anchors(batch, options.anchors, options.seed, number)
-        with place.autocast():
-            return draft_loss(draft, run.target.model, states, batch, anchors, options.decay)
-
-    run.train("draft", parameters, chosen, options.total_steps(len(run.windows)), loss_at)
 
 
 def random_anchors(batch: Windows, count: int, seed: int, number: int) -> torch.Tensor:

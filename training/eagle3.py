@@ -10,26 +10,17 @@ import torch
 from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import LlamaConfig
 
-from specexport.checkpoints.eagle3 import load_eagle3, read_eagle3, require_fit, save_eagle3, usual_states
+from specexport.checkpoints.eagle3 import read_eagle3, save_eagle3, usual_states
 from specexport.checkpoints.medusa import HeadAccuracy
 from specexport.graphs.attention import AttentionCall, lowering
 from specexport.graphs.eagle3 import Eagle3Draft, Eagle3Shape
 from specexport.graphs.layers import noted_states
 from specexport.training.data import Windows
-from specexport.training.hidden import measured, run_model, summed_loss, weighted
-from specexport.training.loop import Loss, Watch, optimizers
+from specexport.training.hidden import measured, read_back, run_model, summed_loss, train_draft, weighted
+from specexport.training.loop import Loss, Watch
 from specexport.training.mlp_speculator import chain_length
 from specexport.training.options import Eagle3Options, within
-from specexport.training.run import (
-    Place,
-    Run,
-    TrainingModel,
-    choose_place,
-    layer_sizes,
-    load_model,
-    open_run,
-    seen_states,
-)
+from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
 
 
 def train_eagle3(options: Eagle3Options, watch: Watch) -> dict[str, Any]:
@@ -56,15 +47,17 @@ def train_eagle3(options: Eagle3Options, watch: Watch) -> dict[str, Any]:
         run.describe_data()
         torch.manual_seed(options.seed)
         draft = new_draft(options, target, states, run.windows)
-        _train(run, draft, states)
+        train_draft(
+            run,
+            draft,
+            (draft.lm_head,),
+            lambda batch, _: draft_loss(draft, target.model, states, batch, options.ttt_steps, options.decay),
+        )
         accuracy = draft_accuracy(draft, target.model, states, options.ttt_steps, run.held_out, place)
         run.record |= {"accuracy": accuracy.ranks, "acceptance_length": chain_length(accuracy)}
         with run.output() as folder:
             save_eagle3(folder, draft.cpu(), states, tied=options.tie_lm_head)
-            # Read back, so that what is written can be used.
-            outline, (vocab, hidden) = read_eagle3(str(folder)), target.model.get_output_embeddings().weight.shape
-            require_fit(outline, hidden=hidden, vocab=vocab, layers=layers)
-            load_eagle3(outline, target.path, layers, target.max_positions)
+            read_back(read_eagle3(str(folder)), target, layers)
     return run.record
 
 
@@ -91,19 +84,6 @@ def new_draft(options: Eagle3Options, target: TrainingModel, states: tuple[int, 
     rows = head.detach() if options.tie_lm_head else head.detach().float().clone()
     draft.lm_head.weight = torch.nn.Parameter(rows, requires_grad=not options.tie_lm_head)
     return draft
-
-
-def _train(run: Run[Eagle3Options], draft: Eagle3Draft, states: tuple[int, ...]) -> None:
-    options, place = run.options, run.place
-    parameters = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
-    chosen = optimizers(options.optimizer, parameters.values(), (draft.lm_head,), options.lr)
-
-    def loss_at(number: int) -> Loss:
-        batch = run.batch(number, options.seed)
-        with place.autocast():
-            return draft_loss(draft, run.target.model, states, batch, options.ttt_steps, options.decay)
-
-    run.train("draft", parameters, chosen, options.total_steps(len(run.windows)), loss_at)
 
 
 def draft_loss(

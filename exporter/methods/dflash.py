@@ -28,8 +28,6 @@ class DFlashExporter(StatesDraftExporter[DFlash]):
     stage: ClassVar[str | None] = "dflash"
     title: ClassVar[str] = "DFlash draft"
     read = staticmethod(dflash.read_dflash)
-    require_fit = staticmethod(dflash.require_fit)
-    load = staticmethod(dflash.load_dflash)
 
     def outline(self, method: DFlash, target: TargetOutline) -> DFlash:
         block = self.read(method.model).block_size

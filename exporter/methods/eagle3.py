@@ -17,8 +17,6 @@ class Eagle3Exporter(OwnStateExporter[Eagle3]):
     stage: ClassVar[str | None] = "eagle3"
     title: ClassVar[str] = "EAGLE-3 draft"
     read = staticmethod(eagle3.read_eagle3)
-    require_fit = staticmethod(eagle3.require_fit)
-    load = staticmethod(eagle3.load_eagle3)
 
     def suggest(self, kind: type[Eagle3], wanted: Wanted) -> Suggestion | None:
         why = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -46,20 +45,7 @@ class StatesDraftExporter(ChainDraftExporter[S]):
 
     @abstractmethod
     def read(self, source: str) -> Any:
-        """The outline of a checkpoint, without its weights: :class:`~specexport.checkpoints.drafts.DraftOutline`."""
-
-    def make(self, outline: Any, layers: int) -> Any:
-        """The draft of an outline on torch's meta device, for a target of so many layers."""
-        with torch.device("meta"):
-            return outline.make(layers)
-
-    @abstractmethod
-    def require_fit(self, outline: Any, *, hidden: int, vocab: int, layers: int) -> None:
-        """Refuses a draft of another target, or whose tensors are not what its configuration says."""
-
-    @abstractmethod
-    def load(self, outline: Any, target: Path, layers: int, positions: int) -> Any:
-        """The draft of an outline, for a target of so many layers and the longest text."""
+        """The :class:`~specexport.checkpoints.drafts.DraftOutline` of a checkpoint, without its weights."""
 
     @abstractmethod
     def trace(self, draft: Any, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
@@ -72,7 +58,7 @@ class StatesDraftExporter(ChainDraftExporter[S]):
         """What a draft says of each drafted token, ``[draft_vocab]``, made anew without a cache.
 
         Args:
-            draft: what :meth:`load` gives, as a model.
+            draft: as a model.
             text: N tokens.
             states: the target's at all of them but the last, ``[1,N-1,n*H]``.
             drafted: tokens that were drafted behind it.
@@ -95,12 +81,8 @@ class StatesDraftExporter(ChainDraftExporter[S]):
     def heads(self, method: S, target: Checkpoint) -> MedusaHeads | None:
         """See :class:`MethodExporter`; it adds none, but must fit."""
         hidden = target.model.config.get_text_config().hidden_size
-        self.require_fit(
-            self.read(self.source(method, target.source)),
-            hidden=hidden,
-            vocab=target.vocab_size,
-            layers=target.layers,
-        )
+        outline = self.read(self.source(method, target.source))
+        outline.require_fit(hidden=hidden, vocab=target.vocab_size, layers=target.layers)
         return None
 
     def export(self, method: S, build: Build) -> S:
@@ -108,7 +90,7 @@ class StatesDraftExporter(ChainDraftExporter[S]):
         source, positions = self.source(method, build.options.target), build.target.max_positions
         outline = self.read(source)
         target = locate(build.options.target)
-        draft = self.load(outline, target, layers_in(target), positions)
+        draft = outline.load(target, layers_in(target), positions)
         checkpoint = as_checkpoint(outline, method.role, source, draft, positions)
         build.progress(f"loading the {self.title}", 1, 1)
         build.progress(f"tracing the {self.title}", 0, 1)
@@ -125,8 +107,8 @@ class StatesDraftExporter(ChainDraftExporter[S]):
     def meta_draft(self, method: S, target: str, model: Any) -> MetaDraft:
         source, text = self.source(method, target), model.config.get_text_config()
         outline, layers = self.read(source), text.num_hidden_layers
-        self.require_fit(outline, hidden=text.hidden_size, vocab=text.vocab_size, layers=layers)
-        draft = self.make(outline, layers)
+        outline.require_fit(hidden=text.hidden_size, vocab=text.vocab_size, layers=layers)
+        draft = outline.make(layers)
         with torch.device("meta"):
             cache = outline.cache(draft)
         return MetaDraft(f"{source}, {method.name}", draft, outline.layer, cache)
@@ -140,7 +122,7 @@ class StatesDraftExporter(ChainDraftExporter[S]):
         made = run.recorded(method)
         outline, positions = self.read(str(source)), manifest.target.max_positions
         original = load_reference(target, manifest.target)
-        loaded = self.load(outline, target, layers_in(target), positions)
+        loaded = outline.load(target, layers_in(target), positions)
         draft = as_checkpoint(outline, method.role, str(source), loaded, positions)
         agreement = run.agreement(manifest.target.precision.weights, model.precision.weights)
         ids = torch.arange(outline.draft_vocab) if loaded.target_ids is None else loaded.target_ids
