@@ -14,7 +14,7 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.errors import RequestError
-from specexport.contract.methods import RankedMethod
+from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
 from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
@@ -143,7 +143,7 @@ def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, prog
     return [float(cost) for cost in np.interp(np.arange(1, widest + 1), widths, medians)]
 
 
-def candidates(method: RankedMethod, observed: Observed, costs: Sequence[float]) -> list[TreeCandidate]:
+def candidates(method: Method, observed: Observed, costs: Sequence[float]) -> list[TreeCandidate]:
     """For every number of nodes the tree that commits most tokens a second; the best of all comes first.
 
     ``costs`` are c(1), c(2), ...: as many as the largest tree may have nodes.
@@ -158,7 +158,7 @@ def candidates(method: RankedMethod, observed: Observed, costs: Sequence[float])
         # A draft model makes one pass a depth, a speculator one stage; heads propose for all depths at once.
         proposing = propose * depth / observed.depth if method.support else propose
         for nodes in range(2, len(costs) + 1):
-            tree = TokenTree.best(observed.weight, nodes, method.candidates, depth)
+            tree = TokenTree.best(observed.weight, nodes, method.ranks, depth)
             if len(tree) < nodes:
                 break
             tokens = 1 + sum(observed.weight(path) for path in tree.choices)

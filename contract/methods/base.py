@@ -1,4 +1,4 @@
-"""What every way to speculate is: its options, its entry in the manifest, and what it is able to do."""
+"""What every method has: its options, its entry in the manifest, its capabilities."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Registered:
 
 
 class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
-    """A way to speculate. One record says all of it: a bundle's manifest holds it, and its keys are those of
+    """How to speculate. One record describes it: a bundle's manifest holds it, and its keys are those of
     ``build --method``, of ``speculative_config`` and of a request.
 
     A build fills ``trees`` and the fields named in ``built``; users give the others.
@@ -123,6 +123,11 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
     def support(self) -> int:
         """M, the tokens that q of a draft token gives probability to; 0 where tokens are chosen without drawing."""
         return 0
+
+    @property
+    def ranks(self) -> int:
+        """Tokens known at each depth, which the ranks of a tree count."""
+        return 1
 
     @property
     def catch_up(self) -> int:
@@ -265,6 +270,10 @@ class RankedMethod(Method, frozen=True, kw_only=True):
     candidates: Size = 1
 
     built: ClassVar[frozenset[str]] = frozenset({"candidates"})
+
+    @property
+    def ranks(self) -> int:
+        return self.candidates
 
     def validate_tree(self, tree: TokenTree) -> str | None:
         most = max(tree.ranks)

@@ -1,4 +1,4 @@
-"""Measure a bundle on this machine: ``tune tree`` chooses the token tree, ``tune batch`` how much steps speculate.
+"""Measure a bundle on this machine: ``tune tree`` chooses the token tree, ``tune batch`` measures what steps cost.
 
 Examples:
     specexport tune tree qwen3/ --data held-out.jsonl
@@ -24,7 +24,6 @@ from specexport.commands.draw import about, svg
 from specexport.commands.inspect import terminal_tree
 from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import RequestError
-from specexport.contract.methods import RankedMethod
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.costs import Cost, CostCurve
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tree = what.add_parser(
         "tree",
         help="the token tree of a method",
-        description="Decode text with a method, see which of its candidates come true, time steps of every width, and "
+        description="Decode text with a method, count which candidates are right, time steps of every width, and "
         "make the tree that commits most tokens a second the method's default.",
         epilog="Example:\n    specexport tune tree qwen3/ --data held-out.jsonl --dry-run --plot tree.html",
     )
@@ -52,10 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="text like that to come, but not what it was trained on: text files, or .jsonl with a text a line",
+        help="text like your future requests, not the training data: text files, or .jsonl with a text a line",
     )
     tree.add_argument("--max-nodes", type=int, default=32, metavar="N", help="most tokens a step verifies")
-    tree.add_argument("--prompts", type=int, default=32, metavar="N", help="how many prompts to decode")
+    tree.add_argument("--prompts", type=int, default=32, metavar="N", help="prompts to decode")
     tree.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of a prompt")
     tree.add_argument("-n", "--max-tokens", type=int, default=96, metavar="N", help="tokens to generate for each")
     tree.add_argument(
@@ -67,21 +66,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_report(tree, "--plot")
     batch = what.add_parser(
         "batch",
-        help="how much each step speculates",
-        description="Time steps of every width and proposals at every batch size anew, for longer than is done when a "
-        "bundle is first opened here, print the figures and remember them. Engines on this machine with as many "
-        "threads speculate as much as pays by them: less as the batch fills, and not at all where it does not.",
+        help="what steps cost, which decides how much each step speculates",
+        description="Time steps of every width and proposals at every batch size, for longer than when a bundle is "
+        "first opened on this machine; print the figures and keep them. Engines on this machine with as many threads "
+        "speculate as much as pays by these figures: less as the batch fills, down to none.",
         epilog="Example:\n    specexport tune batch qwen3/ --seconds 120 --plot costs.html",
     )
     batch.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder made by specexport build")
     add_threads(batch)
-    batch.add_argument("--backend", choices=BACKENDS, help="what will run it (default: what it was built for)")
+    batch.add_argument("--backend", choices=BACKENDS, help="what runs the bundle (default: what it was built for)")
     batch.add_argument(
         "--seconds",
         type=float,
         default=60.0,
         metavar="S",
-        help="about how many seconds to measure, but two turns at least",
+        help="about how many seconds to measure; at least two rounds",
     )
     batch.add_argument("--json", action="store_true", help="print it as JSON")
     add_report(batch, "--plot")
@@ -101,13 +100,13 @@ def main(arguments: argparse.Namespace) -> int:
     bundle = Bundle.open(arguments.bundle)
     manifest = bundle.manifest
     if not manifest.methods:
-        raise RequestError(f"{arguments.bundle}: built without a way to speculate; there is no tree to tune")
+        raise RequestError(f"{arguments.bundle}: built without a method; there is no tree to tune")
     method = manifest.methods[0] if arguments.method is None else manifest.method(arguments.method)
     if method is None:
         there = ", ".join(one.name for one in manifest.methods)
         raise RequestError(f"--method is {arguments.method!r}; the bundle has {there}", param="method")
     name = method.name
-    if not isinstance(method, RankedMethod) or not method.branching:
+    if not method.branching:
         raise RequestError(
             f"--method is {name!r}, whose steps follow from its options; there is no tree to tune. To verify others, "
             "build with other options",
