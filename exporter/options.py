@@ -31,7 +31,7 @@ class BuildOptions:
     Attributes:
         target: folder or hub id of the model whose distribution is sampled.
         output: the bundle's folder; replaced only with ``overwrite``.
-        methods: ways to speculate, the default first, each with its options: methods, mappings with their keys, or
+        methods: the default first, each with its options: methods, mappings with their keys, or
             texts as ``--method`` takes. Those that need no graph work in every bundle and need not be named.
         tensor_parallel: processes that share the target, each with its part of every layer; what proposes stays whole.
         inputs_embeds: let prompts hold embeddings in the place of tokens.

@@ -1,4 +1,4 @@
-"""Which ways to speculate suit a target: rules of the field, before anything is built."""
+"""Which methods suit a target: rules of the field, before anything is built."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from specexport.runtime.speculative import DEFAULT, Speculative
 from specexport.runtime.widths import Exactness
 
 SpeculativeConfig = Mapping[str, Any] | Method | str | Sequence[Mapping[str, Any] | Method | str]
-"""One or several ways to speculate, as :func:`~specexport.contract.methods.read_methods` takes them."""
+"""One or several methods, as :func:`~specexport.contract.methods.read_methods` takes them."""
 
 
 @dataclass

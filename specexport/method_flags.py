@@ -28,16 +28,14 @@ def _flags() -> list[tuple[str, Flag]]:
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Declares ``--method``, the flags that stand for it, and what they share, in a group, which is returned."""
-    group = parser.add_argument_group(
-        "ways to speculate", "the first is the default; requests may choose the others by name"
-    )
+    group = parser.add_argument_group("methods", "the first is the default; requests may choose the others by name")
     group.add_argument(
         "--method",
         action=_Remember,
         dest="methods",
         metavar="NAME[:VALUE][,key=value]",
-        help=f"{', '.join(known())}; VALUE is the main key's, a key given twice has two values. The flags below are "
-        "the same, shorter (default: none, plain decoding)",
+        help=f"{', '.join(known())}; VALUE is that of the main key; a key given twice has two values. The flags below "
+        "are short forms (default: none, plain decoding)",
     )
     for _, flag in _flags():
         if flag.key is None:
@@ -51,7 +49,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
         "--num-speculative-tokens",
         type=_draft_tokens,
         metavar="K[,K...]",
-        help="draft tokens a step of every method that does not say: a chain, or the tree of that size that suits it; "
+        help="draft tokens a step of every method without a number of its own: a chain, or its best tree of that size; "
         "of several the first is the default (default: the method's own)",
     )
     group.add_argument(
@@ -59,8 +57,8 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
         action="append",
         default=[],
         metavar="FILE_OR_PRESET",
-        help="token tree to verify, of the methods that fill the widest: JSON or a preset's name; repeatable, the "
-        "first is the default (default: the method's own)",
+        help="token tree to verify, for the methods that fill any tree: JSON or a preset's name; repeatable, the first "
+        "is the default (default: the method's own)",
     )
     return group
 
@@ -104,7 +102,7 @@ def _shared(methods: Sequence[Method], sizes: tuple[int, ...] | None, trees: Seq
     """Gives the methods what was said of all of them."""
     if (sizes or trees) and not methods:
         flag = "--num-speculative-tokens" if sizes else "--tree"
-        raise BuildError(f"{flag} was given without a way to speculate; nothing would propose those tokens")
+        raise BuildError(f"{flag} was given without a method; nothing would propose those tokens")
     if sizes and all(method.own_widths for method in methods):
         raise BuildError(
             f"--num-speculative-tokens was given, but the steps of {', '.join(m.name for m in methods)} follow from "

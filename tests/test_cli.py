@@ -118,7 +118,7 @@ def test_a_folder_that_is_no_bundle_is_explained(tmp_path: Path, capsys: pytest.
     ("words", "named"),
     [
         (["--target", "nowhere"], "nowhere: no such folder"),
-        (["--target", "nowhere", "--num-speculative-tokens", "3"], "without a way to speculate"),
+        (["--target", "nowhere", "--num-speculative-tokens", "3"], "without a method"),
         (["--target", "nowhere", "--block-size", "5"], "block_size is 5"),
         (["--target", "nowhere", "--lowering", "portable", "--precision", "int4"], "precision is 'int4'"),
         (["--target", "nowhere", "--lowering", "portable", "--block-size", "32"], "opset 20 knows no blocks"),
@@ -150,7 +150,7 @@ def test_flags_are_written_out(words: list[str], capsys: pytest.CaptureFixture[s
     assert "unrecognized arguments: --" in capsys.readouterr().err
 
 
-# --- ways to speculate: one spelling, and flags that stand for it -----------------------------------------------------
+# --- methods: one spelling, and flags that stand for it --------------------------------------------------------------
 
 
 def asked(*words: str) -> tuple[Method, ...]:
@@ -250,7 +250,7 @@ def test_every_method_can_be_asked_for_by_a_flag_of_its_own() -> None:
         (["--draft-medusa", "h"], "--draft-medusa was given without --draft"),
         (["--self-draft-layers", "many"], "--self-draft-layers: Expected `int`, got `str`"),
         (["--ngram", "--tree", "mc_sim_7b_63"], "--tree was given, but ngram propose no trees"),
-        (["--tree", "mc_sim_7b_63"], "--tree was given without a way to speculate"),
+        (["--tree", "mc_sim_7b_63"], "--tree was given without a method"),
         (["--lookahead", "--num-speculative-tokens", "4"], "the steps of lookahead follow from other options"),
     ],
 )

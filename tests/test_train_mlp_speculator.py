@@ -127,7 +127,7 @@ def test_a_bundle_is_built_of_what_the_command_trained(
     words = ["train", "mlp-speculator", "--target", str(target), "--data", str(text), "--seq-len", "32", "-o", str(out)]
     assert main([*words, "--steps", "3"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "3 stages; share of held-out tokens" in shown
+    assert "3 drafted tokens; share of held-out tokens" in shown
     assert "a chain of 3 would commit" in shown
     assert main([*words, "--steps", "3", "--n-predict", "2", "--overwrite", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

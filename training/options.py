@@ -57,26 +57,24 @@ _data, _training, _heads, _stages, _both, _draft, _together = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What every training is asked for."""
+    """Options of every training."""
 
     target: str = _flag("Hugging Face folder or hub id", metavar="DIR_OR_ID")
     data: Sequence[Path] = _flag(
-        "text files; .jsonl or .json with text, conversations (ShareGPT) or messages: of chats only what the assistant "
-        "says is learnt",
+        "text files; .jsonl or .json with text, conversations (ShareGPT) or messages: of chats only the "
+        "assistant's turns are learned",
         metavar="FILE",
         keyed=False,
     )
     output: Path = _flag("folder to write", metavar="DIR", short="-o", keyed=False)
     overwrite: bool = _flag("replace an existing output", False, keyed=False)
     seq_len: int | None = _data("tokens a window (default: 512)", None, "N", low=2 * _SHORTEST)
-    held_out: str = _data(
-        "share of the data, or a file, that is measured with and not trained on", "0.05", "SHARE_OR_FILE"
-    )
+    held_out: str = _data("share of the data, or a file, used only to evaluate", "0.05", "SHARE_OR_FILE")
     prompt_len: int | None = _data("tokens of a prompt to continue (default: a quarter of --seq-len)", None, "N", low=1)
     sample_batch: int = _data("texts sampled at once", 64, "N", low=1)
     epochs: float = _training("times through the data", 2.0, "N", above=0)
     steps: int | None = _training(
-        "steps of the optimizer, in the place of epochs (default: as --epochs says)", None, "N", low=1
+        "steps of the optimizer, instead of --epochs (default: as --epochs says)", None, "N", low=1
     )
     batch_size: int = _training("windows a batch", 8, "N", low=1)
     accumulate: int = _training("batches a step", 1, "N", low=1)
@@ -84,19 +82,17 @@ class RunOptions:
     warmup: float = _training("share of the steps in which the learning rate rises", 0.1, "SHARE", low=0, high=1)
     device: str = _training("where to compute", "auto", choices=("auto", "cpu", "cuda"))
     precision: str = _training(
-        "type that products are computed in; auto is bf16 where it is fast", "auto", choices=("auto", "bf16", "fp32")
+        "type that products are computed in; auto: bf16 where it is fast", "auto", choices=("auto", "bf16", "fp32")
     )
-    seed: int = _training("seed of everything random", 0, "N", low=0)
+    seed: int = _training("random seed", 0, "N", low=0)
     work: Path | None = _training(
-        "folder for checkpoints, from which the same command goes on (default: DIR.work beside the output, removed in "
+        "folder for checkpoints, from which the same command resumes (default: DIR.work beside the output, removed at "
         "the end)",
         None,
         "DIR",
         keyed=False,
     )
-    save_every: int | None = _training(
-        "steps from a checkpoint to the next (default: 10 to 50)", None, "N", low=1, keyed=False
-    )
+    save_every: int | None = _training("steps between checkpoints (default: 10 to 50)", None, "N", low=1, keyed=False)
 
     def check(self) -> None:
         """Checks what can be checked without a model.
@@ -140,17 +136,17 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenStateOptions(RunOptions):
-    """What is asked of every training of what reads a model's hidden states."""
+    """Options of trainings of heads and stages over a model's hidden states."""
 
     lr: float = _training("highest learning rate", 1e-3, "RATE", above=0, high=1)
     decay: float = _both("head, or stage, i counts D**i in the loss", 1.0, "D", above=0, high=1)
     cache_hidden: bool = _both(
-        "compute the model's hidden states once and keep them in the work folder; epochs then cost what is trained",
+        "compute the model's hidden states once and keep them in the work folder, so that epochs run only the heads",
         False,
     )
     self_distill: int = _both(
-        "learn so many texts sampled from the model, half of them greedy: heads instead of the data, which give "
-        "prompts, stages after the data",
+        "number of texts sampled from the model to learn, half of them greedy: heads learn them instead of the data, "
+        "which give the prompts, stages after the data",
         0,
         "TEXTS",
         low=0,
@@ -159,14 +155,16 @@ class HiddenStateOptions(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaOptions(HiddenStateOptions):
-    """What ``specexport train medusa`` is asked for."""
+    """Options of ``specexport train medusa``."""
 
-    heads: int = _heads("how many heads; head i, from 0, predicts the token i + 2 positions on", 4, "N", low=1, high=16)
+    heads: int = _heads(
+        "number of heads; head i, from 0, predicts the token i + 2 positions ahead", 4, "N", low=1, high=16
+    )
     layers: int = _heads("residual blocks a head", 1, "N", low=0, high=16)
-    tie_lm_head: bool = _heads("heads end in the model's own projection, which makes them many times smaller", False)
+    tie_lm_head: bool = _heads("heads end in the model's own projection and are many times smaller", False)
     decay: float = _both("head i counts D**i in the loss", 0.8, "D", above=0, high=1)
     stage: int = _together("1: heads alone; 2: first alone, then both", 1, choices=(1, 2))
-    tune: str = _together("what of the model is trained", "lora", choices=("lora", "full"))
+    tune: str = _together("how the model is trained", "lora", choices=("lora", "full"))
     lora_rank: int = _together("rank of the adapters", 16, "R", low=1)
     base_lr: float | None = _together(
         "the model's learning rate (default: lr/4 with LoRA, lr/50 with full tuning)", None, "RATE", above=0, high=1
@@ -176,7 +174,7 @@ class MedusaOptions(HiddenStateOptions):
         "share of the steps in which the heads are trained alone", 0.4, "SHARE", low=0, high=0.95
     )
     lm_loss: str | None = _together(
-        "the model's loss: cross-entropy, or divergence from the model as it was (default: ce, with --self-distill kl)",
+        "the model's loss: cross-entropy, or divergence from the original model (default: ce; kl with --self-distill)",
         None,
         choices=("ce", "kl"),
     )
@@ -194,10 +192,10 @@ class MedusaOptions(HiddenStateOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculatorOptions(HiddenStateOptions):
-    """What ``specexport train mlp-speculator`` is asked for."""
+    """Options of ``specexport train mlp-speculator``."""
 
     n_predict: int = _stages(
-        "how many stages; stage i, from 0, predicts the token i + 2 positions on, and sees those before it",
+        "number of stages; stage i, from 0, predicts the token i + 2 positions ahead and sees those before it",
         3,
         "N",
         low=1,
@@ -205,45 +203,45 @@ class SpeculatorOptions(HiddenStateOptions):
     )
     inner_dim: int | None = _stages("width of the states between stages (default: the model's)", None, "I", low=16)
     tie_weights: bool = _stages("stages share embedding, head and norm, and all but the first their projection", False)
-    scale_input: bool = _stages("norm the model's hidden state first", False)
+    scale_input: bool = _stages("normalize the model's hidden state first", False)
     data_first: float = _stages(
-        "share of the steps that learn the data, before the texts sampled", 0.5, "SHARE", low=0, high=1
+        "share of the steps that learn the data, before the sampled texts", 0.5, "SHARE", low=0, high=1
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(RunOptions):
-    """What ``specexport train draft`` is asked for."""
+    """Options of ``specexport train draft``."""
 
     lr: float | None = _training(_RATE, None, "RATE", above=0, high=1)
     draft: str | None = _draft(
-        "model to start from, of the target's tokenizer (default: a new Llama)", None, "DIR_OR_ID"
+        "model to start from, with the target's tokenizer (default: a new Llama)", None, "DIR_OR_ID"
     )
     layers: int | None = _draft(
-        "layers of a new Llama, without --draft (default: none, give it)", None, "N", low=1, high=64
+        "layers of a new Llama; required without --draft (default: none)", None, "N", low=1, high=64
     )
     hidden: int | None = _draft(
-        "hidden size of a new Llama, without --draft (default: none, give it)", None, "H", low=32, high=8192
+        "hidden size of a new Llama; required without --draft (default: none)", None, "H", low=32, high=8192
     )
     divergence: str = _draft(
-        "what is made small, between the target's and the draft's distribution of the next token",
+        "divergence between the target's and the draft's next-token distributions to minimize",
         "forward_kl",
         choices=DIVERGENCES,
     )
     samples: str = _draft(
-        "what is learnt: texts of the target, texts of the draft as it is then (on-policy), or the data; prompts are "
-        "cut from the data",
+        "what to learn: texts of the target, texts of the draft at that step (on-policy), or the data; prompts are cut "
+        "from the data",
         "target",
         choices=("target", "draft", "data"),
     )
-    texts: int = _draft("how many texts are sampled from the target", 1024, "N", low=1)
+    texts: int = _draft("number of texts sampled from the target", 1024, "N", low=1)
     optimizer: str = _draft(_OPTIMIZER, "adamw", choices=tuple(LEARNING_RATES))
 
     def check(self) -> None:
         super().check()
         new = [f"--{name}" for name in ("layers", "hidden") if getattr(self, name) is not None]
         if self.draft is not None and new:
-            raise TrainError(f"--draft was given together with {new[0]}, which is of a draft that starts from nothing")
+            raise TrainError(f"--draft was given together with {new[0]}, which is for a new draft")
         if self.draft is None and len(new) < 2:
             raise TrainError("no draft to train; expected --draft, or --layers and --hidden for a new one")
         if self.samples != "target" and self.texts != DraftOptions.texts:
@@ -253,42 +251,44 @@ class DraftOptions(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Options(RunOptions):
-    """What ``specexport train eagle3`` is asked for."""
+class StatesDraftOptions(RunOptions):
+    """Options of trainings of drafts that see the target's layer states."""
 
     lr: float | None = _training(_RATE, None, "RATE", above=0, high=1)
     self_distill: int = _draft(
-        "learn so many texts sampled from the target, half of them greedy, instead of the data, which give prompts",
+        "number of texts sampled from the target to learn, half of them greedy, instead of the data, which give the "
+        "prompts",
         0,
         "TEXTS",
         low=0,
     )
+    intermediate_size: int | None = _draft("width of the draft's MLPs (default: the target's)", None, "I", low=16)
+    decay: float = _draft("drafted token i counts D**i in the loss", 0.8, "D", above=0, high=1)
+    optimizer: str = _draft(_OPTIMIZER, "adamw", choices=tuple(LEARNING_RATES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options(StatesDraftOptions):
+    """Options of ``specexport train eagle3``."""
+
     states: Sequence[int] | None = _draft(
         "after how many of the target's layers the draft sees its residual stream (default: 2, L/2 and L - 3 of L)",
         None,
         "N",
     )
-    intermediate_size: int | None = _draft("width of the draft's MLP (default: the target's)", None, "I", low=16)
     draft_vocab_size: int | None = _draft(
-        "tokens it may propose: the most frequent ones of what is learnt (default: all)", None, "N", low=64
+        "number of tokens it may propose: the most frequent of the training texts (default: all)", None, "N", low=64
     )
     tie_lm_head: bool = _draft("the draft ends in the target's own projection, which is not stored again", False)
-    ttt_steps: int = _draft("tokens drafted from each of a text; 1: none from its own states", 7, "N", low=1, high=16)
-    decay: float = _draft("token i of these counts D**i in the loss", 0.8, "D", above=0, high=1)
-    optimizer: str = _draft(_OPTIMIZER, "adamw", choices=tuple(LEARNING_RATES))
+    ttt_steps: int = _draft(
+        "tokens drafted from each position in training; 1: none from its own states", 7, "N", low=1, high=16
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlashOptions(RunOptions):
-    """What ``specexport train dflash`` is asked for."""
+class DFlashOptions(StatesDraftOptions):
+    """Options of ``specexport train dflash``."""
 
-    lr: float | None = _training(_RATE, None, "RATE", above=0, high=1)
-    self_distill: int = _draft(
-        "learn so many texts sampled from the target, half of them greedy, instead of the data, which give prompts",
-        0,
-        "TEXTS",
-        low=0,
-    )
     layers: int = _draft("layers of the draft", 5, "N", low=1, high=16)
     states: Sequence[int] | None = _draft(
         "after how many of the target's layers the draft sees its residual stream (default: one for each of its own "
@@ -296,14 +296,11 @@ class DFlashOptions(RunOptions):
         None,
         "N",
     )
-    intermediate_size: int | None = _draft("width of the draft's MLPs (default: the target's)", None, "I", low=16)
-    draft_block: int = _draft("tokens of a block, of which all but the first are drafted", 16, "N", low=2, high=33)
+    draft_block: int = _draft("tokens of a block; all but the first are drafted", 16, "N", low=2, high=33)
     mask_token_id: int | None = _draft(
-        "token that stands for one to be drafted (default: the tokenizer's mask, padding or end)", None, "ID", low=0
+        "token that marks positions to draft (default: the tokenizer's mask, padding or end)", None, "ID", low=0
     )
-    anchors: int = _draft("blocks learnt in each window, drawn anew for each batch", 32, "N", low=1)
-    decay: float = _draft("token i of a block counts D**i in the loss", 0.8, "D", above=0, high=1)
-    optimizer: str = _draft(_OPTIMIZER, "adamw", choices=tuple(LEARNING_RATES))
+    anchors: int = _draft("blocks trained in each window, drawn anew for each batch", 32, "N", low=1)
 
 
 Options = TypeVar("Options", bound=RunOptions)

@@ -253,7 +253,7 @@ def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progre
     elif found.acceptance_length is not None:
         sentence = f"greedy output is the same with speculation and without, {found.tokens} tokens"
     else:
-        sentence = "the bundle has no way to speculate, so there is nothing to compare"
+        sentence = "the bundle has no method, so there is nothing to compare"
     if not found.exact:
         sentence += ", though not promised bit for bit: this bundle's rows round otherwise in a step than in the cache"
     if found.plain_width > 1:

@@ -39,7 +39,7 @@ class SpeculationResult:
     Attributes:
         tokens: how many were compared.
         differences: places where greedy texts part.
-        acceptance_length: mean over the decodings; None if the bundle has no way to speculate.
+        acceptance_length: mean over the decodings; None if the bundle has no method.
         repeated: whether a seed gave the same text twice.
         exact: whether steps are exact bit for bit on this machine.
         plain_width: tokens that a plain step runs with.

@@ -1,4 +1,4 @@
-"""The ways to speculate, a file each, by name. Packages add theirs as entry points of the group ``specexport.methods``.
+"""The methods, a file each, by name. Packages add theirs as entry points of the group ``specexport.methods``.
 
 An entry point names a subclass of :class:`Method`, whose ``proposer`` and ``exporter`` say where the rest of it is:
 nothing but these three rooms knows a method (``docs/methods.md``).

@@ -36,7 +36,7 @@ SMALLER = (5.0, 10.0)
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A way to speculate.
+    """A suggested method.
 
     Attributes:
         settings: what to build it with, in words of the field.
@@ -53,7 +53,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a way to speculate is wanted for.
+    """What a method is suggested for.
 
     Attributes:
         target: its folder.

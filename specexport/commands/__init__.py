@@ -22,7 +22,7 @@ def add_report(parser: argparse._ActionsContainer, flag: str) -> None:
 
 def add_threads(parser: argparse._ActionsContainer) -> None:
     """Declares ``--threads``."""
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as many as there are cores)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
 
 
 def add_machine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -33,14 +33,14 @@ def add_machine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--backend",
         choices=BACKENDS,
         metavar="NAME",
-        help=f"what runs it: {', '.join(BACKENDS)} (default: what it was built for)",
+        help=f"what runs the bundle: {', '.join(BACKENDS)} (default: what it was built for)",
     )
     group.add_argument(
         "--gpu-memory-utilization",
         type=float,
         default=DEFAULT_UTILIZATION,
         metavar="SHARE",
-        help="of a GPU's memory that may be in use, other programs' included; on a CPU none is taken",
+        help="share of a GPU's memory that may be in use, including other programs'; has no effect on a CPU",
     )
     return group
 
@@ -61,6 +61,6 @@ def add_calibrate(parser: argparse._ActionsContainer) -> None:
         "--no-calibrate",
         action="store_false",
         dest="calibrate",
-        help="speculate as the bundle says, whatever steps cost on this machine; otherwise that is measured once, in a "
-        "few seconds, and each step drafts as many tokens as pay",
+        help="draft the bundle's default number of tokens; otherwise the cost of steps is measured once on this "
+        "machine, in a few seconds, and each step drafts as many tokens as pay",
     )

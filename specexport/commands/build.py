@@ -1,4 +1,4 @@
-"""Build a bundle from a target and ways to speculate: a draft, Medusa heads, an MLP speculator, text that repeats.
+"""Build a bundle from a target and methods to speculate: a draft, Medusa heads, an MLP speculator, look-ups.
 
 Examples:
     specexport build --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --precision int8 -o qwen3/
@@ -45,18 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="tokens of the longest prompt and its output (default: the model's, at most 2048)",
     )
-    sizes.add_argument("--max-batch-size", type=int, default=8, metavar="B", help="most requests that run at once")
+    sizes.add_argument("--max-batch-size", type=int, default=8, metavar="B", help="most concurrent requests")
     sizes.add_argument(
         "--inputs-embeds",
         action="store_true",
-        help="let prompts hold embeddings in the place of tokens, as an encoder of sounds or images makes them",
+        help="let prompts hold embeddings instead of tokens, such as those of an audio or image encoder",
     )
     weights = parser.add_argument_group("weights")
     weights.add_argument(
         "--precision",
         choices=_PRECISIONS,
-        help="how matrices are stored; fp8 pays on GPUs of compute capability 8.9 or higher only (default: fp32, or as "
-        "a checkpoint has them that is quantized already)",
+        help="how matrices are stored; fp8 pays only on GPUs of compute capability 8.9 or higher (default: fp32, or as "
+        "the checkpoint is quantized)",
     )
     weights.add_argument(
         "--draft-precision",
@@ -67,14 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-size",
         type=int,
         metavar="N",
-        help="weights that share a scale in int8 and int4 (default: 32; in int4 that only proposes, at most 32)",
+        help="weights that share a scale in int8 and int4 (default: 32, which is also the most in int4 drafts)",
     )
     device = parser.add_argument_group("device")
     device.add_argument(
         "--backend",
         choices=BACKENDS,
         default="onnxruntime",
-        help="what the bundle is for; all but the first run whole steps on a GPU",
+        help="what will run the bundle; all but onnxruntime run whole steps on a GPU",
     )
     device.add_argument(
         "--lowering",
@@ -88,12 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="processes of one host that share the target, each with its part of every layer; on the CPU only",
+        help="processes of one host that share the target; on the CPU only",
     )
     device.add_argument(
         "--no-compile",
         action="store_true",
-        help="leave compiling the engines to specexport compile, on the device that will run them",
+        help="do not compile engines now; run specexport compile on the device later",
     )
     add_engine_arguments(parser)
 

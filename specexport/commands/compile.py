@@ -1,4 +1,4 @@
-"""Give a bundle engines: its graphs compiled by TensorRT, or as onnxruntime runs them on a GPU.
+"""Add engines to a bundle: its graphs compiled by TensorRT, or as onnxruntime runs them on a GPU.
 
 Example:
     specexport compile qwen3/ --backend tensorrt --compute fp16 --engine-batch-sizes 1,4
@@ -36,7 +36,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "--engine-batch-sizes": {
         "metavar": "B[,B...]",
-        "help": "how many requests a step may run at once, such as 1,4; of the bundle's batch sizes (default: 1)",
+        "help": "batch sizes to compile for, such as 1,4, of the bundle's (default: 1)",
     },
     "--plain-profile": {
         "action": "store_true",
@@ -71,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags that say how engines are compiled; ``specexport build`` has them too."""
     group = parser.add_argument_group(
-        "engines", "for --backend tensorrt and tensorrt-rtx, the first for onnxruntime-cuda too"
+        "engines", "for --backend tensorrt and tensorrt-rtx; --compute for onnxruntime-cuda too"
     )
     for flag, settings in _FLAGS.items():
         group.add_argument(flag, **settings)

@@ -1,4 +1,4 @@
-"""Write a bundle in another server's form: a model repository of Triton.
+"""Write a bundle for another server: a model repository of Triton.
 
 Example:
     specexport export triton qwen3/ -o models/

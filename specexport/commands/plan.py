@@ -1,4 +1,4 @@
-"""Say what models take on a device, whether they fit, and what speculation can gain there.
+"""Estimate how much memory models take on a device, whether they fit, and what speculation can gain.
 
 Example:
     specexport plan --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --device orin-nano-8gb --precision int4
@@ -28,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     way.add_argument(
         "--method",
         metavar="NAME[:VALUE]",
-        help="what drafts: draft_model, eagle3, dflash or mtp, as build has it (default: none)",
+        help="what drafts: draft_model, eagle3, dflash or mtp, as for build (default: none)",
     )
     parser.add_argument(
         "--device",
         required=True,
         metavar="NAME",
-        help="what it is to run on, such as orin-nano-8gb; a wrong one lists all",
+        help="device, such as orin-nano-8gb; an unknown name lists all",
     )
     parser.add_argument(
         "--precision",

@@ -44,26 +44,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-embeds",
         type=Path,
         metavar="FILE",
-        help="embeddings to read before the prompt, [N,H] numbers in a .npy file, for bundles with --inputs-embeds "
+        help="embeddings to read before the prompt, a .npy file of [N,H], for bundles built with --inputs-embeds "
         "(default: none)",
     )
     text.add_argument("-n", "--max-tokens", type=int, default=128, metavar="N", help="most tokens to generate")
     text.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the output before this text; repeatable"
     )
-    text.add_argument("--ignore-eos", action="store_true", help="go on past the end of text, to --max-tokens")
+    text.add_argument("--ignore-eos", action="store_true", help="continue past the end-of-text token, to --max-tokens")
     text.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     text.add_argument("--stats", action="store_true", help="print counters and times to standard error")
     unset = argparse.SUPPRESS
     sampling = parser.add_argument_group("sampling")
     add: Callable[..., Any] = partial(sampling.add_argument, default=unset)
     add("--temperature", type=float, metavar="T", help="divide logits by this; 0 is greedy (default: the model's own)")
-    add("--top-p", type=float, metavar="P", help="keep the likeliest tokens of this share (default: the model's own)")
-    add("--top-k", type=int, metavar="N", help="keep so many tokens, with 0 all (default: the model's own)")
     add(
-        "--min-p", type=float, metavar="P", help="keep tokens of this share of the likeliest (default: the model's own)"
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="keep the most probable tokens with this total probability (default: the model's own)",
     )
-    add("--seed", type=int, metavar="N", help="gives the same text again (default: another each time)")
+    add(
+        "--top-k", type=int, metavar="N", help="keep the N most probable tokens; 0 keeps all (default: the model's own)"
+    )
+    add(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="keep tokens with this share of the highest probability (default: the model's own)",
+    )
+    add("--seed", type=int, metavar="N", help="makes the text reproducible (default: a new seed each time)")
     speculation = parser.add_argument_group("speculation")
     speculation.add_argument("--no-speculation", action="store_true", help="decode plainly, for comparison")
     speculation.add_argument(
@@ -76,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-speculative-tokens",
         type=int,
         metavar="K",
-        help="draft tokens a step, one of the numbers it was built for (default: as many as pay, by what steps cost)",
+        help="draft tokens a step, one of the numbers it was built for (default: as many as pay on this machine)",
     )
     add_calibrate(speculation)
     add_exactness(speculation)
@@ -84,19 +94,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hypothesis",
         type=Path,
         metavar="FILE",
-        help="a text that the output is expected to be, verified instead of drafted (default: none)",
+        help="the expected output, verified instead of a draft (default: none)",
     )
     speculation.add_argument(
         "--hypothesis-entropy",
         type=float,
         metavar="H",
-        help="how unsure the hypothesis' maker was at worst, in nats (default: unknown)",
+        help="the greatest entropy with which the hypothesis was made, in nats (default: unknown)",
     )
     add = partial(speculation.add_argument, default=unset)
     add(
         "--acceptance",
         choices=("lossless", "typical", "relaxed"),
-        help="what is accepted: typical accepts more and is not lossless; nor is relaxed, which is for --hypothesis "
+        help="acceptance rule; typical and relaxed (for --hypothesis) accept more and are not lossless "
         "(default: lossless)",
     )
     own = "(default: the bundle's)"
@@ -106,13 +116,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--likelihood-threshold",
         type=float,
         metavar="P",
-        help="relaxed acceptance takes tokens of this probability (default: 0.2)",
+        help="relaxed acceptance accepts tokens of at least this probability (default: 0.2)",
     )
     add(
         "--entropy-threshold",
         type=float,
         metavar="H",
-        help="a hypothesis of less entropy than this, in nats, is the output as it is (default: none is)",
+        help="relaxed acceptance takes a whole hypothesis of less entropy than this, in nats (default: never)",
     )
     add_machine(parser)
 

@@ -42,50 +42,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--precision",
         choices=("fp32", "fp16", "int8", "int4"),
-        help="of the weights of a model that is built (default: fp32, or as its checkpoint is quantized)",
+        help="of the weights, if a model is built (default: fp32, or as its checkpoint is quantized)",
     )
     model.add_argument(
-        "--seed", type=int, metavar="N", help="of requests without one of their own (default: another for each)"
+        "--seed", type=int, metavar="N", help="for requests without a seed of their own (default: a new one each)"
     )
     add_calibrate(model)
     add_exactness(model)
     api = parser.add_argument_group("the API")
-    api.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for every one")
-    api.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any that is free")
+    api.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
+    api.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any free one")
     api.add_argument(
         "--api-key",
         action="append",
         default=[],
         metavar="KEY",
-        help="one that clients have to send; repeatable (default: $SPECEXPORT_API_KEY, else none)",
+        help="key that clients must send; repeatable (default: $SPECEXPORT_API_KEY, else none)",
     )
     api.add_argument(
         "--cors",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="web pages that browsers let call it, * for any; repeatable (default: none)",
+        help="origin of web pages that may call the server, * for any; repeatable (default: none)",
     )
-    api.add_argument("--no-page", action="store_false", dest="page", help="have no page at / to try it with")
+    api.add_argument("--no-page", action="store_false", dest="page", help="do not serve the page at /")
     api.add_argument(
-        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="least that is logged"
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="lowest level that is logged"
     )
     limits = parser.add_argument_group("limits")
     limits.add_argument(
-        "--max-queue", type=int, default=128, metavar="N", help="most requests that wait; more are refused with 429"
+        "--max-queue", type=int, default=128, metavar="N", help="most waiting requests; more are refused with 429"
     )
     limits.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="most seconds a request may take; 0 for no limit"
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds a request may take; 0 for no limit"
     )
     limits.add_argument(
         "--shutdown-timeout",
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds that streams get to finish when the server is told to stop",
+        help="seconds that streams get to finish when the server stops",
     )
     limits.add_argument(
-        "--max-body-bytes", type=int, default=8 << 20, metavar="N", help="bytes of a request's body at most"
+        "--max-body-bytes", type=int, default=8 << 20, metavar="N", help="largest request body in bytes"
     )
     machine = add_machine(parser)
     machine.add_argument(
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel-size",
         type=int,
         metavar="N",
-        help="processes that share the target (default: 1; a bundle's own)",
+        help="processes that share the target (default: 1, or what the bundle was built for)",
     )
     ray = parser.add_argument_group("on Ray")
     ray.add_argument("--ray", action="store_true", help="serve on Ray: $RAY_ADDRESS, 'ray start', or one of its own")
@@ -101,7 +101,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replicas", type=int, metavar="N", help="with --ray: engines, each with a copy of the model (default: 1)"
     )
     ray.add_argument(
-        "--max-replicas", type=int, metavar="N", help="with --ray: as many while requests wait (default: --replicas)"
+        "--max-replicas",
+        type=int,
+        metavar="N",
+        help="with --ray: most replicas while requests wait (default: --replicas)",
     )
 
 

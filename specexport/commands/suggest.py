@@ -1,4 +1,4 @@
-"""Suggest ways to speculate for a target; 'bench' measures those of a bundle.
+"""Suggest methods for a target; 'bench' measures those of a bundle.
 
 Example:
     specexport suggest --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --draft Qwen/Qwen3-1.7B
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR_OR_ID",
         help="a smaller model to choose from; repeatable (default: none)",
     )
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where the bundle is to run")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where the bundle will run")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Train what a target speculates with: Medusa heads, an MLP speculator, an EAGLE-3 or DFlash draft, a draft model.
+"""Train Medusa heads, an MLP speculator, an EAGLE-3 or DFlash draft, or a draft model for a target.
 
 Example:
     specexport train medusa --target Qwen/Qwen3-0.6B --data texts.jsonl -o heads/
@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -78,25 +79,17 @@ def _shares(what: str, accuracy: list[list[float]]) -> Table:
 
 def _report_medusa(record: dict[str, Any], console: Console) -> None:
     heads = record["head_accuracy"]
-    console.print(f"{record['options']['output']}: {len(heads)} heads; share of held-out tokens they have right")
+    console.print(f"{record['options']['output']}: {len(heads)} heads; share of held-out tokens they predict")
     console.print(_shares("head", heads))
     if "lm_loss" in record:
         before, after = record["lm_loss_before"], record["lm_loss"]
         console.print(f"held-out loss of the model {before:.4f} before, {after:.4f} now, in nats a token")
 
 
-def _report_speculator(record: dict[str, Any], console: Console) -> None:
-    stages, length = record["stage_accuracy"], record["acceptance_length"]
+def _report_chain(key: str, record: dict[str, Any], console: Console) -> None:
+    accuracy, length = record[key], record["acceptance_length"]
     output = record["options"]["output"]
-    console.print(f"{output}: {len(stages)} stages; share of held-out tokens they have right after right ones")
-    console.print(_shares("stage", stages))
-    console.print(f"a chain of {len(stages)} would commit {length:.2f} tokens a step of these texts")
-
-
-def _report_states_draft(record: dict[str, Any], console: Console) -> None:
-    accuracy, length = record["accuracy"], record["acceptance_length"]
-    output = record["options"]["output"]
-    console.print(f"{output}: {len(accuracy)} drafted tokens; share of held-out tokens they are")
+    console.print(f"{output}: {len(accuracy)} drafted tokens; share of held-out tokens they predict")
     console.print(_shares("token", accuracy))
     console.print(f"a chain of {len(accuracy)} would commit {length:.2f} tokens a step of these texts")
 
@@ -121,8 +114,10 @@ class _Kind:
 
 _KINDS = {
     "medusa": _Kind("Train Medusa heads for a target, alone or together with it.", MedusaOptions, _report_medusa),
-    "mlp-speculator": _Kind("Train an MLP speculator for a target.", SpeculatorOptions, _report_speculator),
-    "eagle3": _Kind("Train an EAGLE-3 draft for a target.", Eagle3Options, _report_states_draft),
-    "dflash": _Kind("Train a DFlash draft for a target.", DFlashOptions, _report_states_draft),
+    "mlp-speculator": _Kind(
+        "Train an MLP speculator for a target.", SpeculatorOptions, partial(_report_chain, "stage_accuracy")
+    ),
+    "eagle3": _Kind("Train an EAGLE-3 draft for a target.", Eagle3Options, partial(_report_chain, "accuracy")),
+    "dflash": _Kind("Train a DFlash draft for a target.", DFlashOptions, partial(_report_chain, "accuracy")),
     "draft": _Kind("Distil a target into a draft model.", DraftOptions, _report_draft, " --layers 4 --hidden 512"),
 }
