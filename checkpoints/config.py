@@ -36,7 +36,7 @@ Token = Annotated[int, Meta(ge=0)]
 Tokens = Token | list[Token] | None
 
 
-class Generation(msgspec.Struct):
+class GenerationConfig(msgspec.Struct):
     """What is read of ``generation_config.json``; other keys are left alone."""
 
     do_sample: bool | None = None
@@ -124,7 +124,7 @@ def read_generation(folder: Path, config: Any) -> tuple[dict[str, float], tuple[
         BuildError: a field is of the wrong kind or out of its range; names the file and the field.
     """
     path = folder / GENERATION
-    given = read_config(path, Generation, "generation") if path.is_file() else Generation()
+    given = read_config(path, GenerationConfig, "generation") if path.is_file() else GenerationConfig()
     tokens: Any = given.eos_token_id
     if tokens is None or tokens == []:
         path, tokens = folder / CONFIG, getattr(config, "eos_token_id", None)

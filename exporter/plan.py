@@ -36,7 +36,7 @@ _BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceLimits:
     """A device.
 
     Attributes:
@@ -59,20 +59,20 @@ _BOARD = 2 * _GIB
 _CARD = _GIB
 
 
-DEVICES: dict[str, Device] = {
-    "orin-nano-4gb": Device(4 * _GIB, 51 * _GB, "8.7", _BOARD),
-    "orin-nano-8gb": Device(8 * _GIB, 102 * _GB, "8.7", _BOARD),
-    "orin-nx-8gb": Device(8 * _GIB, 102 * _GB, "8.7", _BOARD),
-    "orin-nx-16gb": Device(16 * _GIB, 102 * _GB, "8.7", _BOARD),
-    "agx-orin-32gb": Device(32 * _GIB, 204 * _GB, "8.7", _BOARD),
-    "agx-orin-64gb": Device(64 * _GIB, 204 * _GB, "8.7", _BOARD),
-    "thor-64gb": Device(64 * _GIB, 273 * _GB, "11.0", _BOARD),
-    "thor-128gb": Device(128 * _GIB, 273 * _GB, "11.0", _BOARD),
-    "rtx-3060-12gb": Device(12 * _GIB, 360 * _GB, "8.6", _CARD),
-    "rtx-3090": Device(24 * _GIB, 936 * _GB, "8.6", _CARD),
-    "rtx-4060-8gb": Device(8 * _GIB, 272 * _GB, "8.9", _CARD),
-    "rtx-4090": Device(24 * _GIB, 1008 * _GB, "8.9", _CARD),
-    "rtx-5090": Device(32 * _GIB, 1792 * _GB, "12.0", _CARD),
+DEVICES: dict[str, DeviceLimits] = {
+    "orin-nano-4gb": DeviceLimits(4 * _GIB, 51 * _GB, "8.7", _BOARD),
+    "orin-nano-8gb": DeviceLimits(8 * _GIB, 102 * _GB, "8.7", _BOARD),
+    "orin-nx-8gb": DeviceLimits(8 * _GIB, 102 * _GB, "8.7", _BOARD),
+    "orin-nx-16gb": DeviceLimits(16 * _GIB, 102 * _GB, "8.7", _BOARD),
+    "agx-orin-32gb": DeviceLimits(32 * _GIB, 204 * _GB, "8.7", _BOARD),
+    "agx-orin-64gb": DeviceLimits(64 * _GIB, 204 * _GB, "8.7", _BOARD),
+    "thor-64gb": DeviceLimits(64 * _GIB, 273 * _GB, "11.0", _BOARD),
+    "thor-128gb": DeviceLimits(128 * _GIB, 273 * _GB, "11.0", _BOARD),
+    "rtx-3060-12gb": DeviceLimits(12 * _GIB, 360 * _GB, "8.6", _CARD),
+    "rtx-3090": DeviceLimits(24 * _GIB, 936 * _GB, "8.6", _CARD),
+    "rtx-4060-8gb": DeviceLimits(8 * _GIB, 272 * _GB, "8.9", _CARD),
+    "rtx-4090": DeviceLimits(24 * _GIB, 1008 * _GB, "8.9", _CARD),
+    "rtx-5090": DeviceLimits(32 * _GIB, 1792 * _GB, "12.0", _CARD),
 }
 """Orin Nano with the clocks of its ``MAXN SUPER`` mode; without it, it has two thirds of that bandwidth."""
 
@@ -139,7 +139,7 @@ class DevicePlan:
 def plan(
     target: str,
     method: Method | None,
-    device: Device,
+    device: DeviceLimits,
     *,
     precision: str,
     context: int,

@@ -27,7 +27,7 @@ _SHOWN = 300
 """Most characters of what an error says."""
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """``{% generation %}`` marks the model's own words for training; here it changes nothing."""
 
     tags = {"generation"}  # noqa: RUF012
@@ -41,7 +41,7 @@ class Generation(Extension):
 def compiled(source: str) -> jinja2.Template:
     """A template as transformers has it, in Jinja's sandbox, which keeps it from Python's internals."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse

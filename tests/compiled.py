@@ -14,7 +14,7 @@ from specexport.contract import engines as ce
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
-from specexport.exporter.engines.profiles import Job, model_jobs, program_jobs
+from specexport.exporter.engines.profiles import CompileJob, model_jobs, program_jobs
 from tests.tensorrt_stand_in import TensorRT
 
 
@@ -40,7 +40,7 @@ def compiled(
     shutil.copytree(source, folder, dirs_exist_ok=True)
     manifest = read_manifest(folder)
 
-    def engine(file: str, job: Job) -> ce.CompiledEngine:
+    def engine(file: str, job: CompileJob) -> ce.CompiledEngine:
         path = Path(file).with_suffix(".engine")
         (folder / path).write_text(json.dumps({"file": file, "profiles": job.sizes}))
         described = {

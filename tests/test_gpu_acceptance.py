@@ -265,8 +265,8 @@ def test_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> N
     assert cuda.leaks == []
 
 
-def _check(name: str, *found: checks.Finding) -> script.Check:
-    return script.Check(f"loads:{name}", 10, lambda: list(found))
+def _check(name: str, *found: checks.Finding) -> script.DeviceCheck:
+    return script.DeviceCheck(f"loads:{name}", 10, lambda: list(found))
 
 
 def test_results_are_kept_and_gone_on_with(
@@ -289,8 +289,8 @@ def test_results_are_kept_and_gone_on_with(
 
     planned = [
         _check("wrong", checks.Finding("bar", False, "2", "1")),
-        script.Check("loads:killed", 10, killed),
-        script.Check("loads:right", 10, right),
+        script.DeviceCheck("loads:killed", 10, killed),
+        script.DeviceCheck("loads:right", 10, right),
         _check("absent"),
     ]
     monkeypatch.setattr(script, "plan", lambda *_: planned)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.gpu.timing import Watch, on_device
+from benchmarks.gpu.timing import LaunchTimer, on_device
 from specexport.cli import main
 from specexport.commands.run import describe
 from specexport.contract import tensors
@@ -251,7 +251,7 @@ def test_by_default_one_request_runs(load: Callable[[str], Engine]) -> None:
 def test_gaps_between_steps_are_measured(load: Callable[[str], Engine]) -> None:
     with load("dice-near") as there:
         there.generate([5, 6, 7, 8], GREEDY)
-        watch = Watch(on_device(there))
+        watch = LaunchTimer(on_device(there))
         done = there.generate([5, 6, 7, 8], GREEDY)
         gaps = watch.gaps()
     assert (len(gaps.after_wait), gaps.queued) == (done.stats.steps - 1, [])

@@ -63,10 +63,10 @@ def test_a_key_is_what_a_prompt_begins_with() -> None:
 def test_a_replica_whose_engine_does_not_get_on_is_not_healthy(
     bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specexport.server.ray import Model, Settings
+    from specexport.server.ray import EngineReplica, Settings
 
     async def live() -> None:
-        model = Model(Settings(bundle=str(bundle("llama-near")), calibrate=False))
+        model = EngineReplica(Settings(bundle=str(bundle("llama-near")), calibrate=False))
         engine = model.engine.frontend.engine
         await model.check_health()
 
@@ -86,10 +86,10 @@ def test_a_replica_whose_engine_does_not_get_on_is_not_healthy(
 
 
 async def _chosen(names: list[str], key: str | None) -> list[list[str]]:
-    from specexport.server.ray import Call, PrefixRouter
+    from specexport.server.ray import ForwardedRequest, PrefixRouter
 
     replicas: Any = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
-    request: Any = SimpleNamespace(args=[Call(scope={}, body=b"", key=key)])
+    request: Any = SimpleNamespace(args=[ForwardedRequest(scope={}, body=b"", key=key)])
     ranks = await PrefixRouter.choose_replicas(SimpleNamespace(), replicas, request)  # type: ignore[arg-type]
     return [[replica.replica_id.unique_id for replica in rank] for rank in ranks]
 

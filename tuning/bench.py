@@ -65,7 +65,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodRow:
     """A method in the table of the field.
 
     Attributes:
@@ -89,7 +89,7 @@ class Row:
 
 def compare(
     engine: Engine, names: Sequence[str], tasks: Sequence[Task], max_tokens: int, progress: Progress
-) -> list[Row]:
+) -> list[MethodRow]:
     """Decodes every task greedily, plainly and with every method, in turns: a machine that drifts treats all alike.
 
     A method's row is its default tree's; that of ``DEFAULT`` is what a request gets that asks for nothing.
@@ -131,6 +131,6 @@ def compare(
             progress("warming up" if warm else "decoding", index + 1, len(asked))
     files = {entry.path: entry.size for entry in manifest.files}
     return [
-        Row(name, method.needs_training, method.memory(files, manifest.max_seq_len), results[name], chosen[name])
+        MethodRow(name, method.needs_training, method.memory(files, manifest.max_seq_len), results[name], chosen[name])
         for name, method in methods.items()
     ]

@@ -24,13 +24,13 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.exporter.engines.compiler import Library, load_library
+from specexport.exporter.engines.compiler import CompilerLibrary, load_library
 from specexport.exporter.quality import relative_rms
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.library import choose
 from specexport.runtime.cuda.trt import check_version, load_engine
-from specexport.verify.feeds import CACHE_TYPES, FIRST_CHOICES, Call, Feed
+from specexport.verify.feeds import CACHE_TYPES, FIRST_CHOICES, Feed, GraphRun
 
 LIMITS: dict[ComputedIn, float] = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 0.2}
 """Largest root-mean-square difference of an output, relative to the output. On the CPU, fp16 graphs of two layers are
@@ -67,7 +67,7 @@ class EnginesResult:
     wrong: list[str] = field(default_factory=list)
 
 
-def runnable(manifest: Manifest) -> tuple[Library, list[Subject]]:
+def runnable(manifest: Manifest) -> tuple[CompilerLibrary, list[Subject]]:
     """The library and the engines that can be compared on this machine, one for each graph that has some.
 
     Raises:
@@ -106,7 +106,7 @@ def compare_engines(
     return result
 
 
-def tensorrt_runner(library: Library, folder: Path) -> Callable[[CompiledEngine], BaseRunner]:
+def tensorrt_runner(library: CompilerLibrary, folder: Path) -> Callable[[CompiledEngine], BaseRunner]:
     """Makes Polygraphy's runners of a bundle's engines."""
 
     def make(engine: CompiledEngine) -> BaseRunner:
@@ -141,9 +141,9 @@ def _compare(bundle: Bundle, subject: Subject, runner: BaseRunner, result: Engin
     result.engines += 1
 
 
-def _call(manifest: Manifest, subject: Subject, graph: onnx.GraphProto, index: int) -> Call:
+def _call(manifest: Manifest, subject: Subject, graph: onnx.GraphProto, index: int) -> GraphRun:
     point = subject.engine.profiles[index]
-    return Call(
+    return GraphRun(
         graph=graph,
         of=subject.of,
         point=point,

@@ -16,7 +16,7 @@ from specexport.contract.engines import Accept, Commit, ComputedIn, Fill, Progra
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.exporter.engines.profiles import Job
+from specexport.exporter.engines.profiles import CompileJob
 
 Array = npt.NDArray[Any]
 Feed = dict[str, Array]
@@ -32,7 +32,7 @@ _SPREAD = 3.0
 
 
 @dataclass(frozen=True)
-class Call:
+class GraphRun:
     """One run of a graph.
 
     Attributes:
@@ -70,7 +70,7 @@ class Call:
     def _slot(self) -> Feed:
         """The inputs of one slot."""
         known = _MADE[type(self.of)](self)
-        sizes = Job((self.point,), self.vocab).sizes[0] | {"B": 1}
+        sizes = CompileJob((self.point,), self.vocab).sizes[0] | {"B": 1}
         made: Feed = {}
         for value in self.graph.input:
             kind = value.type.tensor_type
@@ -84,7 +84,7 @@ class Call:
         return made
 
 
-def _model(call: Call) -> _Values:
+def _model(call: GraphRun) -> _Values:
     """Of a step graph and of a propose graph: greedy but for the probabilities it reports."""
     assert isinstance(call.of, Model)
     tokens = call.point.tokens
@@ -122,7 +122,7 @@ def _model(call: Call) -> _Values:
     }
 
 
-def _accept(call: Call) -> _Values:
+def _accept(call: GraphRun) -> _Values:
     assert isinstance(call.of, Accept)
     parents = np.array(call.tree.parents)
     logits = _SPREAD * call.random.standard_normal((len(parents), call.vocab)).astype(np.float32)
@@ -147,7 +147,7 @@ def _accept(call: Call) -> _Values:
     }
 
 
-def _fill(call: Call) -> _Values:
+def _fill(call: GraphRun) -> _Values:
     assert isinstance(call.of, Fill)
     stages, candidates = call.of.stages, call.of.candidates
     known: _Values = {
@@ -163,7 +163,7 @@ def _fill(call: Call) -> _Values:
     return known
 
 
-def _commit(call: Call) -> _Values:
+def _commit(call: GraphRun) -> _Values:
     nodes = np.arange(len(call.tree))
     path = nodes[call.tree.mask[-1]]
     return {tensors.PAST_LENGTH: call.past, tensors.PATH: np.pad(path, (0, len(nodes) - len(path)))}
@@ -175,4 +175,4 @@ _SAMPLING: _Values = {
     tensors.TOP_P: 0.95,
     tensors.MIN_P: 0.0,
 }
-_MADE: dict[type, Callable[[Call], _Values]] = {Model: _model, Accept: _accept, Fill: _fill, Commit: _commit}
+_MADE: dict[type, Callable[[GraphRun], _Values]] = {Model: _model, Accept: _accept, Fill: _fill, Commit: _commit}

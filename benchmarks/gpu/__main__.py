@@ -42,7 +42,7 @@ PASS, FAIL, NOT_MEASURED = "pass", "fail", "not measured"
 
 
 @dataclass(frozen=True)
-class Check:
+class DeviceCheck:
     """One check.
 
     Attributes:
@@ -65,14 +65,16 @@ class Check:
         return self.name.partition(":")[2]
 
 
-def plan(bundles: Path, texts: list[str], models: Path) -> list[Check]:
+def plan(bundles: Path, texts: list[str], models: Path) -> list[DeviceCheck]:
     """All checks in their order: what is worth most comes first."""
 
     def each(
         kind: Callable[..., list[Finding]], names: Sequence[str], seconds: float, *more: Any, **options: Any
-    ) -> Iterator[Check]:
+    ) -> Iterator[DeviceCheck]:
         for name in names:
-            yield Check(f"{kind.__name__}:{name}", seconds, functools.partial(kind, bundles / name, *more), **options)
+            yield DeviceCheck(
+                f"{kind.__name__}:{name}", seconds, functools.partial(kind, bundles / name, *more), **options
+            )
 
     drafted, hybrids = ("draft", "target", "accept"), ("hybrid-fp32-native", "hybrid-fp32-portable")
     return [
@@ -137,7 +139,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(args: argparse.Namespace, all_checks: list[Check], machine: dict[str, str], results: dict[str, Any]) -> None:
+def _run(
+    args: argparse.Namespace, all_checks: list[DeviceCheck], machine: dict[str, str], results: dict[str, Any]
+) -> None:
     """Runs what was asked for and is not there yet, and writes each result as it is found.
 
     Raises:
@@ -169,7 +173,7 @@ def _run(args: argparse.Namespace, all_checks: list[Check], machine: dict[str, s
         print(f"{check.name}: {result['status']} {result['reason']}".rstrip(), flush=True)
 
 
-def _result(check: Check, bundles: Path, gpu: str) -> dict[str, Any]:
+def _result(check: DeviceCheck, bundles: Path, gpu: str) -> dict[str, Any]:
     """What a check said; what goes wrong in it is its result, and hides nothing of what the others say."""
     if not (bundles / "bundles" / check.bundle).exists():
         return {"status": NOT_MEASURED, "reason": f"bundle {check.bundle} was not prepared"}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.prepared import PLAN, WEIGHTS, filled
-from benchmarks.gpu.timing import Watch, copy_bandwidth, graph_per_engine, on_device, uncaptured
+from benchmarks.gpu.timing import LaunchTimer, copy_bandwidth, graph_per_engine, on_device, uncaptured
 from specexport.contract import tensors
 from specexport.contract.engines import ComputedIn
 from specexport.contract.model import Model
@@ -309,7 +309,7 @@ def events(folder: Path, texts: Sequence[str], parts: Sequence[str]) -> list[Fin
         return [Finding("graphs a step", False, str(len(taken)), f"{len(parts)}: {', '.join(parts)}")]
     with open_gpu(folder) as engine:
         whole, _ = _timed(engine, texts, 128)
-        watch = Watch(on_device(engine))
+        watch = LaunchTimer(on_device(engine))
         done = engine.generate(engine.encode(texts[0])[:64], greedy(128))
         gap = watch.gaps().per_step(max(1, done.stats.steps))
     return [
@@ -325,7 +325,7 @@ def _time(name: str, milliseconds: Sequence[float]) -> Finding:
 
 def _timed(engine: Engine, texts: Sequence[str], tokens: int, way: Any = None) -> tuple[list[list[float]], Completion]:
     """What the launches of the steps of one greedy text took in milliseconds, and the text."""
-    watch = Watch(on_device(engine))
+    watch = LaunchTimer(on_device(engine))
     done = engine.generate(engine.encode(texts[0])[:64], greedy(tokens), way)
     return watch.milliseconds(), done
 

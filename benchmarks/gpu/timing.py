@@ -70,7 +70,7 @@ class Gaps:
         return sum(statistics.median(kind) * len(kind) for kind in (self.after_wait, self.queued) if kind) / steps
 
 
-class Watch:
+class LaunchTimer:
     """Events around everything that is launched; for measuring what lies between.
 
     Args:

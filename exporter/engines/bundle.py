@@ -15,7 +15,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.reading import changing, check_files, exchange_manifest, file_entry
-from specexport.exporter.engines.compiler import EngineReport, Library, compile_graph, load_library
+from specexport.exporter.engines.compiler import CompilerLibrary, EngineReport, compile_graph, load_library
 from specexport.exporter.engines.options import (
     FP8_CAPABILITY,
     Capability,
@@ -25,7 +25,7 @@ from specexport.exporter.engines.options import (
     check_stored,
     dotted,
 )
-from specexport.exporter.engines.profiles import Job, model_jobs, program_jobs
+from specexport.exporter.engines.profiles import CompileJob, model_jobs, program_jobs
 from specexport.exporter.engines.source import write_source
 
 Progress = Callable[[str, int, int], None]
@@ -107,7 +107,7 @@ class _Compiler:
     folder: Path
     listed: set[str]
     options: EngineOptions
-    library: Library | None
+    library: CompilerLibrary | None
     capabilities: tuple[str, ...]
     progress: Progress
     reports: list[EngineReport] = field(default_factory=list)
@@ -133,7 +133,7 @@ class _Compiler:
             made.append(self._engine(source, job, compute))
         return msgspec.structs.replace(graph, engines=(*self._kept(graph.engines), *made))
 
-    def _source(self, master: str, compute: ComputedIn, job: Job, engines: tuple[CompiledEngine, ...]) -> Path:
+    def _source(self, master: str, compute: ComputedIn, job: CompileJob, engines: tuple[CompiledEngine, ...]) -> Path:
         """The graph to compile: as another engine's, or written."""
         drafts = f".k{job.drafts}" if job.drafts else ""
         slots = ".slots" if job.several else ""  # B is symbolic there
@@ -156,7 +156,7 @@ class _Compiler:
         mine = (self.options.runtime, self.capabilities)
         return tuple(engine for engine in engines if (engine.runtime, engine.compute_capabilities) != mine)
 
-    def _engine(self, source: Path, job: Job, compute: ComputedIn) -> CompiledEngine:
+    def _engine(self, source: Path, job: CompileJob, compute: ComputedIn) -> CompiledEngine:
         if self.library is None:
             return self._rewritten(source, job, compute)
         devices = "-".join(f"sm{one.replace('.', '')}" for one in self.capabilities)
@@ -176,7 +176,7 @@ class _Compiler:
             profiles=job.profiles,
         )
 
-    def _rewritten(self, source: Path, job: Job, compute: ComputedIn) -> CompiledEngine:
+    def _rewritten(self, source: Path, job: CompileJob, compute: ComputedIn) -> CompiledEngine:
         """The source as onnxruntime opens it."""
         start = time.monotonic()
         nodes = onnx.load(source, load_external_data=False).graph.node
@@ -230,7 +230,7 @@ def _stored(manifest: Manifest) -> set[StoredAs]:
     return _heads(manifest) | {model.precision.weights for model in manifest.models.values()}
 
 
-def _capabilities(library: Library, options: EngineOptions, stored: set[StoredAs]) -> tuple[Capability, ...]:
+def _capabilities(library: CompilerLibrary, options: EngineOptions, stored: set[StoredAs]) -> tuple[Capability, ...]:
     """The devices to compile for, checked against what the library and they know."""
     if library.runtime == "tensorrt":
         here = _this_device()

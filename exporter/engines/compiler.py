@@ -21,7 +21,7 @@ from specexport.exporter.engines.options import Capability
 _MODULES: dict[EngineRuntime, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
 
-class Library(NamedTuple):
+class CompilerLibrary(NamedTuple):
     """An imported library.
 
     Attributes:
@@ -37,7 +37,7 @@ class Library(NamedTuple):
         return str(self.trt.__version__)
 
 
-def load_library(runtime: EngineRuntime) -> Library:
+def load_library(runtime: EngineRuntime) -> CompilerLibrary:
     """Imports a library, and polygraphy for it.
 
     Raises:
@@ -62,7 +62,7 @@ def load_library(runtime: EngineRuntime) -> Library:
         )
     with messages():
         polygraphy = importlib.import_module("polygraphy.backend.trt")
-    return Library(runtime, trt, polygraphy)
+    return CompilerLibrary(runtime, trt, polygraphy)
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def compile_graph(
     source: Path,
     output: Path,
     profiles: Sequence[dict[str, int]],
-    library: Library,
+    library: CompilerLibrary,
     capabilities: tuple[Capability, ...],
 ) -> EngineReport:
     """Compiles an ONNX graph; only the shapes of its profiles, the sizes of every symbolic dimension, will run.
@@ -151,7 +151,7 @@ class _RefusedError(Exception):
 
 
 def _attempt(
-    source: Path, graph: onnx.GraphProto, library: Library, config: Any, *, decompose: bool
+    source: Path, graph: onnx.GraphProto, library: CompilerLibrary, config: Any, *, decompose: bool
 ) -> tuple[Any, int, int]:
     """The serialized engine, and how many layers and Attention operators its network has."""
     from polygraphy.exception import PolygraphyException
@@ -167,7 +167,7 @@ def _attempt(
     return serialized, int(network.num_layers), attentions
 
 
-def _config(library: Library, capabilities: tuple[Capability, ...], profiles: list[Any]) -> Any:
+def _config(library: CompilerLibrary, capabilities: tuple[Capability, ...], profiles: list[Any]) -> Any:
     # Streams of the library's own would be forks in every captured graph; a model this narrow leaves little to overlap.
     settings: dict[str, Any] = {"profiles": profiles, "max_aux_streams": 0}
     if library.runtime == "tensorrt":
@@ -182,7 +182,7 @@ def _config(library: Library, capabilities: tuple[Capability, ...], profiles: li
     return library.polygraphy.PostprocessConfig(config, without_tf32)
 
 
-def _profiles(graph: onnx.GraphProto, profiles: Sequence[dict[str, int]], library: Library) -> list[Any]:
+def _profiles(graph: onnx.GraphProto, profiles: Sequence[dict[str, int]], library: CompilerLibrary) -> list[Any]:
     made = []
     for sizes in profiles:
         profile = library.polygraphy.Profile()
@@ -213,7 +213,7 @@ def _attention_in_fp32(graph: onnx.GraphProto) -> bool:
     return any(value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT for value in caches)
 
 
-def _require_same(source: Path, graph: onnx.GraphProto, network: Any, library: Library) -> None:
+def _require_same(source: Path, graph: onnx.GraphProto, network: Any, library: CompilerLibrary) -> None:
     """The network takes and gives what the ONNX graph does, and writes caches in place."""
     sides = (
         ("input", graph.input, [network.get_input(index) for index in range(network.num_inputs)]),

@@ -16,7 +16,7 @@ _SMALL_CACHE = 1024
 
 
 @dataclass(frozen=True)
-class Job:
+class CompileJob:
     """One engine to compile.
 
     Attributes:
@@ -49,29 +49,29 @@ class Job:
         return ({} if self.several else {"B": 1}) | ({"S": rows.pop()} if len(rows) == 1 else {})
 
 
-def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plain: bool) -> list[Job]:
+def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plain: bool) -> list[CompileJob]:
     """The engines of a model: one. Whatever the batch sizes of its steps, it reads prompts a slot at a time.
 
     With ``plain`` it also runs one token at a time, where more can be run too.
     """
     chunk = manifest.prefill_chunk
     if not model.cache:
-        return [Job(tuple(point for point in uncached_points(model.graph.points) if point.batch in batches))]
+        return [CompileJob(tuple(point for point in uncached_points(model.graph.points) if point.batch in batches))]
     points = [p for p in model.graph.points if p.batch in batches or (p.batch, p.tokens) == (1, chunk)]
     caches = engine_caches(sorted({point.cache for point in points}), manifest.lowering)
     points = sorted(point for point in points if point.cache in caches)
     if not any(point.drafts for point in points):
         wide = [point for point in points if point.rows == point.tokens > 1]
         kept = points if plain or not wide else [point for point in points if point.tokens > 1]
-        return [Job(tuple(kept))]
+        return [CompileJob(tuple(kept))]
     owner = next((one for one in manifest.methods if model in one.models.values()), None)
     if owner is not None and owner.one_pass:
-        return [Job(tuple(points))]
+        return [CompileJob(tuple(points))]
     tokens = {CATCH_UP_TOKENS} if owner is None else {owner.catch_up, owner.follow_up}
     # One token a call, K calls a step. Unrolled, TensorRT keeps the weights for each of the K passes (5.4 times their
     # size at K = 4), and passes over one token would want them in yet another order: a draft's call sees two tokens.
     runs = [*((batch, width) for batch in batches for width in tokens), (1, chunk)]
-    return [Job(tuple(sorted(ShapePoint(batch, width, s, 0, 1) for batch, width in runs for s in caches)))]
+    return [CompileJob(tuple(sorted(ShapePoint(batch, width, s, 0, 1) for batch, width in runs for s in caches)))]
 
 
 def engine_caches(sizes: list[int], lowering: LoweredAs) -> list[int]:
@@ -88,9 +88,9 @@ def engine_caches(sizes: list[int], lowering: LoweredAs) -> list[int]:
     return kept
 
 
-def program_jobs(graph: ProgramGraph, manifest: Manifest, batches: Sequence[int]) -> list[Job]:
+def program_jobs(graph: ProgramGraph, manifest: Manifest, batches: Sequence[int]) -> list[CompileJob]:
     """The engines of a graph of the step program: one, for every tree and batch size that needs it."""
     caches = sorted({point.cache for point in manifest.target.graph.points})
     cache = engine_caches(caches, manifest.lowering)[-1]
     points = sorted(point for batch in batches for point in program_points(graph, manifest, batch, cache))
-    return [Job(tuple(points), manifest.target.vocab_size)] if points else []
+    return [CompileJob(tuple(points), manifest.target.vocab_size)] if points else []

@@ -1,4 +1,4 @@
-"""Compare a bundle's methods on this machine: tokens a step, speed-up, memory, and that each says the same.
+"""Compare a bundle's methods on this machine: tokens a step, speed-up, memory, and that texts are equal.
 
 Example:
     specexport bench qwen3/ --methods draft_model,ngram --data prompts.jsonl --plot bench.html
@@ -25,7 +25,7 @@ from specexport.commands.inspect import bytes_text
 from specexport.contract.errors import RequestError
 from specexport.runtime import Engine
 from specexport.tuning import workloads
-from specexport.tuning.bench import DEFAULT, Row, compare
+from specexport.tuning.bench import DEFAULT, MethodRow, compare
 
 _UNATTENDED_WIDTH = 160
 """Columns of the table where nobody watches; rich would take 80."""
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         default="all",
         metavar="NAME[,NAME...]",
-        help="those the bundle was built for and those that need no graph, each with its default tree; 'default' is a "
-        "request that says nothing, whose steps draft as many tokens as pay",
+        help="methods the bundle was built for and those that need no graph, each with its default tree; 'default' is "
+        "a request that names none, whose steps draft as many tokens as pay",
     )
     parser.add_argument(
         "--data",
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='lines such as {"workload": "chat", "text": "...", "hypothesis": "..."}, the last two optional (default: '
         "code completion, copying edits and prose, made of Python's own sources and help texts)",
     )
-    parser.add_argument("--prompts", type=int, default=4, metavar="N", help="how many prompts of each workload")
-    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of a prompt at most")
+    parser.add_argument("--prompts", type=int, default=4, metavar="N", help="prompts of each workload")
+    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="most tokens of a prompt")
     parser.add_argument("-n", "--max-tokens", type=int, default=64, metavar="N", help="tokens to generate for each")
     add_exactness(parser)
     add_calibrate(parser)
@@ -103,7 +103,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if all(row.lossless for row in rows) else 1
 
 
-def table(rows: list[Row], names: list[str]) -> Table:
+def table(rows: list[MethodRow], names: list[str]) -> Table:
     """The rows, with tokens a step and the speed-up over plain decoding for each workload."""
     made = Table(title="greedy, in turns with plain decoding: tokens a step, speed-up", title_justify="left")
     for column in ("method", "training", "extra memory"):
@@ -130,7 +130,9 @@ def table(rows: list[Row], names: list[str]) -> Table:
     return made
 
 
-def _bars(label: str, rows: list[Row], name: str = "tokens_per_step", level: tuple[str, float] | None = None) -> str:
+def _bars(
+    label: str, rows: list[MethodRow], name: str = "tokens_per_step", level: tuple[str, float] | None = None
+) -> str:
     """A chart of one figure of every method on every workload."""
     groups: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -139,7 +141,7 @@ def _bars(label: str, rows: list[Row], name: str = "tokens_per_step", level: tup
     return report.bars(label, groups, level)
 
 
-def _as_dict(row: Row) -> dict[str, Any]:
+def _as_dict(row: MethodRow) -> dict[str, Any]:
     results = {
         name: asdict(found) | {"tokens_per_step": found.tokens_per_step, "speed_up": found.speed_up}
         for name, found in row.results.items()

@@ -105,7 +105,7 @@ _OF_ENGINE = {
 }
 
 
-class Call(BaseModel):
+class ForwardedRequest(BaseModel):
     """A request on its way to a replica: ASGI's scope without what cannot be sent, its body, and where it should go."""
 
     scope: dict[str, Any]
@@ -113,7 +113,7 @@ class Call(BaseModel):
     key: str | None
 
 
-class Model:
+class EngineReplica:
     """One replica: an engine with the server's application around it."""
 
     def __init__(self, settings: Settings) -> None:
@@ -128,7 +128,7 @@ class Model:
             page=settings.page,
         )
 
-    async def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
+    async def answer(self, call: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
         """The application's messages, those of an ASGI ``send``, as many at a time as there are."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         body = [call.body]
@@ -194,7 +194,7 @@ class Front:
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = (await receive()).get("body", b"")
         plain = {name: value for name, value in scope.items() if name in _SENT}
-        answers = self._answers.remote(Call(scope=plain, body=body, key=prompt_key(body)))
+        answers = self._answers.remote(ForwardedRequest(scope=plain, body=body, key=prompt_key(body)))
         begun = events = False
         try:
             async for messages in answers:
@@ -286,7 +286,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         call = next(iter(pending_request.args), None) if pending_request is not None else None
-        if not isinstance(call, Call) or call.key is None:
+        if not isinstance(call, ForwardedRequest) or call.key is None:
             return [candidate_replicas]
         key = call.key.encode(errors="surrogatepass")
 
@@ -314,7 +314,8 @@ def app(settings: Settings) -> serve.Application:
     count: dict[str, Any] = {"autoscaling_config": scale} if settings.max_replicas else {"num_replicas": most}
     replaced: dict[str, Any] = {"max_surge_percent": 100, "graceful_shutdown_timeout_s": settings.shutdown_timeout}
     model = serve.deployment(
-        Model,
+        EngineReplica,
+        name="Model",
         max_ongoing_requests=slots,  # others wait at the front for whichever replica is free first
         max_queued_requests=settings.max_queue,
         request_router_config=RequestRouterConfig(

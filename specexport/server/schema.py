@@ -125,7 +125,7 @@ class SpeculativeOptions(_Request):
     """How a request speculates: keys of ``speculative_config``, those of a method that needs no graph among them."""
 
     model_config = ConfigDict(extra="allow")
-    method: str | None = Field(None, max_length=64, description="One of the bundle's ways to speculate.")
+    method: str | None = Field(None, max_length=64, description="One of the bundle's methods.")
     num_speculative_tokens: Count | None = Field(None, description="One of its sizes; 0 decodes plainly.")
 
 
@@ -174,7 +174,7 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-class Generation(Accepted):
+class GenerationRequest(Accepted):
     """What completions, chats and responses have in common."""
 
     model: str | None = Field(None, max_length=4096, description="One of those /v1/models names; may be left out.")
@@ -212,7 +212,7 @@ class Generation(Accepted):
         return None
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
     prompt: (
@@ -335,7 +335,7 @@ class Prediction(_Request):
     content: Content
 
 
-class ChatRequest(Generation):
+class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
     messages: Messages
@@ -403,7 +403,7 @@ class InputMessage(_Request):
     phase: str | None = Field(None, max_length=64)
 
 
-class ResponseRequest(Generation):
+class ResponseRequest(GenerationRequest):
     """``POST /v1/responses``."""
 
     input: Text | Annotated[list[InputMessage], Field(min_length=1, max_length=4096, fail_fast=True)]

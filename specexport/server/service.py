@@ -25,7 +25,7 @@ from specexport.server.metrics import Metrics
 from specexport.server.schema import (
     Choice,
     CompletionTokensDetails,
-    Generation,
+    GenerationRequest,
     SpeculationUsage,
     Step,
     StreamOptions,
@@ -56,7 +56,7 @@ def one_line(text: str) -> str:
     return text.translate(_LINES)
 
 
-def speculation(given: Generation, default: Speculative) -> Speculative:
+def speculation(given: GenerationRequest, default: Speculative) -> Speculative:
     """How a request speculates: as it says, or else as the server does."""
     keys = {} if given.speculative is None else given.speculative.model_dump(exclude_none=True)
     if given.hypothesis is not None:
@@ -97,7 +97,7 @@ class Service:
             raise ApiError(404, f"model {name!r} is not served; there is {served}"[:300], "not_found_error", "model")
         return name or self.names[0]
 
-    def head(self, given: Generation, kind: str) -> dict[str, Any]:
+    def head(self, given: GenerationRequest, kind: str) -> dict[str, Any]:
         """What every part of a request's answer begins with.
 
         Raises:
@@ -107,7 +107,11 @@ class Service:
         return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def params(
-        self, given: Generation, max_tokens: int | None, logprobs: int | None, bound: Mapping[str, str] | None = None
+        self,
+        given: GenerationRequest,
+        max_tokens: int | None,
+        logprobs: int | None,
+        bound: Mapping[str, str] | None = None,
     ) -> SamplingParams:
         """How a request samples; what it does not say is the model's own. ``bound`` is what constrains the output.
 
@@ -135,7 +139,7 @@ class Service:
         )
 
     async def start(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, given: Generation
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, given: GenerationRequest
     ) -> list[AsyncStream]:
         """Streams of all prompts' outputs, those of the first prompt first."""
         for name in ("stream_options", "include_steps"):
@@ -163,7 +167,12 @@ class Format(Protocol):
 
 
 async def respond(
-    service: Service, request: Request, given: Generation, streams: list[AsyncStream], form: Format, prompt_tokens: int
+    service: Service,
+    request: Request,
+    given: GenerationRequest,
+    streams: list[AsyncStream],
+    form: Format,
+    prompt_tokens: int,
 ) -> Response:
     """Runs started streams to an answer, streamed or whole. A client that goes away takes its streams with it."""
     if given.stream:
@@ -213,7 +222,7 @@ class EventStream(StreamingResponse):
 
 
 async def _events(
-    service: Service, given: Generation, streams: list[AsyncStream], form: Format, prompt_tokens: int
+    service: Service, given: GenerationRequest, streams: list[AsyncStream], form: Format, prompt_tokens: int
 ) -> AsyncGenerator[str, None]:
     options = given.stream_options or StreamOptions.model_validate({})
 
@@ -307,7 +316,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def usage_of(given: Generation, streams: list[AsyncStream], prompt_tokens: int) -> Usage:
+def usage_of(given: GenerationRequest, streams: list[AsyncStream], prompt_tokens: int) -> Usage:
     """Tokens of a request; a prompt counts once, however many outputs it has."""
     stats = [stream.stats for stream in streams]
 
