@@ -196,7 +196,7 @@ def _next(waiting: Iterator[Cell], minutes: float | None, began: float) -> Cell 
 
 
 def cells() -> list[Cell]:
-    """All cells, those done first spread out: the first 17 have every way once, the next 17 with the other load, and so
+    """All cells, those done first spread out: the first turn has every way once, the next with the other load, and so
     on with other sampling parameters; biased ones come early.
     """
     loads, sampling = ("alone", "batch"), tuple(SAMPLING)

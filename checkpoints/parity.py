@@ -36,7 +36,7 @@ _UNREAD = 1e3
 def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, embeds: bool = False) -> None:
     """Compares the step module with the eager model over prefill, a chain step and every path of a tree.
 
-    With ``embeds`` the step module is given the model's own embeddings in the place of every other token.
+    With ``embeds`` the step module is given the model's own embeddings instead of every other token.
 
     Raises:
         BuildError: they differ; it names the family.

@@ -37,7 +37,7 @@ class StandIns:
         self._stored: dict[int, StoredTensor] = {}
 
     def held(self, tensor: StoredTensor) -> torch.Tensor:
-        """What to load in the place of a tensor: a stand-in for a large one."""
+        """What to load instead of a tensor: a stand-in for a large one."""
         known = {self._shapes.get(name) for name in (tensor.name, f"{self._prefix}{tensor.name}")}
         # What is narrow is a convolution's, whose weights are read by the module around it.
         matrix = len(tensor.shape) > 1 and min(tensor.shape[-2:]) >= NARROW
@@ -67,7 +67,7 @@ def stored(parameter: torch.Tensor) -> StoredTensor | None:
 
 @contextlib.contextmanager
 def read_weights(model: torch.nn.Module) -> Iterator[None]:
-    """While active, a module that runs has its own weights in the place of stand-ins."""
+    """While active, a module that runs has its own weights instead of stand-ins."""
     handles = []
     for module in model.modules():
         held = {name: one for name, one in module._parameters.items() if one is not None and stored(one)}

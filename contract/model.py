@@ -175,7 +175,7 @@ class Model(Strict, frozen=True):
         weights: the weights file, shared by all its graphs.
         graph: a step graph for a target, a propose graph for a draft.
         engines: that graph, compiled for devices.
-        embedding_size: H of the embeddings that its step graph reads in the place of tokens; None where it reads none.
+        embedding_size: H of the embeddings that its step graph reads instead of tokens; None where it reads none.
         states: one entry a layer without attention; those have none in ``cache``.
         ranks: of a model that is split among processes, what each runs; ``weights`` and ``graph`` are then those of the
             first, before it was cut where they meet.

@@ -65,7 +65,7 @@ def _sweep(folder: Path, manifest: Manifest) -> None:
 
 
 def exchange_manifest(folder: Path, manifest: Manifest) -> None:
-    """Checks a manifest as a reader would, then puts it in the place of the old one; to be called while changing."""
+    """Checks a manifest as a reader would, then puts it in place of the old one; to be called while changing."""
     part = folder / _PART
     part.write_bytes(_encoded(manifest))
     _read(part)

@@ -64,7 +64,7 @@ SAMPLING: Signature = {
 def step_signature(
     outputs: Signature, embedding_size: int | None = None, states: Sequence[StateLayer] = ()
 ) -> GraphSignature:
-    """A step graph that makes these outputs, and reads embeddings of H = ``embedding_size`` in the place of tokens."""
+    """A step graph that makes these outputs, and reads embeddings of H = ``embedding_size`` instead of tokens."""
     inputs: Signature = {
         tensors.INPUT_IDS: Spec("int64", ("B", "T")),
         tensors.POSITION_IDS: Spec("int64", ("B", "T")),

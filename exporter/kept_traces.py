@@ -59,7 +59,7 @@ def kept_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[
 
 
 def _name_weights(graph: ir.Graph, weights: Mapping[str, torch.Tensor]) -> None:
-    """Puts the name of a weight in the place of its numbers."""
+    """Puts the name of a weight instead of its numbers."""
     names = {one.data_ptr(): name for name, one in weights.items()}
     for value in graph.initializers.values():
         held: Any = getattr(value.const_value, "raw", None)

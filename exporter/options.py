@@ -34,7 +34,7 @@ class BuildOptions:
         methods: the default first, each with its options: methods, mappings with their keys, or
             texts as ``--method`` takes. Those that need no graph work in every bundle and need not be named.
         tensor_parallel: processes that share the target, each with its part of every layer; what proposes stays whole.
-        inputs_embeds: let prompts hold embeddings in the place of tokens.
+        inputs_embeds: let prompts hold embeddings instead of tokens.
         max_seq_len: longest sequence in tokens; None for the models' limit, at most 2048.
         max_batch_size: most requests that run at once; steps are planned for the powers of two up to it.
         precision: how the target's matrices are stored; None for fp32, and for a checkpoint that is quantized already

@@ -136,7 +136,7 @@ def _gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         query, key = _unit(query), _unit(key)
     made = states.read(Updates(query * query.shape[-1] ** -0.5, key, value, g, beta))
-    return made, made.new_zeros(0)  # in the place of a state: model code converts it
+    return made, made.new_zeros(0)  # instead of a state: model code converts it
 
 
 def _mamba2(

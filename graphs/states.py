@@ -48,7 +48,7 @@ class OwnStateModule(torch.nn.Module):
             position_ids: int64 ``[B,T]``.
 
         Returns:
-            What the next rows may see in the place of fused states, and what ``lm_head`` reads, ``[B,T,H]`` each.
+            What the next rows may see instead of fused states, and what ``lm_head`` reads, ``[B,T,H]`` each.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Prompts that hold embeddings in the place of tokens: what an encoder made of sound, images or anything else."""
+"""Prompts that hold embeddings instead of tokens: what an encoder made of sound, images or anything else."""
 
 from __future__ import annotations
 

@@ -55,19 +55,19 @@ class Engine:
     """Generates text from a bundle; made by :meth:`load`.
 
     It has as many slots as the bundle's largest batch size, and runs that many requests at once; others wait for a free
-    one. Methods may be called from any thread, and a thread may have several streams. There is no thread in the
-    background: whoever reads a stream takes steps for all of them.
+    one. Methods may be called from any thread, and a thread may have several streams. There is no background thread:
+    a thread that reads a stream takes steps for all of them.
 
     Attributes:
         manifest: the bundle's.
         tokenizer: the bundle's.
         chat_template: the model's, or None.
         backend: what runs its graphs.
-        speculations: the loaded ways to propose, by the name of their method: those the bundle was built for, the
-            default first, then those that need no graph of their own.
+        speculations: the loaded methods with their proposers, by name: those the bundle was built for, the default
+            first, then those that need no graph.
         slots: requests that run at once.
         widths: how wide its steps are, and whether they are exact.
-        costs: what steps cost on this machine; None where each request speculates as its method does by default.
+        costs: what steps cost on this machine; None if each request speculates with its method's default.
     """
 
     def __init__(
@@ -129,27 +129,26 @@ class Engine:
         """Opens a bundle and loads its graphs.
 
         Args:
-            bundle: a folder made by ``specexport build``, or one that was opened already.
-            threads: CPU threads; None for every core this process may use.
+            bundle: a folder made by ``specexport build``, or an opened one.
+            threads: CPU threads; None for one per core that this process may use.
             check_hashes: compare every file's SHA-256 with the manifest; sizes are always compared.
-            methods: options of methods that need no graph, in the place of the bundle's or of the defaults, such as
+            methods: options of methods that need no graph, instead of the bundle's or the defaults, such as
                 ``{"method": "suffix", "store_tokens": 100_000}``; see
                 :func:`~specexport.contract.methods.read_methods`.
             max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest, on a GPU
                 for its smallest. Engines run those they were compiled for (``compile --engine-batch-sizes``).
-            prefix_cache: a prompt that begins like a text the cache still holds is read from where they part.
-            calibrate: choose how much each step speculates by what steps cost on this machine. That takes a few seconds
-                when a bundle is first opened there, and is remembered in the cache folder, as are its int8 and int4
-                graphs in the form that onnxruntime gives them, which open four times as fast. On a GPU nothing is
-                measured unasked (``specexport tune batch`` does it). Without it a request alone speculates as its
-                method does by default.
-            costs: what steps cost, in the place of what is measured here.
+            prefix_cache: reuse the cache rows of an earlier text for a prompt that begins like it.
+            calibrate: choose how much each step speculates by measured costs. Measuring takes a few seconds when a
+                bundle is first opened on a machine; the figures are kept in the cache folder, as are int8 and int4
+                graphs in onnxruntime's packed form, which open four times as fast. On a GPU only ``specexport tune
+                batch`` measures. Without it a request alone speculates with its method's default.
+            costs: what steps cost, instead of measuring it.
             exactness: ``exact``, the default on a CPU, makes greedy text that of plain decoding bit for bit, whatever
-                the method, the tree and what runs beside it; ``fast``, all there is on a GPU, takes the narrowest
-                steps, so that texts may part where two tokens are about equally likely.
+                the method, the tree and the batch; ``fast``, the only choice on a GPU, takes the narrowest steps, so
+                that texts may part where two tokens are about equally likely.
             backend: what runs it, one of ``contract.engines.BACKENDS``; None for what it was built for.
-            gpu_memory_utilization: for GPU backends, the part of the device's memory that may be in use once the bundle
-                is loaded, other programs' included.
+            gpu_memory_utilization: for GPU backends, the share of the device's memory that may be in use once the
+                bundle is loaded, including other programs'.
 
         Raises:
             BundleError: the bundle is incomplete, altered or too new.
@@ -203,7 +202,7 @@ class Engine:
             self.backend.close()
 
     def trouble(self, stuck: float) -> str | None:
-        """Why requests do not get on, such as a turn that has taken more than ``stuck`` seconds; None while they do."""
+        """Why requests make no progress, such as a turn of more than ``stuck`` seconds; None while they do."""
         return self._scheduler.trouble(stuck)
 
     def defaults(self) -> SamplingParams:
@@ -279,8 +278,8 @@ class Engine:
 
         Raises:
             RequestError: the prompt does not fit the context, the method or the tree was not built, the method's
-                model cannot read the prompt's embeddings, a hypothesis was given without a use for it or the other way
-                round, or the engine is closed.
+                model cannot read the prompt's embeddings, a hypothesis does not go with the method or is missing, or
+                the engine is closed.
         """
         if self._closed:
             raise RequestError("the engine is closed; load the bundle again")
@@ -365,13 +364,13 @@ class Engine:
         return completed(self.stream(prompt, params, speculative))
 
     def calibrate(self, seconds: float = SECONDS, progress: Progress | None = None) -> CostCurve:
-        """Measures what steps cost on this machine and remembers it, for engines that are opened after this.
+        """Measures what steps cost on this machine and keeps the figures for engines that are opened later.
 
-        Nothing is remembered where the machine was too busy. Nothing else may use the engine meanwhile.
+        They are not kept if the machine was too busy. Nothing else may use the engine meanwhile.
 
         Args:
             seconds: about how long it may take.
-            progress: is told what is done.
+            progress: called with what is done.
         """
         built = {name: self.speculations[name] for name in self._built if self.methods[name].needs_graph}
         found = measure(self.manifest, self._target, built, self.widths, seconds, progress)
@@ -380,13 +379,13 @@ class Engine:
         return found
 
     def _calibrated(self) -> CostCurve | None:
-        """What is remembered of this machine, or measured now."""
+        """The kept figures of this machine, or new ones."""
         known = remembered(self.manifest, self.backend, self.slots, self.widths).load()
         return self.calibrate() if known is None and self.backend.execution == "host" else known
 
     def _warm_up(self, scheduler: Scheduler) -> None:
         """Runs a plain step and one of each method, so that the first request does not pay for buffers and pages."""
-        # Repeats, so that there is something to look up; long enough for the longest chain.
+        # Repeats, so that look-ups find something; long enough for the longest chain.
         start = self.encode([0] * max(2, min(_WARM_UP_TOKENS, self.manifest.max_seq_len - 2)))
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         trees = {name: self.methods[name].token_trees()[0] for name in self._built}
@@ -400,10 +399,10 @@ def available_methods(manifest: Manifest, given: Sequence[Method] = ()) -> tuple
 
     Args:
         manifest: the bundle's.
-        given: options of methods that need no graph, in the place of the bundle's or of the defaults.
+        given: options of methods that need no graph, instead of the bundle's or the defaults.
 
     Raises:
-        BuildError: a given method needs a graph, or is to propose what the bundle cannot verify.
+        BuildError: a given method needs a graph, or proposes chains that the bundle does not verify.
     """
     for method in given:
         if method.needs_graph:

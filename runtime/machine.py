@@ -80,7 +80,7 @@ class Remembered(Generic[Found]):
         return None
 
     def save(self, found: Found) -> None:
-        """Remembers it, in the place of what was remembered."""
+        """Remembers it, instead of what was remembered."""
         with contextlib.suppress(OSError, RuntimeError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:

@@ -1,4 +1,4 @@
-"""What every proposer is given and gives back."""
+"""The interface of proposers."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ State = TypeVar("State")
 
 @dataclass
 class SlotView:
-    """What a proposer sees of one slot.
+    """The request in a slot, as a proposer sees it.
 
     Attributes:
-        slot: which slot of every cache is its own, for now: a request may be moved between steps.
+        slot: the request's slot in every cache; it may change between steps.
         tokens: prompt and output so far; the last one, the step's root, is not in the target's cache yet.
-        params: how it samples.
-        random: its own noise.
-        tree: the tree it wants filled in this step; the root alone where it decodes plainly.
-        hypothesis: tokens the output is expected to be; empty where the request brought none.
-        method: how it speculates; None decodes plainly.
-        lookup: a method that finds draft tokens in text, which proposes in this step in the place of its own.
-        options: what the request says of its method, where that is not what the proposer was opened with.
-        processors: what changes its logits, in this order.
-        embeddings: what the prompt has in the place of tokens, whose numbers are negative there; None for nothing.
-        prompt: how many of the tokens are the prompt.
-        read_again: how many of its tokens the target read for the proposer's sake though its cache held them.
-        prompt_logprobs: of the prompt's tokens from the second on, as far as it is read, if the request asks for them.
+        params: sampling parameters.
+        random: the request's noise.
+        tree: the tree to fill in this step; the root alone for a plain step.
+        hypothesis: the expected output; empty if the request has none.
+        method: the request's method; None decodes plainly.
+        lookup: a method without a graph that proposes in this step instead of the request's own.
+        options: the request's options of its method, if they differ from the proposer's.
+        processors: logits processors, in this order.
+        embeddings: the prompt's embeddings, whose tokens are negative numbers; None for none.
+        prompt: number of prompt tokens.
+        read_again: tokens that the target read again for the proposer though its cache held them.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as it is read, if the request wants them.
     """
 
     slot: int
@@ -67,7 +67,7 @@ class SlotView:
 
 @dataclass(frozen=True)
 class Window:
-    """A step's tokens where it looks at more than the draft tokens.
+    """A step's tokens, if it verifies more than the draft tokens.
 
     Attributes:
         tokens: int64 ``[T-1]``, those of the nodes 1..T-1: the draft tokens, then the others.
@@ -85,9 +85,9 @@ class Proposal:
     Attributes:
         tokens: int64 ``[K]``, those of the tree's nodes 1..K.
         tree: their shape; node 0 is the last committed token.
-        q: the distributions they were drawn from; None where they were chosen without drawing (q = 1).
+        q: the distributions they were drawn from; None if they were chosen without drawing (q = 1).
         candidates: int64 ``[depths,M]``, the tokens known at each depth of the tree, most probable first.
-        window: what the step looks at beside them, of which nothing is accepted; None for nothing.
+        window: further tokens of the step, which are never accepted; None for none.
     """
 
     tokens: Ints
@@ -98,7 +98,7 @@ class Proposal:
 
 
 class DeviceDraft(Protocol):
-    """A draft whose run may be a part of a step on a device.
+    """A draft whose run may be part of a step on a device.
 
     Attributes:
         graph: the propose graph.
@@ -107,26 +107,26 @@ class DeviceDraft(Protocol):
     graph: Graph
 
     def is_ready(self, view: SlotView) -> bool:
-        """Whether the draft has read all of a text that it needs to go on with it."""
+        """Whether the draft has read enough of a text to draft after it."""
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         """Writes the inputs of a run of T tokens and K drafts for slots that are ready; returns the window."""
 
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
-        """Which row of what a run of T tokens drafted says q of each node of a tree but the root, int64 ``[N-1]``."""
+        """The row of a run of T tokens that has q of each node of a tree but the root, int64 ``[N-1]``."""
 
     def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
-        """Keeps the rows of a run: those of the text, and of the first of the tokens it drafted."""
+        """Keeps the rows of a run: those of the text, and of the first drafted tokens."""
 
 
 class Proposer(ABC):
-    """Proposes draft tokens for several slots at once. Its state is per slot.
+    """Proposes draft tokens for several slots at once, with state for each slot.
 
-    A way to propose says how in :meth:`propose`, and of the rest what it needs: by default nothing is done.
+    A proposer implements :meth:`propose`, and of the other methods those it needs; by default they do nothing.
 
     Attributes:
-        observes: which of the target's outputs :meth:`observe` and :meth:`observe_text` look at.
-        reads_along: tokens of a text that a draft reads in a run that drafts; for others it takes further runs.
+        observes: the target's outputs that :meth:`observe` and :meth:`observe_text` read.
+        reads_along: unread tokens of a text that a draft can read in a run that drafts; more take further runs.
     """
 
     observes: frozenset[str] = frozenset()
@@ -134,15 +134,15 @@ class Proposer(ABC):
 
     @property
     def device_draft(self) -> DeviceDraft | None:
-        """The draft that proposes on a device as a part of the step; None where the host has to propose."""
+        """The draft that proposes on a device as part of the step; None if the host proposes."""
         return None
 
     @abstractmethod
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """Proposals by slot; a slot it has nothing for is left out and decodes plainly this step."""
+        """Proposals by slot; a slot without one takes a plain step."""
 
     def prefill(self, view: SlotView) -> bool:
-        """Reads up to one chunk of a slot's text, before its first step; whether there is more to read."""
+        """Reads up to one chunk of a slot's text, before its first step; returns whether there is more to read."""
         return False
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:
@@ -150,9 +150,9 @@ class Proposer(ABC):
 
         Args:
             slot: the slot.
-            outputs: what the target's graph made for it, without the batch dimension; copy what is kept.
-            row: the row of it that belongs to the last token but one of the text that the next proposal goes on from.
-            root: the row of the last proposal's root.
+            outputs: the target's outputs for the slot, without the batch dimension; copy what is kept.
+            row: their row at the last token but one of the text, after which the next proposal comes.
+            root: their row at the last proposal's root.
         """
 
     def observe_text(self, view: SlotView, outputs: Mapping[str, Array], past: int, rows: Sequence[int]) -> None:
@@ -160,33 +160,33 @@ class Proposer(ABC):
 
         Args:
             view: the slot.
-            outputs: what the target's graph made for it, without the batch dimension; copy what is kept.
-            past: position of the first of the tokens of the text that the target read.
-            rows: where they are among the T tokens of the run, in order; those behind the text's end are accepted ones.
+            outputs: the target's outputs for the slot, without the batch dimension; copy what is kept.
+            past: position of the first token of the text that the target read.
+            rows: rows of these tokens among the T of the run, in order; those after the text's end are accepted ones.
         """
 
     def needs_from(self, view: SlotView) -> int:
-        """From which position of a text on the target has to be run, as the proposer was not shown what it says there.
+        """The position of a text from which the target must run again, as the proposer has not observed it there.
 
-        The target may hold rows of tokens that it read for another request.
+        The target's cache may hold rows of tokens that it read for another request.
         """
         return len(view.tokens)
 
     def move(self, source: int, to: int) -> None:
-        """A request goes on in another slot, which was free."""
+        """A request moves to another slot, which was free."""
 
     def share(self, source: int, to: int, tokens: int) -> None:
-        """The text in slot ``to`` begins with the same tokens as the one in ``source``, this many."""
+        """The first ``tokens`` tokens of the text in slot ``to`` are those of the text in ``source``."""
 
     def shrink_cache(self, rows: int) -> None:
-        """The longest text running will have at most so many tokens: a larger cache may be given up."""
+        """The longest running text will have at most ``rows`` tokens: a larger cache may be freed."""
 
     def release(self, slot: int) -> None:
-        """Forgets a slot: its request ended. What only the text's tokens say may be kept for a text alike."""
+        """Forgets a slot, whose request has ended. What depends only on the text's tokens may be kept for reuse."""
 
 
 class SlotProposer(Proposer, Generic[State]):
-    """A proposer that knows something of each slot, in ``_slots``, which moves and ends with the slot's request."""
+    """A proposer with state for each slot, in ``_slots``, which moves and ends with the slot's request."""
 
     def __init__(self) -> None:
         self._slots: dict[int, State] = {}
@@ -201,15 +201,15 @@ class SlotProposer(Proposer, Generic[State]):
 
 
 class Chains:
-    """The chains a bundle verifies, for proposers that find now more tokens and now fewer."""
+    """The chains a bundle verifies, for proposers that find varying numbers of tokens."""
 
     def __init__(self, trees: Sequence[TokenTree]) -> None:
         self._longest_first = sorted(trees, key=len, reverse=True)
 
     def proposal(self, tree: TokenTree, found: Sequence[int]) -> Proposal | None:
-        """The first tokens of what was found, in the longest chain that they fill and a request's tree has room for.
+        """The first of the found tokens, in the longest chain that they fill and that is no longer than the tree.
 
-        Tokens are chosen without drawing (q = 1). None where no chain is so short.
+        Tokens are chosen without drawing (q = 1). None if no chain is short enough.
         """
         most = min(len(found), len(tree) - 1)
         chain = next((chain for chain in self._longest_first if len(chain) - 1 <= most), None)
@@ -220,7 +220,7 @@ class Chains:
 
 
 class TextProposer(SlotProposer[State]):
-    """Proposes chains, the method's trees, that are found in text."""
+    """Proposes the method's chains, with tokens found in text."""
 
     def __init__(self, method: Method) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class TextProposer(SlotProposer[State]):
 
     @abstractmethod
     def ahead(self, view: SlotView) -> Sequence[int]:
-        """What may come next in a slot, as far as it is worth verifying; empty for a plain step."""
+        """The tokens that may come next in a slot; empty for a plain step."""
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         made = {view.slot: self._chains.proposal(view.tree, self.ahead(view)) for view in views}
@@ -236,7 +236,7 @@ class TextProposer(SlotProposer[State]):
 
 
 def fill(tree: TokenTree, candidates: Ints) -> Ints:
-    """The tokens ``[K]`` of a tree's nodes: of each, the candidate ``[depths,M]`` at its depth with its rank."""
+    """The tokens ``[K]`` of a tree's nodes: for each, the candidate ``[depths,M]`` of its depth and rank."""
     depths, ranks = tree.depths[1:], np.asarray(tree.ranks[1:])
     tokens: Ints = candidates[depths - 1, ranks]
     return tokens

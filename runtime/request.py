@@ -49,7 +49,7 @@ class Request:
         view: what a step program sees of it: its prompt, to which the output is added, and the tree of the next step.
         tree: the tree it asks to be verified; a step may verify a smaller one.
         fixed: whether it named its number of draft tokens.
-        lookup: a method that finds draft tokens in text and may propose in a step in the place of its own.
+        lookup: a method that finds draft tokens in text and may propose in a step instead of its own.
         stats: its counters.
         history: what speculating brought it so far.
         room: tokens it may still generate.

@@ -1,4 +1,4 @@
-"""Which request runs next: requests join and leave between steps, and whoever waits for one takes the steps."""
+"""Which request runs next: requests join and leave between steps, which the threads that wait for chunks take."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from specexport.runtime.slots import Reuse, Slots
 from specexport.runtime.stats import PLAIN
 
 _FAILED = 3
-"""Turns in a row that fail before it is the engine's fault, and not that of a request."""
+"""Failed turns in a row after which the engine is at fault, and not a request."""
 
 
 class Scheduler:
     """Runs requests in the slots of a step program.
 
-    There is no thread of its own. A thread that waits for a chunk takes steps, for all requests, while no other thread
-    does; when its chunk is there it hands over to another that waits. So a request that is alone runs in the thread
-    that reads it, and a request is never stuck behind one that nobody reads.
+    It has no thread of its own. A thread that waits for a chunk takes steps for all requests while no other thread
+    does, and hands over to another waiting thread when its own chunk is there. So a single request runs in the thread
+    that reads it, and no request is stuck behind one that nobody reads.
 
     A turn reads at most one chunk of one prompt and takes one step, so that decoding never stalls for longer than that.
     """
@@ -45,10 +45,10 @@ class Scheduler:
         self._failed = 0  # turns in a row, up to now
 
     def trouble(self, stuck: float) -> str | None:
-        """Why requests do not get on; None while they do.
+        """Why requests make no progress; None while they do.
 
         Args:
-            stuck: seconds after which a turn is taken for one that never ends.
+            stuck: seconds after which a turn counts as one that never ends.
         """
         if self._failed >= _FAILED:
             return f"the last {self._failed} turns failed; the log says why"
@@ -92,7 +92,7 @@ class Scheduler:
             return None
 
     def abandon(self, request: Request) -> None:
-        """Nobody reads a request any more: it leaves before the next step."""
+        """Ends a request that nobody reads any more, before the next step."""
         with self._lock:
             request.abandoned = True
             self._tell()
@@ -112,7 +112,7 @@ class Scheduler:
                 del self._program, self._slots  # and with them the models, which streams must not keep
 
     def _drive_until(self, done: Callable[[], bool]) -> None:
-        """Waits until something is done, taking turns itself while no other thread does."""
+        """Waits until ``done`` holds, taking turns itself while no other thread does."""
         with self._lock:
             try:
                 while not done():
@@ -149,7 +149,7 @@ class Scheduler:
                 wake.notify()
 
     def _hand_over(self) -> None:
-        """Wakes one that waits on, to take the next turn."""
+        """Wakes a thread that still waits, to take the next turn."""
         if not self._driving:
             next_driver = next((wake for done, wake in self._waiters if not done()), None)
             if next_driver is not None:
@@ -191,7 +191,7 @@ class Scheduler:
             self._time = (self._clock(), None)
 
     def _leave(self) -> None:
-        """Frees the slots of requests that are over, and moves the others together."""
+        """Frees the slots of ended requests, and moves the others together."""
         left = [request for request in self._running if request.over]
         with self._lock:
             self._running = [request for request in self._running if request not in left]
@@ -209,7 +209,7 @@ class Scheduler:
             self._shrink_cache()
 
     def _join(self) -> None:
-        """Gives free slots to requests that wait, in the order they came."""
+        """Gives free slots to waiting requests, in order of arrival."""
         with self._lock:
             over = [request for request in self._queue if request.over]
             for request in over:
@@ -233,7 +233,7 @@ class Scheduler:
         start = time.perf_counter()
         if request.stats.prefill == 0.0 and not request.scored:
             request.stats.cached_tokens = self._slots.begin(request.view.slot)
-        # A draft need not read what it will not be asked to go on with.
+        # A draft need not read what it will not draft after.
         self._policy.assign(self._running)
         again = request.view.read_again
         request.read = not self._program.prefill(request.view)
@@ -267,7 +267,7 @@ class Scheduler:
 
 
 def _take(request: Request, outcome: Outcome) -> Chunk | None:
-    """Adds what a step made to a request; None where that failed, which ends this one and no other."""
+    """Adds a step's outcome to a request; None if that failed, which ends this request only."""
     try:
         for processor in request.view.processors:
             processor.check()

@@ -39,7 +39,7 @@ class HostProgram:
 
     Where steps are to be exact, what a greedy request accepts off a tree's first path waits for the next step. Such a
     node's ancestors do not lie side by side in the cache, so its sums are taken in another order than in plain
-    decoding. Its tokens are held back: the next step verifies them as a chain at its start, in the place of the root,
+    decoding. Its tokens are held back: the next step verifies them as a chain at its start, instead of the root,
     and the tree it was going to verify below them. So no step is lost, and steps are wider by what was held back.
 
     Args:
@@ -323,7 +323,7 @@ def _below(held: Sequence[int], proposal: Proposal | None) -> Proposal:
 
 @lru_cache(maxsize=256)
 def _tree_below(held: int, tree: TokenTree) -> TokenTree:
-    """A chain of ``held`` tokens below the root, and a tree at its end in the place of its root."""
+    """A chain of ``held`` tokens below the root, and a tree at its end instead of its root."""
     parents = (*range(-1, held), *(held + parent for parent in tree.parents[1:]))
     return TokenTree(parents, (*[0] * (held + 1), *tree.ranks[1:]))
 

@@ -336,7 +336,7 @@ def from_flags(kind: type[Options], arguments: argparse.Namespace) -> Options:
 def within(
     flag: str, value: float, low: float | None, high: float = math.inf, why: str = "", *, above: float | None = None
 ) -> None:
-    """Checks a flag's number; ``above``, in the place of ``low``, is what it must exceed, and ``why`` what ``high`` is.
+    """Checks a flag's number; ``above``, instead of ``low``, is what it must exceed, and ``why`` what ``high`` is.
 
     Raises:
         TrainError: it is out of range; names the flag.

@@ -190,7 +190,7 @@ def _embeds(run: MethodRun) -> Outcome:
     limits = logits.LIMITS[model.precision.weights]
     found = logits.compare_embeds(run.bundle, run.source(None), run.texts, limits)
     sentence = (
-        "given the model's own embeddings in the place of every other token, the graph prefers the model's token at "
+        "given the model's own embeddings instead of every other token, the graph prefers the model's token at "
         f"{_agreement(found)}"
     )
     return found.share >= limits.agreement, sentence, _counted(found)

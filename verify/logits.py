@@ -142,7 +142,7 @@ def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]],
 
 
 def compare_embeds(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]], limits: Limits) -> Agreement:
-    """Compares the step graph, given the model's own embeddings in the place of every other token, with the model.
+    """Compares the step graph, given the model's own embeddings instead of every other token, with the model.
 
     Raises:
         BundleError: the checkpoint is another model.

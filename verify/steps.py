@@ -116,7 +116,7 @@ def open_step(bundle: Bundle, calls: Sequence[StepCall]) -> StepSession:
 
 
 def half_embedded(feed: Feed, embeds: Array) -> Feed:
-    """A prefill feed that says the same with embeddings ``[P,H]`` of the text in the place of every other token."""
+    """A prefill feed that says the same with embeddings ``[P,H]`` of the text instead of every other token."""
     past, tokens = int(feed[tensors.PAST_LENGTH][0]), feed[tensors.INPUT_IDS].copy()
     given, mask = np.zeros((*tokens.shape, embeds.shape[1]), np.float32), np.zeros(tokens.shape, np.bool_)
     at = np.arange(0, min(tokens.shape[1], len(embeds) - past), 2)

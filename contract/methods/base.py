@@ -30,15 +30,15 @@ SourceKind = Literal["checkpoint", "folder"]
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of ``specexport build`` that stands for a method.
+    """A flag of ``specexport build`` that is short for a method.
 
     Attributes:
         name: such as ``--ngram``.
         key: the key whose value it takes; None for one that takes no value.
         help: for ``--help``.
-        metavar: what stands for the value there.
-        const: the value where the flag is given without one; None where it needs one.
-        claims: flags of other methods whose values are this method's if it is asked for: the key of each.
+        metavar: the value's name in ``--help``.
+        const: the value if the flag is given without one; None if it needs one.
+        claims: flags of other methods that set keys of this method when both are given: the key of each.
     """
 
     name: str
@@ -50,19 +50,19 @@ class Flag:
 
 
 class Registered:
-    """What marks a method for msgspec: which struct it is says the registry, as third parties may add some."""
+    """Marks a method for msgspec: the registry says which struct it is, as third parties may add methods."""
 
 
 class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
-    """How to speculate. One record describes it: a bundle's manifest holds it, and its keys are those of
-    ``build --method``, of ``speculative_config`` and of a request.
+    """A method to speculate: a bundle's manifest holds this record, and its fields are the keys of ``build --method``,
+    of ``speculative_config`` and of a request.
 
     A build fills ``trees`` and the fields named in ``built``; users give the others.
 
     Attributes:
         num_speculative_tokens: draft tokens a step; of several the first is the default and requests may choose the
-            others. None for the method's default, and once ``trees`` says it.
-        trees: the trees a step may verify, the default first; no two have as many nodes, so that a request can choose
+            others. None for the method's default, and where ``trees`` is given.
+        trees: the trees a step may verify, the default first, each of a different size, so that a request can choose
             one by its number of draft tokens. A chain of K draft tokens is the tree ``[[0], [0, 0], ...]``.
     """
 
@@ -72,7 +72,7 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
     built: ClassVar[frozenset[str]] = frozenset()
     """Fields that the build fills, beside ``trees``."""
     main: ClassVar[str] = "num_speculative_tokens"
-    """The key that is meant by VALUE in ``--method NAME:VALUE``."""
+    """The key that VALUE sets in ``--method NAME:VALUE``."""
     flags: ClassVar[tuple[Flag, ...]] = ()
     sources: ClassVar[dict[str, SourceKind]] = {}
     """Keys that name checkpoints."""
@@ -81,32 +81,32 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
     exporter: ClassVar[str] = ""
     """Module with ``EXPORTER``; empty for the one of this name in ``specexport.exporter.methods``."""
 
-    # --- capabilities: what others ask, instead of which method it is -------------------------------------------------
+    # --- capabilities, which others ask for instead of the method's name or type --------------------------------------
     needs_graph: ClassVar[bool] = True
-    """False where it reads text alone: it then works in every bundle."""
+    """False if it only reads text; it then works in every bundle."""
     needs_training: ClassVar[str | None] = None
-    """What somebody has to train for it first, if anything."""
+    """What has to be trained for it first; None for nothing."""
     engine_keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys of a method without a graph that are said when a bundle is opened, and not by requests."""
+    """Keys of a method without a graph that are set when a bundle is opened, and not by requests."""
     takes_hypothesis: ClassVar[bool] = False
-    """Whether it proposes from a text that a request brings, and nothing without one."""
+    """Whether it proposes from a text given with the request, and nothing without one."""
     branching: ClassVar[Literal[0, 1, 2]] = 0
-    """Trees it fills: 0 chains only, 1 leaves beside a chain, 2 any."""
+    """Trees it fills: 0 chains only, 1 chains with leaves beside them, 2 any."""
     own_widths: ClassVar[bool] = False
-    """Whether its steps follow from options of its own, so that no number of draft tokens can be asked for."""
+    """Whether options of its own set the size of its steps, so that no number of draft tokens can be chosen."""
     drafts_on_device: ClassVar[bool] = False
-    """Whether its model's run may be a part of a device's step; but for chains, a fill graph makes the tree of it."""
+    """Whether its model's run may be part of a device's step; a fill graph then lays out trees that are no chains."""
     one_pass: ClassVar[bool] = False
-    """Whether its model drafts all tokens of a chain at once, in one pass of a width of its own for each K."""
+    """Whether its model drafts all K tokens in one pass, of a width of its own for each K."""
 
     @property
     def name(self) -> str:
-        """What a request chooses it by."""
+        """The name by which a request chooses it."""
         return method_name(type(self))
 
     @property
     def models(self) -> dict[str, Model]:
-        """Its models beside the target by their role, which is the folder's name; at most one."""
+        """Its models, by their role, which is the folder's name; at most one."""
         return {}
 
     @property
@@ -116,12 +116,12 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
 
     @property
     def target_outputs(self) -> Signature:
-        """What it observes of the target, beside logits."""
+        """The target's outputs that it observes, beside the logits."""
         return {}
 
     @property
     def support(self) -> int:
-        """M, the tokens that q of a draft token gives probability to; 0 where tokens are chosen without drawing."""
+        """M, the number of tokens to which q gives probability; 0 if tokens are chosen without drawing."""
         return 0
 
     @property
@@ -131,61 +131,61 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
 
     @property
     def catch_up(self) -> int:
-        """T of a run in which its own model drafts behind a cache."""
+        """T of a run in which its model drafts after a cache."""
         return CATCH_UP_TOKENS
 
     @property
     def follow_up(self) -> int:
-        """T of each run after it, where a device calls its model for every draft token."""
+        """T of each later run, where a device calls its model once for every draft token."""
         return CATCH_UP_TOKENS
 
     @property
     def reads_embeddings(self) -> bool:
-        """Whether it can go on after a prompt with embeddings: a model that reads the text itself knows tokens only."""
+        """Whether it can propose after a prompt with embeddings; a model with a cache of its own reads tokens only."""
         return not any(model.cache for model in self.models.values())
 
     @property
     def stores_weights(self) -> bool:
-        """Whether a build stores weights for it beside the target's own."""
+        """Whether a build stores weights for it."""
         return bool(self.sources)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Files of the bundle that it needs beside its models'."""
+        """Files of the bundle that it needs, beside its models'."""
         return ()
 
     @property
     def stored_in_target(self) -> StoredAs | None:
-        """How the matrices are stored that it adds to the target's graph; None where it adds none."""
+        """Precision of the matrices that it adds to the target's graph; None if it adds none."""
         return None
 
     @property
     def drafted_stages(self) -> int:
-        """How many outputs say what was drafted, each of a level of the tree; 0 where one does, a row a token."""
+        """Number of outputs with draft tokens, one a level of the tree; 0 if one output has a row for each token."""
         return 0
 
     def device_run(self, tree: TokenTree) -> tuple[int, int]:
-        """T and K of the run of its model that drafts for one of its trees as a part of a device's step."""
+        """T and K of its model's run for one of its trees, as part of a device's step."""
         return self.catch_up, tree.depth
 
     def describe(self) -> str:
-        """A few words for people."""
+        """A short description for users."""
         return self.name
 
     def with_models(self, models: Mapping[str, Model]) -> Method:
-        """The method with other models in the place of its own, the field ``draft``: compiled ones, say."""
+        """The method with other models instead of its own (the field ``draft``), such as compiled ones."""
         own = [models[role] for role in self.models]
         return msgspec.structs.replace(self, draft=own[0]) if own else self
 
     # --- trees --------------------------------------------------------------------------------------------------------
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of draft tokens that were asked for, the default first; none where nobody did."""
+        """The numbers of draft tokens that were chosen, the default first; empty if none were."""
         asked = self.num_speculative_tokens
         return () if asked is None else asked if isinstance(asked, tuple) else (asked,)
 
     def default_trees(self) -> tuple[TokenTree, ...]:
-        """What it verifies where nobody says."""
+        """The trees it verifies if none are chosen."""
         return (TokenTree.chain(DEFAULT_DRAFT_TOKENS + 1),)
 
     def token_trees(self) -> tuple[TokenTree, ...]:
@@ -193,11 +193,11 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
         return _trees(self.trees)
 
     def validate_tree(self, tree: TokenTree) -> str | None:
-        """Why it cannot fill a tree; None for one that it can."""
+        """Why it cannot fill a tree; None if it can."""
         return None
 
     def validate(self) -> str | None:
-        """What is wrong with a bundle's entry as a whole; None for nothing. Trees were looked at one by one."""
+        """What is wrong with a bundle's entry as a whole; None for nothing. Each tree has been validated."""
         return None
 
     def width(self, tree: TokenTree) -> int:
@@ -205,16 +205,16 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
         return len(tree)
 
     def widths(self) -> tuple[int, ...]:
-        """T of every step it may ask for, that of the default tree first."""
+        """T of every step it may take, that of the default tree first."""
         return tuple(self.width(tree) for tree in self.token_trees())
 
     def drafted_lengths(self) -> frozenset[int] | None:
-        """K that its model's graph is there for; None where any will do."""
+        """The K its model's graph was built for; None for any."""
         return None
 
     def smaller_trees(self, target: Model) -> tuple[TokenTree, ...]:
-        """Trees that it can fill and the target's graph verifies at every batch size, the largest first: its own, and
-        chains of its most probable tokens.
+        """Trees that it can fill and that the target's graph verifies at every batch size, the largest first: its own,
+        and chains of its most probable tokens.
         """
         trees = {len(tree): tree for tree in self.token_trees()}
         deepest = max(tree.depth for tree in trees.values())
@@ -227,7 +227,7 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
         return tuple(tree for _, tree in sorted(trees.items(), reverse=True))
 
     def memory(self, files: Mapping[str, int], rows: int) -> int:
-        """Bytes it needs beside the target and its cache; ``rows`` are those of a cache for the longest text."""
+        """Bytes it needs beside the target and its cache; ``rows`` is the cache size for the longest text."""
         return sum(files[model.weights] + model.cache_row_bytes * rows for model in self.models.values())
 
 
@@ -240,22 +240,22 @@ def _trees(choices: tuple[Choices, ...]) -> tuple[TokenTree, ...]:
 
 
 def method_name(kind: type[Method]) -> str:
-    """The name of a kind of method."""
+    """The name of a method type."""
     return str(kind.__struct_config__.tag)
 
 
 def with_trees(method: M, trees: tuple[TokenTree, ...]) -> M:
-    """The method with the trees it is to be built for."""
+    """The method with the trees to build it for."""
     return msgspec.structs.replace(method, trees=tuple(tree.choices for tree in trees), num_speculative_tokens=None)
 
 
 def verified_widths(target: Model) -> set[int]:
-    """T of the steps in which a target says what comes after every token."""
+    """T of the steps in which a target computes logits of every token."""
     return {point.tokens for point in target.graph.points if point.rows == point.tokens}
 
 
 def not_a_chain(tree: TokenTree) -> str | None:
-    """Why a tree is no chain of most probable tokens: a single path of other ranks is none either."""
+    """Why a tree is not a chain of most probable tokens (ranks 0); None if it is one."""
     chain = TokenTree.chain(len(tree))
     return f"the one of {len(tree) - 1} draft tokens is not a chain" if tree.choices != chain.choices else None
 
@@ -281,17 +281,17 @@ class RankedMethod(Method, frozen=True, kw_only=True):
 
 
 class TextMethod(Method, frozen=True, kw_only=True):
-    """A method that looks in text: chains, of which steps verify shorter ones where less is found.
+    """A method that only reads text and proposes chains, shorter ones where it finds less.
 
-    It needs neither a graph nor files, so that it works in every bundle.
+    It needs neither a graph nor files, so it works in every bundle.
     """
 
     needs_graph: ClassVar[bool] = False
     exporter: ClassVar[str] = "specexport.exporter.methods.text"
     suits: ClassVar[str] = ""
-    """When it pays, for ``specexport suggest``; empty where that cannot be said."""
+    """When it pays, for ``specexport suggest``; empty to leave it out."""
     default_sizes: ClassVar[tuple[int, ...]] = (8, 4, 2)
-    """Draft tokens of its chains where it is asked for."""
+    """Draft tokens of its chains if none are chosen."""
 
     def default_trees(self) -> tuple[TokenTree, ...]:
         return tuple(TokenTree.chain(size + 1) for size in self.sizes or self.default_sizes)

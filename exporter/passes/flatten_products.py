@@ -55,7 +55,7 @@ def _flatten(graph: ir.Graph, node: ir.Node, x: ir.Value, rows: int, columns: in
 
 
 def _put_known_sizes(graph: ir.Graph, node: ir.Node) -> None:
-    """Puts the sizes that are known of a reshaped value in the place of a -1."""
+    """Puts the sizes that are known of a reshaped value instead of a -1."""
     shape, made_by = node.outputs[0].shape, node.inputs[1].producer() if node.inputs[1] is not None else None
     if shape is None or made_by is None or made_by.op_type != "Concat" or len(made_by.inputs) != len(shape):
         return
