@@ -80,7 +80,7 @@ class StatesDraftExporter(ChainDraftExporter[S]):
 
     def heads(self, method: S, target: Checkpoint) -> MedusaHeads | None:
         """See :class:`MethodExporter`; it adds none, but must fit."""
-        hidden = target.model.config.get_text_config().hidden_size
+        hidden = target.model.config.hidden_size
         outline = self.read(self.source(method, target.source))
         outline.require_fit(hidden=hidden, vocab=target.vocab_size, layers=target.layers)
         return None
@@ -105,9 +105,9 @@ class StatesDraftExporter(ChainDraftExporter[S]):
         return msgspec.structs.replace(method, draft=model, **named)
 
     def meta_draft(self, method: S, target: str, model: Any) -> MetaDraft:
-        source, text = self.source(method, target), model.config.get_text_config()
-        outline, layers = self.read(source), text.num_hidden_layers
-        outline.require_fit(hidden=text.hidden_size, vocab=text.vocab_size, layers=layers)
+        source, config = self.source(method, target), model.config
+        outline, layers = self.read(source), config.num_hidden_layers
+        outline.require_fit(hidden=config.hidden_size, vocab=config.vocab_size, layers=layers)
         draft = outline.make(layers)
         with torch.device("meta"):
             cache = outline.cache(draft)
