@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from specexport.contract.methods.ngram import Ngram
 from specexport.runtime.embeds import tokens_before_embeddings
@@ -65,7 +66,7 @@ class NgramProposer(TextProposer[NgramIndex]):
     def ahead(self, view: SlotView) -> Sequence[int]:
         index = self._slots.get(view.slot)
         if index is None:
-            method = view.options if isinstance(view.options, Ngram) else self._method
+            method = cast(Ngram, view.options or self._method)
             index = self._slots[view.slot] = NgramIndex(*method.lookup_sizes)
         index.extend(view.tokens[len(index) :])
         if (found := index.match()) is None:

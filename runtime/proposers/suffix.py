@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from specexport.contract.errors import RequestError
 from specexport.contract.methods.suffix import Suffix
@@ -215,7 +216,7 @@ class SuffixProposer(TextProposer[_Text]):
     def ahead(self, view: SlotView) -> Sequence[int]:
         """The chain that is expected to have most tokens accepted."""
         text = self._read(view)
-        method = view.options if isinstance(view.options, Suffix) else self._method
+        method = cast(Suffix, view.options or self._method)
         best: list[int] = []
         most = 0.0
         own = (text.automaton, *text.automaton.repeated_suffix())
