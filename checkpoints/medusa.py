@@ -51,6 +51,14 @@ class HeadAccuracy:
     ranks: Sequence[Sequence[float]]
     paths: Mapping[tuple[int, ...], float]
 
+    @property
+    def chain_length(self) -> float:
+        """Expected tokens a step of the longest chain, including the bonus token, over texts like the measured ones.
+
+        For greedy texts of the model itself decoding reaches it; other texts differ from what the model would say.
+        """
+        return 1 + sum(self.paths.get((0,) * depth, 0.0) for depth in range(1, len(self.ranks) + 1))
+
 
 class MeasuredConfig(msgspec.Struct, kw_only=True):
     """The part of a ``config.json`` that says how often heads or stages are right."""

@@ -19,7 +19,6 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
 from specexport.training.data import Windows
 from specexport.training.mlp_speculator import (
-    chain_length,
     new_speculator,
     speculator_loss,
     stage_accuracy,
@@ -75,7 +74,7 @@ def test_stages_learn_what_follows_the_token_before_them(
     accuracy = stage_accuracy(speculator, model, windows, CPU)
     assert all(sum(row[:2]) > 0.9 for row in accuracy.ranks), accuracy.ranks
     chain = sum(accuracy.paths[(0,) * depth] for depth in (1, 2, 3))
-    assert chain_length(accuracy) == pytest.approx(1 + chain)
+    assert accuracy.chain_length == pytest.approx(1 + chain)
     assert chain > 0.7
     assert len(trained.history[-1]["top-1"]) == 3
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -16,7 +16,6 @@ from specexport.graphs.layers import noted_states
 from specexport.training.data import Windows, seeded
 from specexport.training.hidden import measured, read_back, run_model, summed_loss, train_draft, weighted
 from specexport.training.loop import Loss, Watch
-from specexport.training.mlp_speculator import chain_length
 from specexport.training.options import DFlashOptions, within
 from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
 
@@ -56,7 +55,7 @@ def train_dflash(options: DFlashOptions, watch: Watch) -> dict[str, Any]:
 
         train_draft(run, draft, (), loss_of)
         accuracy = draft_accuracy(draft, target.model, states, run.held_out, place)
-        run.record |= {"accuracy": accuracy.ranks, "acceptance_length": chain_length(accuracy)}
+        run.record |= {"accuracy": accuracy.ranks, "acceptance_length": accuracy.chain_length}
         with run.output() as folder:
             save_dflash(folder, draft.cpu(), states, layers)
             read_back(read_dflash(str(folder)), target, layers)

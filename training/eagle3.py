@@ -18,7 +18,6 @@ from specexport.graphs.layers import noted_states
 from specexport.training.data import Windows
 from specexport.training.hidden import measured, read_back, run_model, summed_loss, train_draft, weighted
 from specexport.training.loop import Loss, Watch
-from specexport.training.mlp_speculator import chain_length
 from specexport.training.options import Eagle3Options, within
 from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
 
@@ -54,7 +53,7 @@ def train_eagle3(options: Eagle3Options, watch: Watch) -> dict[str, Any]:
             lambda batch, _: draft_loss(draft, target.model, states, batch, options.ttt_steps, options.decay),
         )
         accuracy = draft_accuracy(draft, target.model, states, options.ttt_steps, run.held_out, place)
-        run.record |= {"accuracy": accuracy.ranks, "acceptance_length": chain_length(accuracy)}
+        run.record |= {"accuracy": accuracy.ranks, "acceptance_length": accuracy.chain_length}
         with run.output() as folder:
             save_eagle3(folder, draft.cpu(), states, tied=options.tie_lm_head)
             read_back(read_eagle3(str(folder)), target, layers)

@@ -59,7 +59,7 @@ def train_mlp_speculator(options: SpeculatorOptions, watch: Watch) -> dict[str, 
             learn("texts", max(1, total - first), options.seed + 1)
         accuracy = stage_accuracy(speculator, base.model, run.held_out, place)
         run.record["stage_accuracy"] = accuracy.ranks
-        run.record["acceptance_length"] = chain_length(accuracy)
+        run.record["acceptance_length"] = accuracy.chain_length
         with run.output() as folder:
             save_speculator(folder, speculator.cpu(), accuracy=accuracy)
     return run.record
@@ -105,11 +105,3 @@ def stage_accuracy(speculator: SpeculatorStages, model: Any, windows: Windows, p
         return _losses(speculator, run_model(model, batch.ids)[0], batch)
 
     return measured(losses, len(speculator), windows, place)
-
-
-def chain_length(accuracy: HeadAccuracy) -> float:
-    """Tokens a step of the longest chain is expected to commit, the bonus token included, over texts like the measured.
-
-    Of greedy texts of the model itself it is what decoding will find; in other texts the model may have said otherwise.
-    """
-    return 1 + sum(accuracy.paths.get((0,) * depth, 0.0) for depth in range(1, len(accuracy.ranks) + 1))

@@ -367,14 +367,10 @@ class ChatRequest(GenerationRequest):
         return plain_text(self.prediction.content) if self.prediction is not None else None
 
 
-class SchemaFormat(_Request):
+class SchemaFormat(NamedSchema):
     """A JSON schema, as responses have it."""
 
     type: Literal["json_schema"]
-    name: str = Field(max_length=64)
-    schema_: dict[str, Any] = Field(alias="schema")
-    description: str | None = Field(None, max_length=4096)
-    strict: bool | None = None
 
 
 class TextConfig(_Request):
