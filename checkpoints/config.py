@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, checked before anything is made of it: its configurations, and its tensors' shapes.
+"""A checkpoint's configurations and tensor shapes, checked before anything is made of them.
 
 transformers believes a configuration: a layer that the weights lack is drawn at random, and one of a billion is made.
 """
@@ -127,7 +127,7 @@ class TextSizes(NamedTuple):
 
 
 def text_sizes(config: Any) -> TextSizes:
-    """What a configuration says of them, or else what is usual; transformers' ``attribute_map`` knows other names."""
+    """The configuration's values, or the usual ones; transformers' ``attribute_map`` knows other names."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     return TextSizes(
         getattr(config, "num_key_value_heads", None) or heads,

@@ -38,7 +38,7 @@ from specexport.contract.methods.dflash import MAX_BLOCK
 from specexport.graphs.dflash import DFlashDraft, DFlashShape
 
 _BLOCK = 16
-"""Tokens of a block where nothing is said."""
+"""Tokens of a block by default."""
 _Block = Annotated[int, Meta(ge=2, le=MAX_BLOCK)]
 _Token = Annotated[int, Meta(ge=0, le=2**24)]
 _Above = Annotated[float, Meta(gt=0.0, le=1e6)]
@@ -79,7 +79,7 @@ class _Config(_Drafting, kw_only=True):
 
 @dataclass(frozen=True)
 class DFlashOutline(OwnFilesOutline):
-    """What a checkpoint says of itself.
+    """A DFlash checkpoint's configuration.
 
     Attributes:
         block_size: tokens of the longest block, its root among them.
@@ -124,7 +124,7 @@ class DFlashOutline(OwnFilesOutline):
 
 
 def usual_states(draft_layers: int, layers: int) -> tuple[int, ...]:
-    """After how many of a target's layers a draft sees the residual stream where nothing else is said (z-lab)."""
+    """After how many of a target's layers a draft sees the residual stream by default (z-lab)."""
     if draft_layers == 1:
         return (layers // 2 + 1,)
     apart = (layers - 4) / (draft_layers - 1)

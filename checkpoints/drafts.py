@@ -66,7 +66,7 @@ class Layer(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class DraftOutline(ABC):
-    """What a checkpoint says of itself.
+    """A draft's configuration, without its weights.
 
     Attributes:
         path: the folder.
@@ -90,7 +90,7 @@ class DraftOutline(ABC):
 
     @abstractmethod
     def seen(self, layers: int) -> tuple[int, ...]:
-        """After how many layers of a target with so many it sees the residual stream.
+        """After how many of a target's ``layers`` it sees the residual stream.
 
         Raises:
             BuildError: the target has fewer.
@@ -98,7 +98,7 @@ class DraftOutline(ABC):
 
     @abstractmethod
     def make(self, layers: int) -> Any:
-        """A draft of these sizes for a target of so many layers, on torch's meta device."""
+        """A draft of these sizes for a target of ``layers`` layers, on torch's meta device."""
 
     @abstractmethod
     def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
@@ -126,7 +126,7 @@ class DraftOutline(ABC):
 
 @dataclass(frozen=True)
 class OwnFilesOutline(DraftOutline):
-    """What a draft's own checkpoint says of itself.
+    """The configuration of a draft with a checkpoint of its own.
 
     Attributes:
         states: after how many of the target's layers it sees the residual stream; None for the usual ones.
@@ -137,7 +137,7 @@ class OwnFilesOutline(DraftOutline):
     tied: bool
 
     what: ClassVar[str]
-    """What it is, and names of some of its tensors, in words."""
+    """Its description for error messages, with names of some of its tensors."""
     keys: ClassVar[str]
     """Fields of the configuration that name ``states``."""
     same: ClassVar[Mapping[str, str]] = {}
@@ -145,7 +145,7 @@ class OwnFilesOutline(DraftOutline):
 
     @abstractmethod
     def usual_states(self, layers: int) -> tuple[int, ...]:
-        """``states`` for a target of so many layers where nothing else is said."""
+        """The default ``states`` for a target of ``layers`` layers."""
 
     def seen(self, layers: int) -> tuple[int, ...]:
         seen = self.usual_states(layers) if self.states is None else self.states
@@ -254,7 +254,7 @@ def require_parts(
         stored: its tensors.
         shapes: of the tensors of its modules; see :func:`shapes_of`.
         shared: what may be left out, as the target has it.
-        what: it is, and names of some tensors, in words.
+        what: its description for error messages, with names of some tensors.
         same: see :func:`parts_of`.
 
     Raises:
@@ -352,7 +352,7 @@ def _table(target: Path, outline: DraftOutline, *, head: bool) -> torch.Tensor:
 def as_checkpoint(
     outline: DraftOutline, family: str, source: str, draft: torch.nn.Module, positions: int
 ) -> Checkpoint:
-    """A draft as a model that is written beside the target, whose longest sequence has so many ``positions``.
+    """A draft as a model to write beside the target, whose longest sequence has ``positions`` tokens.
 
     ``source`` is what the user named.
     """

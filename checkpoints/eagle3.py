@@ -68,7 +68,7 @@ class _Config(_Switches, kw_only=True):
 
 @dataclass(frozen=True)
 class Eagle3Outline(OwnFilesOutline):
-    """What a checkpoint says of itself.
+    """An EAGLE-3 checkpoint's configuration.
 
     Attributes:
         switches: fields of :class:`~specexport.graphs.eagle3.Eagle3Shape`.
@@ -94,7 +94,7 @@ class Eagle3Outline(OwnFilesOutline):
 
 
 def usual_states(layers: int) -> tuple[int, ...]:
-    """After how many of a target's layers a draft sees the residual stream where nothing else is said."""
+    """After how many of a target's layers a draft sees the residual stream by default."""
     return 2, layers // 2, layers - 3
 
 

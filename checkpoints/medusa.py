@@ -67,10 +67,10 @@ class MeasuredConfig(msgspec.Struct, kw_only=True):
     path_accuracy: list[tuple[list[_Rank], _Share]] | None = None
 
     def accuracy(self, path: Path, count: int, parts: str) -> HeadAccuracy | None:
-        """What it says, if it says so, of so many heads or stages.
+        """The accuracy of ``count`` heads or stages, if it is given.
 
         Raises:
-            BuildError: it is of another number; names the file.
+            BuildError: it is of another number of them; names the file.
         """
         if self.head_accuracy is None or self.path_accuracy is None:
             return None
@@ -84,7 +84,7 @@ class MeasuredConfig(msgspec.Struct, kw_only=True):
 
 
 def accuracy_config(accuracy: HeadAccuracy | None) -> dict[str, Any]:
-    """What ``config.json`` says of it."""
+    """Its entries in ``config.json``."""
     if accuracy is None:
         return {}
     return {
@@ -104,7 +104,7 @@ class _Config(MeasuredConfig, kw_only=True):
 
 @dataclass(frozen=True)
 class HeadsOutline:
-    """What a checkpoint says of its heads.
+    """The configuration of a checkpoint's heads.
 
     Attributes:
         path: the folder.
@@ -221,7 +221,7 @@ def _open(folder: Path) -> tuple[dict[str, StoredTensor], Path]:
 
 
 def _unpickled(path: Path) -> list[StoredTensor]:
-    """The tensors of a ``.pt``; mapped, so that what is not asked for is not read."""
+    """The tensors of a ``.pt``, memory-mapped, so that unused ones are not read."""
     try:
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # pickle and zip errors of many kinds

@@ -54,7 +54,7 @@ class _Config(MeasuredConfig, kw_only=True):
 
 @dataclass(frozen=True)
 class SpeculatorOutline:
-    """What a checkpoint says of itself.
+    """A speculator checkpoint's configuration.
 
     Attributes:
         path: the folder.
@@ -114,7 +114,7 @@ def read_speculator(source: str) -> SpeculatorOutline:
 
 
 def default_widths(stages: int) -> tuple[int, ...]:
-    """``top_k_tokens_per_head`` of so many stages."""
+    """The default ``top_k_tokens_per_head``."""
     return tuple(WIDTHS[min(stage, len(WIDTHS) - 1)] for stage in range(stages))
 
 
@@ -193,7 +193,7 @@ def _shared(speculator: SpeculatorStages) -> list[list[str]]:
 
 
 def as_checkpoint(outline: SpeculatorOutline, source: str, speculator: SpeculatorStages, positions: int) -> Checkpoint:
-    """A speculator as a model that is written beside the target, whose longest sequence has so many ``positions``.
+    """A speculator as a model to write beside the target, whose longest sequence has ``positions`` tokens.
 
     It has no cache and no tokens of its own; ``source`` is what the user named.
     """

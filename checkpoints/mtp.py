@@ -45,7 +45,7 @@ _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 @dataclass(frozen=True)
 class MTPOutline(DraftOutline):
-    """What a target's checkpoint says of its layer.
+    """The configuration of a target's MTP layer.
 
     Attributes:
         names: beginnings of names in its files, and of those that they stand for; the first that fits counts.

@@ -24,7 +24,7 @@ def load_reference(path: Path, described: Model, layers: int | None = None) -> A
     Args:
         path: the checkpoint.
         described: what it must be.
-        layers: keep only so many of its first layers; None for all.
+        layers: number of its first layers to keep; None for all.
 
     Raises:
         BundleError: it is not the model that was described.

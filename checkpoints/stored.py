@@ -26,7 +26,7 @@ def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
     Args:
         path: the file; it is there.
         kind: what it must hold.
-        what: it configures, in words.
+        what: what it configures, for error messages.
 
     Raises:
         BuildError: it is too large, no JSON, or a field is not what it should be.

@@ -73,11 +73,11 @@ def locked(path: Path, holding: str | None = None) -> Iterator[None]:
     """Holds a lock file, which goes with the process however that ends.
 
     Args:
-        path: the lock file; it is there while somebody holds it.
-        holding: what to say somebody else does; None to wait for it to end.
+        path: the lock file; it exists while the lock is held.
+        holding: what another process is doing, for the error; None to wait until it ends.
 
     Raises:
-        BuildError: somebody else holds it.
+        BuildError: another process holds it.
     """
     # Imported here: what runs a bundle that is built already does without.
     from filelock import FileLock, Timeout

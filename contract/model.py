@@ -1,4 +1,4 @@
-"""What a bundle says of each of its models."""
+"""A bundle's record of each of its models."""
 
 from __future__ import annotations
 

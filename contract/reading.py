@@ -73,7 +73,7 @@ def exchange_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and validates the manifest alone; files are not looked at.
+    """Reads and validates the manifest alone, not the files.
 
     Raises:
         BundleError: the folder or the manifest is missing, malformed, too new, or names a path outside the bundle.

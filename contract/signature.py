@@ -81,7 +81,7 @@ def step_signature(
 
 
 def candidates(depths: int, ranks: int) -> Signature:
-    """What Medusa heads say: of so many depths the most probable tokens."""
+    """The output of Medusa heads: the most probable tokens at each depth."""
     return {tensors.CANDIDATES: Spec("int64", ("B", depths, "R", ranks))}
 
 

@@ -112,7 +112,7 @@ class KeptStates:
         return {f"{kind}_{name}": part for names, block in every for name, part in zip(names, block, strict=True)}
 
     def reach(self, slot: int, tokens: int) -> bool:
-        """Whether a text may go on from so many of a slot's tokens."""
+        """Whether a text may continue after ``tokens`` of a slot's tokens."""
         return self._seen[slot] <= tokens and self._written[slot] - tokens <= self.back
 
     def cells(self, slots: range, past: Sequence[int], tokens: int) -> dict[str, Array]:

@@ -58,7 +58,7 @@ NEXT_STATE = "next_state"  # float32 [B,1,H]  what the row after the last one ma
 BLOCK_ROWS = "block_rows"  # int64 [B]  rows of the slot's block: the root and its draft tokens, at most 1 + K
 
 DRAFTED = (DRAFT_TOKENS, DRAFT_IDS, DRAFT_PROBS)
-"""What a draft says of its tokens."""
+"""A draft's outputs for its tokens."""
 
 # --- accept graph (logits of the N verified nodes of a tree in, the step's tokens out; also takes TREE_MASK) ----------
 THRESHOLD = "posterior_threshold"  # float32 [B]  epsilon of typical acceptance
@@ -89,7 +89,7 @@ def past_value(layer: int) -> str:
 
 
 def layer_states(layers: int) -> str:
-    """Of a step graph: the residual stream after its first so many layers, float32 ``[B,T,H]``; 0 for what is embedded.
+    """Of a step graph: the residual stream after its first ``layers`` layers, float32 ``[B,T,H]``; 0: the embeddings.
 
     After all of them the final norm is still to come.
     """

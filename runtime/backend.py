@@ -24,14 +24,14 @@ class Backend(Protocol):
 
     @property
     def default_slots(self) -> int:
-        """How many slots it runs where nobody says how many, one of the bundle's batch sizes."""
+        """The default number of slots, one of the bundle's batch sizes."""
 
     @property
     def device(self) -> str:
         """What it runs on, by library and name, on the CPU with the number of threads: where a measurement holds."""
 
     def open(self, model: Model, slots: int, buffers: Buffers) -> Graph:
-        """Loads a model's graph, with a cache of so many slots, one of the bundle's batch sizes.
+        """Loads a model's graph, with a cache of ``slots`` slots, one of the bundle's batch sizes.
 
         Raises:
             BackendError: the graph is refused, or does not fit.
@@ -45,7 +45,7 @@ class Backend(Protocol):
             exactness: None for the backend's own: the best it can do.
 
         Raises:
-            BackendError: it cannot be exact, and that was asked for.
+            BackendError: it cannot be exact, but exactness was required.
         """
 
     def program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> StepProgram:

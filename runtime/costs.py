@@ -80,13 +80,13 @@ class Costs:
         self.step = lru_cache(maxsize=4096)(self._step)
 
     def _step(self, batch: int, tokens: int, rows: int) -> float:
-        """Seconds of a step that verifies so many tokens a slot, without proposing."""
+        """Seconds of a step that verifies ``tokens`` tokens a slot, without proposing."""
         more = self._curve.more_rows - self._curve.rows
         row = max(0.0, self._longer.at(1, tokens) - self._steps.at(1, tokens)) / more if self._curve.longer else 0.0
         return self._steps.at(batch, tokens) + row * batch * max(0, rows - self._curve.rows)
 
     def propose(self, method: str, batch: int, nodes: int) -> float:
-        """Seconds of proposing a tree of so many nodes for each slot."""
+        """Seconds of proposing a tree of this many nodes for each slot."""
         known = self._propose.get(method)  # methods that need no graph cost next to nothing and may be unmeasured
         return known.at(batch, nodes) if known is not None else 0.0
 

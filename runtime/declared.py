@@ -34,7 +34,7 @@ def require_declared(path: Path, session: Any, model: Model, lowering: LoweredAs
     Args:
         path: the graph, to be named.
         session: opened over it.
-        model: what the manifest says of it.
+        model: its entry in the manifest.
         lowering: of its operators.
         buffers: makes the arrays of a shape point.
 

@@ -61,7 +61,7 @@ class Graph(ABC):
         return self._filled[slot]
 
     def reusable(self, slot: int, rows: int) -> int:
-        """How many of a slot's first ``rows`` rows a text may go on from: all that are there.
+        """How many of a slot's first ``rows`` rows another text may reuse: all of them.
 
         With layers without attention all but the last few that a draft may take back, or nothing.
         """
@@ -112,7 +112,7 @@ class Graph(ABC):
         """Runs at that shape point; the outputs by name, without the caches."""
 
     def _cache_size(self, rows: int) -> int:
-        """The smallest cache of at least so many rows."""
+        """The smallest cache of at least ``rows`` rows."""
         size = next((size for size in self.cache_sizes if size >= rows), None)
         if size is None:
             raise BackendError(f"{rows} cache rows wanted, but the bundle's largest cache has {self.cache_sizes[-1]}")

@@ -1,4 +1,4 @@
-"""Log-probabilities of what was said, and of what might have been."""
+"""Log-probabilities of the output's tokens and of alternatives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler asks of the thing that runs steps, and what a step is told and answers."""
+"""The interface of what runs steps, and the inputs and outcome of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN_TREE = TokenTree.chain(1)
 
 @dataclass(frozen=True)
 class Speculation:
-    """A way to propose, loaded."""
+    """A loaded method with its proposer."""
 
     method: Method
     proposer: Proposer
@@ -84,7 +84,7 @@ class StepResult:
 
 
 class StepProgram(Protocol):
-    """What the scheduler asks of the thing that runs steps: graphs driven from the host, or one captured on a device.
+    """What runs steps for the scheduler: graphs driven from the host, or one captured on a device.
 
     It is asked by one thread at a time. Between two calls a slot's cache holds all tokens of its text but the last.
     """
@@ -106,16 +106,16 @@ class StepProgram(Protocol):
         """Proposes, verifies, accepts and commits for slots whose prompts are read; adds nothing to their texts."""
 
     def move(self, source: int, to: int, method: str | None) -> None:
-        """A request goes on in another slot, which is free."""
+        """A request moves to another slot, which is free."""
 
     def reusable(self, slot: int, tokens: int) -> int:
-        """How many of the first ``tokens`` tokens of the text last in a slot another text may go on from."""
+        """How many of the first ``tokens`` tokens of the text last in a slot another text may reuse."""
 
     def share(self, source: int, to: int, tokens: int) -> None:
         """Slot ``to`` begins a text whose first tokens are those in ``source``, this many; they may be one slot."""
 
     def shrink_cache(self, rows: int) -> None:
-        """The longest text running will have at most so many tokens: larger caches may be given up."""
+        """The longest running text will have at most ``rows`` tokens: larger caches may be freed."""
 
     def release(self, slot: int, method: str | None) -> None:
         """A slot's request ended; what its cache holds stays until the slot is used again."""

@@ -1,4 +1,4 @@
-"""One request while it runs: its text so far, and what of it nobody has read yet."""
+"""One request while it runs: its text so far, and its unread chunks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Chunk:
 
 
 class Request:
-    """A request, from when it is asked for until its last chunk is read.
+    """A request, from its start until its last chunk is read.
 
     Attributes:
         view: what a step program sees of it: its prompt, to which the output is added, and the tree of the next step.
@@ -56,10 +56,10 @@ class Request:
         read: whether its prompt is read, so that steps may begin.
         began: the scheduler's clock when it joined.
         owner: the thread that started it.
-        chunks: those nobody has read yet.
+        chunks: the unread ones.
         finished: whether its last chunk is made.
         cancelled: whether it is to end before its next step, with a last chunk.
-        abandoned: whether nobody will read its chunks any more.
+        abandoned: whether its chunks will not be read any more.
         error: why it ended without a last chunk.
     """
 

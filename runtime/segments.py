@@ -186,7 +186,7 @@ def open_whole(file: Callable[[str], Path], model: Model, lowering: LoweredAs, t
 
     Args:
         file: where a file of the bundle is.
-        model: what the manifest says of it.
+        model: its entry in the manifest.
         lowering: of its operators.
         threads: of its operators.
 

@@ -69,7 +69,7 @@ class Slots:
         return max(most, there)
 
     def _shared(self, slot: int, tokens: Sequence[int]) -> int:
-        """How many rows of a slot are those of a prompt; its last token is not asked for, as it is the first root."""
+        """How many rows of a slot belong to a prompt; its last token is left out, as it is the first root."""
         if self._reuse is Reuse.NOTHING:
             return 0
         there = self._program.filled(slot)

@@ -1,4 +1,4 @@
-"""What a request chose: how it speculates, as one value that every face passes on."""
+"""How a request speculates, as one value that every interface passes on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specexport.runtime.program import PLAIN_TREE
 
 
 class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a request speculates; left out is the engine's default.
+    """How a request speculates; fields left out are the engine's default.
 
     Attributes:
         method: one that the engine has; None, or ``auto``, for its default, in whose place steps may look draft tokens
@@ -57,7 +57,7 @@ class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is speculated."""
+        """Whether it decodes plainly."""
         return self.num_speculative_tokens == 0
 
 
@@ -81,7 +81,7 @@ def _options(name: object, keys: Mapping[str, Any]) -> Method:
         fixed = next((key for key in keys if kind.needs_graph or key == "trees" or key in kind.engine_keys), None)
         if fixed is not None:
             raise RequestError(
-                f"speculative: {fixed!r} of method {name!r} is said when the bundle is built or opened; a request may "
+                f"speculative: {fixed!r} of method {name!r} is set when the bundle is built or opened; a request may "
                 f"say {', '.join(_KEYS)}",
                 param="speculative",
             )
@@ -149,7 +149,7 @@ def choose(
 
 
 def _check_hypothesis(asked: Speculative, methods: Mapping[str, Method], params: SamplingParams) -> None:
-    """Checks that a request's hypothesis and what is said about it belong together."""
+    """Checks a request's hypothesis against its other parameters."""
     takes = {name for name, method in methods.items() if method.takes_hypothesis}
     if asked.hypothesis is not None:
         if asked.plain:

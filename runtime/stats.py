@@ -22,7 +22,7 @@ class Stats:
         accepted: draft tokens accepted.
         accepted_at: how often a draft token was accepted at each depth of a step's tree.
         steps_with_draft: steps that verified draft tokens.
-        steps_by_draft: how many steps verified so many draft tokens, by the method that proposed them; 0 are plain.
+        steps_by_draft: number of steps by number of draft tokens (0 is plain), for each method that proposed them.
         cached_tokens: tokens of the prompt that were not read, as the cache held them already.
         queued: time until there was a free slot.
         prefill: time reading the prompt, by the target and by a draft.

@@ -91,7 +91,7 @@ class HostProgram:
         proposals: dict[int, Proposal] = {}
         for method, its_views in by_method.items():
             proposer = self.proposer(method)
-            # Alone it stalls nobody, and what it proposes must not depend on how much a cache held already.
+            # Alone it stalls no other, and its proposals must not depend on how much a cache held already.
             while len(views) == 1 and proposer.prefill(its_views[0]):
                 pass
             proposals |= proposer.propose(its_views)
@@ -106,7 +106,7 @@ class HostProgram:
         return proposer.ahead(view) if isinstance(proposer, TextProposer) and view.slot not in self._held else ()
 
     def _with_held(self, view: SlotView) -> SlotView:
-        """What a proposer is to go on from."""
+        """What a proposer continues from."""
         if (held := self._held.get(view.slot)) is None:
             return view
         ahead = copy.copy(view)
@@ -157,7 +157,7 @@ class HostProgram:
     def _commit(
         self, view: SlotView, proposal: Proposal | None, outputs: Mapping[str, Array], path: list[int], bonus: int
     ) -> Outcome:
-        """Keeps the rows of an accepted path, and tells those who go on from it."""
+        """Keeps the rows of an accepted path, and tells the proposers."""
         held = self._held.pop(view.slot, _Held())
         known = len(held.tokens)  # draft tokens that an earlier step accepted
         positions = [*held.positions[: len(path)], *range(1, len(path) - known + 1), 0]
@@ -189,7 +189,7 @@ class HostProgram:
         return Outcome(new, drafted, depth, max(0, len(path) - known), logprobs, finite, verified)
 
     def _may_hold(self, view: SlotView, count: int) -> bool:
-        """Whether there is room for the widest step of a slot with so many tokens before it."""
+        """Whether there is room for the widest step of a slot after its tokens."""
         assert view.method is not None
         wider = count + max(self._speculations[view.method].method.widths())
         return wider <= MAX_NODES and len(view.tokens) + wider < self._longest

@@ -1,4 +1,4 @@
-"""What a request gives back, while it runs and when it is done."""
+"""A request's output, while it runs and when it is done."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Stream:
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt's tokens from the second on, if they are asked for: whole with the first chunk."""
+        """Of the prompt's tokens from the second on, if requested: complete with the first chunk."""
         return tuple(self._request.view.prompt_logprobs)
 
     @property

@@ -28,7 +28,7 @@ __all__ = ["LLM", "AsyncEngine", "EmbedsPrompt", "SamplingParams", "__version__"
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for when it is: every part of the package imports this module."""
+    """Imports names when they are used, as every part of the package imports this module."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -47,7 +47,7 @@ class _Request:
     def post(self, item: Chunk | BaseException) -> None:
         try:
             self.loop.call_soon_threadsafe(self.items.put_nowait, item)
-        except RuntimeError:  # the loop is closed, so nobody reads any more
+        except RuntimeError:  # the loop is closed
             self.stream.cancel()
 
     def cancel(self, why: SpecExportError | None = None) -> None:
@@ -75,7 +75,7 @@ class AsyncStream:
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt's tokens from the second on, if they are asked for: whole with the first chunk."""
+        """Of the prompt's tokens from the second on, if requested: complete with the first chunk."""
         return self._request.stream.prompt_logprobs
 
     @property

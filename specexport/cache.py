@@ -38,7 +38,7 @@ def cached_bundle(
     Its name is a hash of the options and of the content of every checkpoint they name, so a changed checkpoint is built
     anew and a moved one is not. Of several processes one builds, and the others wait for it. A build that is killed
     leaves nothing under the bundle's name; the next one goes on after the models it had written. A bundle that was
-    damaged is removed with a warning. What nobody went on with for a week goes when another bundle is built.
+    damaged is removed with a warning. Unfinished builds untouched for a week are removed when another bundle is built.
 
     Args:
         options: fields of ``BuildOptions``, without ``output``.
@@ -96,7 +96,7 @@ def _damage(bundle: Path, check_hashes: bool) -> BundleError | None:
 
 
 def _sweep(root: Path) -> None:
-    """Removes what killed processes left and nobody touched for a week."""
+    """Removes what killed processes left, if untouched for a week."""
     for path in (*(root / "bundles").glob(".*"), *(root / "hashes").glob("tmp*")):
         with contextlib.suppress(FileNotFoundError):  # another process sweeps too
             if time.time() - path.stat().st_mtime > _FORGOTTEN:

@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Asks git, where that knows the commit, only when the version is asked for."""
+    """Runs git for the commit only when the version is printed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(f"specexport {version()}")
@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     for module in _COMMANDS:
-        # What a command does is said in the first paragraph of its module, and how it is used in the second.
+        # The first paragraph of a command's module is its description, the second has examples.
         first, _, examples = (module.__doc__ or "").partition("\n\n")
         summary = " ".join(first.replace("``", "").split())
         name = module.__name__.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""What ``LLM`` and ``AsyncEngine`` share: an engine, opened or built, with the defaults of whoever serves it."""
+"""What ``LLM`` and ``AsyncEngine`` share: an engine, opened or built, and defaults of its requests."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Frontend:
         return self.engine.encode(prompt)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
-        """The tokens of a text; may be called while others run, as it holds nobody up.
+        """The tokens of a text; may be called while requests run, without delaying them.
 
         Raises:
             ContextLengthError: it has more characters than a context of tokens can stand for, so that it is not read.
@@ -228,7 +228,7 @@ class Frontend:
 
 
 def _of_bundle(given: SpeculativeConfig) -> tuple[tuple[Method, ...], Speculative]:
-    """What a configuration says of a bundle: options of methods that need no graph, and how requests speculate."""
+    """A configuration for a bundle: options of methods that need no graph, and how requests speculate."""
     methods: list[Method] = []
     chosen: list[Speculative] = []
     for one in listed(given):

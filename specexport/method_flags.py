@@ -76,9 +76,7 @@ def asked_methods(arguments: argparse.Namespace) -> tuple[Method, ...]:
     spelled = [value.partition(":")[0] for option, value in given if option == "--method"]
     beside = [name for name, flag in _flags() for option, _ in given if option == flag.name and option not in claimed]
     if doubled := next((name for name in spelled if spelled.count(name) > 1 or name in beside), None):
-        raise BuildError(
-            f"--method {doubled}: it was asked for twice; give all its keys at once, {doubled}:key=value,..."
-        )
+        raise BuildError(f"--method {doubled}: it was given twice; give all its keys at once, {doubled}:key=value,...")
     found: dict[str, Method] = {}
     for option, value in given:
         if option == "--method":
@@ -99,7 +97,7 @@ def asked_methods(arguments: argparse.Namespace) -> tuple[Method, ...]:
 
 
 def _shared(methods: Sequence[Method], sizes: tuple[int, ...] | None, trees: Sequence[str]) -> tuple[Method, ...]:
-    """Gives the methods what was said of all of them."""
+    """Gives the methods the options that are shared by all."""
     if (sizes or trees) and not methods:
         flag = "--num-speculative-tokens" if sizes else "--tree"
         raise BuildError(f"{flag} was given without a method; nothing would propose those tokens")

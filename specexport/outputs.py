@@ -1,4 +1,4 @@
-"""What ``LLM`` gives back. Names are vLLM's."""
+"""What ``LLM`` returns. Names are vLLM's."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def commit() -> str | None:
     words = ("git", "-C", str(here.parent), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):  # no git, or a clone of somebody else
+    except (OSError, subprocess.SubprocessError):  # no git, or another user's clone
         return None
 
 

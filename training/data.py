@@ -341,6 +341,6 @@ class _Encoder:
 
 
 def _parting(asked: str, answered: str) -> str:
-    """Where two texts part, in words."""
+    """Where two texts part, for error messages."""
     at = next((n for n, (a, b) in enumerate(zip(asked, answered, strict=False)) if a != b), len(answered))
     return f"{asked[at : at + 20]!r} against {answered[at : at + 20]!r}"

@@ -26,7 +26,7 @@ _AT_ONCE = 32
 def train_dflash(options: DFlashOptions, watch: Watch) -> dict[str, Any]:
     """Trains a draft and writes it as ``z-lab`` publishes them, without embedding and head, which are the target's.
 
-    A run that was interrupted goes on from its last checkpoint when it is started again with the same options.
+    An interrupted run resumes from its last checkpoint when it is started again with the same options.
 
     Returns:
         The record that the output holds as ``training.json``: ``accuracy``, of each drafted token the share that was

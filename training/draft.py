@@ -30,7 +30,7 @@ _SHOWN_DEPTH = 4
 def train_draft(options: DraftOptions, watch: Watch) -> dict[str, Any]:
     """Trains a draft and writes it as a Hugging Face folder.
 
-    A run that was interrupted goes on from its last checkpoint when it is started again with the same options.
+    An interrupted run resumes from its last checkpoint when it is started again with the same options.
 
     Returns:
         The record that the output holds as ``training.json``; its ``acceptance`` are mean tokens a step for one to six

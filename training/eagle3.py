@@ -25,7 +25,7 @@ from specexport.training.run import Place, TrainingModel, choose_place, layer_si
 def train_eagle3(options: Eagle3Options, watch: Watch) -> dict[str, Any]:
     """Trains a draft and writes it as ``SafeAILab`` publishes them, without the embedding, which is the target's.
 
-    A run that was interrupted goes on from its last checkpoint when it is started again with the same options.
+    An interrupted run resumes from its last checkpoint when it is started again with the same options.
 
     Returns:
         The record that the output holds as ``training.json``: ``accuracy``, of each drafted token after right ones the

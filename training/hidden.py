@@ -41,7 +41,7 @@ def run_model(model: Any, ids: torch.Tensor, rows: torch.Tensor | None = None) -
 
     def keep(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden.append(args[0])
-        # Never no row at all: not every model's code bears that.
+        # At least one row: not every model's code accepts none.
         return (args[0][:1, :1] if rows is None else args[0][rows][None], *args[1:])
 
     hook = model.get_output_embeddings().register_forward_pre_hook(keep)

@@ -1,4 +1,4 @@
-"""The training loop: schedules, optimizers, checkpoints to go on from, a progress bar."""
+"""The training loop: schedules, optimizers, checkpoints, a progress bar."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _NOISE = 0.01
 def train_medusa(options: MedusaOptions, watch: Watch) -> dict[str, Any]:
     """Trains heads, or a model with heads, and writes the output.
 
-    A run that was interrupted goes on from its last checkpoint when it is started again with the same options.
+    An interrupted run resumes from its last checkpoint when it is started again with the same options.
 
     Returns:
         The record that the output holds as ``training.json``.

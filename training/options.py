@@ -1,4 +1,4 @@
-"""What trainings are asked for: a field here is a flag of ``specexport train``, its help, its default and its range.
+"""Options of trainings: a field here is a flag of ``specexport train``, with help, default and range.
 
 Imports no torch, so that ``--help`` needs none.
 """
@@ -40,7 +40,7 @@ def _flag(
     short: str | None = None,
     keyed: bool = True,
 ) -> Any:
-    """A field that is a flag; ``keyed`` says whether a training that goes on must have been asked for the same."""
+    """A field that is a flag; ``keyed``: a resumed training must have the same value."""
     about = {
         "help": text, "metavar": metavar, "range": (low, high, above), "choices": choices, "group": group,
         "short": short, "keyed": keyed,

@@ -1,4 +1,4 @@
-"""What every training has in common: device, models, data, the folder it goes on from, and what it leaves."""
+"""What every training has in common: device, models, data, work folder, output."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Place:
 
 
 def choose_place(options: RunOptions) -> Place:
-    """The device and precision asked for; ``auto`` takes a GPU if there is one, and bfloat16 where it is fast.
+    """The device and precision to use; ``auto`` takes a GPU if there is one, and bfloat16 where it is fast.
 
     Raises:
         TrainError: there is no such device.
@@ -157,7 +157,7 @@ def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
 
 
 def seen_states(states: Sequence[int], layers: int) -> tuple[int, ...]:
-    """After how many of a target's layers a draft sees its residual stream, if it has so many.
+    """After how many of a target's layers a draft sees its residual stream, checked.
 
     Raises:
         TrainError: it has fewer, or one is there twice.

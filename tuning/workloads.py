@@ -31,7 +31,7 @@ class Task:
     Attributes:
         workload: its name.
         prompt: tokens.
-        hypothesis: what the output is expected to be, for methods that read it; None where nobody could know.
+        hypothesis: the expected output, for methods that read it; None if unknown.
     """
 
     workload: str

@@ -206,7 +206,7 @@ def _method(method: Method, run: MethodRun) -> Outcome:
 
 
 def _moved(bundle: Bundle, target: str | None, sources: Mapping[str, str]) -> dict[str, str]:
-    """Where checkpoints are now, as far as somebody says.
+    """Where checkpoints are now, as far as given.
 
     Raises:
         RequestError: something was given for what the bundle was built without.

@@ -58,7 +58,7 @@ class EnginesResult:
 
     Attributes:
         worst: the largest difference of an output from its graph's, over what is allowed; up to 1 is right.
-        wrong: engine, shape and output of each difference that is larger, in words.
+        wrong: engine, shape and output of each difference that is larger, for the report.
     """
 
     engines: int = 0

@@ -18,7 +18,7 @@ _STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """One check and its result.
 
     Attributes:
         name: ``files``, ``graphs``, ``engines``, ``logits``, ``embeds``, the name of a method, or ``speculation``.

@@ -72,7 +72,7 @@ def method_type(name: str) -> type[Method]:
     """What a method's options and its entry in the manifest are.
 
     Raises:
-        SpecExportError: nobody knows it, or what a package offers under its name is no method.
+        SpecExportError: it is unknown, or what a package offers under its name is no method.
     """
     if name not in known():
         raise SpecExportError(
@@ -89,7 +89,7 @@ def method_type(name: str) -> type[Method]:
         assert entry is not None
         try:
             found = entry.load()
-        except Exception as error:  # somebody else's package may raise anything
+        except Exception as error:  # a third party's package may raise anything
             raise SpecExportError(
                 f"the entry point {name!r} of {GROUP} cannot be loaded: {type(error).__name__}: {error}; repair or "
                 "uninstall its package"
@@ -98,7 +98,7 @@ def method_type(name: str) -> type[Method]:
         raise SpecExportError(
             f"the entry point {name!r} of {GROUP} is {found!r}; expected a subclass of Method with tag={name!r}"
         )
-    if issubclass(found, TextMethod):  # it works unasked, so nothing may have to be said
+    if issubclass(found, TextMethod):  # it works in bundles that do not name it, so every option needs a default
         needed = next((field.name for field in msgspec.structs.fields(found) if field.required), None)
         if needed is not None:
             raise SpecExportError(f"method {name!r} needs no graph, so {needed!r} has to have a default; give it one")

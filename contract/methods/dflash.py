@@ -14,7 +14,7 @@ from specexport.contract.tree import TokenTree
 
 MAX_BLOCK = 33
 _SIZES = (DEFAULT_DRAFT_TOKENS, 7, 15)
-"""Draft tokens of a step where nobody says, as far as the block goes: the first, or what pays."""
+"""Default draft tokens of a step, up to the size of the block: the first, or what pays by measured costs."""
 
 
 class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):

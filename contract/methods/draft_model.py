@@ -13,7 +13,7 @@ from specexport.contract.signature import SAMPLING, GraphSignature, Signature, S
 from specexport.contract.tree import TokenTree
 
 _SIZES = (DEFAULT_DRAFT_TOKENS, 6, 8)
-"""Draft tokens of a step where nobody says: the first, or up to the most where it is known what they cost."""
+"""Default draft tokens of a step: the first, or by measured costs any of them."""
 
 MAX_STATES = 16
 
@@ -73,14 +73,14 @@ class ChainDraft(RankedMethod, frozen=True, kw_only=True):
 
 
 class StatesDraft(ChainDraft, frozen=True, kw_only=True):
-    """A draft of the target's that goes on from states between the target's layers.
+    """A draft that reads states between the target's layers.
 
     Attributes:
         states: after how many of the target's layers it sees the residual stream.
         hidden: the target's hidden size.
         rows: that a run which drafts makes of a text, at most: as many as a step of its deepest tree can accept.
         dynamic_tree: whether the nodes of a tree are chosen anew in each step, by how probable the draft finds the
-            paths to them: at most as many, and at most as deep, as the tree that was asked for has (EAGLE-2, arXiv
+            paths to them: at most as many, and at most as deep, as those of the chosen tree (EAGLE-2, arXiv
             2406.16858, section 4).
     """
 
@@ -105,7 +105,7 @@ class StatesDraft(ChainDraft, frozen=True, kw_only=True):
 
 
 class OwnStateDraft(StatesDraft, frozen=True, kw_only=True):
-    """One that goes on from its own state where the target has not been yet, a pass a token.
+    """One that reads its own state at tokens that the target has not read yet, a pass a token.
 
     Attributes:
         draft_hidden: H of the draft's own states.
@@ -122,7 +122,7 @@ class OwnStateDraft(StatesDraft, frozen=True, kw_only=True):
 
     @property
     def follow_up(self) -> int:
-        return 1  # it goes on from its own state, and not from tokens it has seen
+        return 1  # it continues from its own state, without reading tokens again
 
     @property
     def signatures(self) -> dict[str, GraphSignature]:

@@ -8,11 +8,11 @@ from specexport.contract.methods.base import Flag, TextMethod
 
 
 class Hypothesis(TextMethod, frozen=True, kw_only=True, tag="hypothesis"):
-    """The output as somebody expects it, followed as far as it is right."""
+    """The expected output, proposed as far as it is right."""
 
     suits: ClassVar[str] = "free; for requests whose answer is mostly known up front"
     flags: ClassVar[tuple[Flag, ...]] = (
-        Flag("--hypothesis", None, "verify texts that requests give up front, in chains of up to 16 tokens"),
+        Flag("--hypothesis", None, "verify expected outputs given with requests, in chains of up to 16 tokens"),
     )
     takes_hypothesis: ClassVar[bool] = True
     default_sizes: ClassVar[tuple[int, ...]] = (16, 8, 4, 2)

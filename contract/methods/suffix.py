@@ -18,7 +18,7 @@ class Suffix(TextMethod, frozen=True, kw_only=True, tag="suffix"):
             token, often chance, then proposes nothing.
         min_token_prob: a chain ends before its estimated probability falls below this.
         store_tokens: tokens of earlier outputs that are looked in too, at about half a kilobyte each; the oldest go
-            first. 0 for none. It changes how much is accepted, never what is said.
+            first. 0 for none. It changes how much is accepted, never the text.
     """
 
     max_spec_factor: Annotated[float, Meta(gt=0.0, le=128.0)] = 1.5

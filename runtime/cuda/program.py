@@ -143,7 +143,7 @@ class DeviceProgram:
             inputs[tensors.TREE_RANKS][slot, : len(tree) - 1] = tree.ranks[1:]
 
     def _read(self, variant: StepVariant, part: _Part) -> Outcome:
-        """Reads what a step accepted of a slot, and tells those who go on from it."""
+        """Reads what a step accepted of a slot, and tells the proposers."""
         view, tree, step = part.view, part.tree, self._steps[variant]
         accepted = int(step.outputs.host[tensors.NUM_ACCEPTED][view.slot])
         if not 0 <= accepted <= tree.depth:  # believed, the loop would go on for ever

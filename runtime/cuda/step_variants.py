@@ -114,7 +114,7 @@ class StepVariant:
         return arrays
 
     def outputs(self) -> dict[str, Array]:
-        """What the accept graph says of a slot."""
+        """The accept graph's outputs for a slot."""
         return {
             tensors.NUM_ACCEPTED: np.zeros(1, np.int64),
             tensors.TOKENS: np.zeros((1, self.nodes), np.int64),

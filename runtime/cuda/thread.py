@@ -1,4 +1,4 @@
-"""The thread that calls a device's library, whoever asks."""
+"""The one thread that calls a device's library, for all threads."""
 
 from __future__ import annotations
 

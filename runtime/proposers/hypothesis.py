@@ -1,4 +1,4 @@
-"""A text given up front as the draft: what somebody expects the output to be, followed as far as it is right."""
+"""A hypothesis as the draft: the expected output, proposed as far as it is right."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Follower:
         self._matched = len(self._tokens)
 
     def extend(self, said: Iterable[int]) -> None:
-        """Takes in what was said since."""
+        """Takes in the new tokens."""
         for token in said:
             self._said = [*self._said[1 - LONGEST_MATCH :], token]
             if not self._departed and self._at < len(self._tokens) and self._tokens[self._at] == token:

@@ -1,4 +1,4 @@
-"""An MLP speculator: stages that go on from the target's last hidden state, one call for a whole tree."""
+"""An MLP speculator: stages over the target's last hidden state, one call for a whole tree."""
 
 from __future__ import annotations
 

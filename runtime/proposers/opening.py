@@ -1,4 +1,4 @@
-"""Opens what a method proposes by."""
+"""Opens proposers."""
 
 from __future__ import annotations
 

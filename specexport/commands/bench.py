@@ -28,7 +28,7 @@ from specexport.tuning import workloads
 from specexport.tuning.bench import DEFAULT, MethodRow, compare
 
 _UNATTENDED_WIDTH = 160
-"""Columns of the table where nobody watches; rich would take 80."""
+"""Columns of the table without a terminal; rich would take 80."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -69,7 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _shares(what: str, accuracy: list[list[float]]) -> Table:
-    """How often the first so many candidates hold the token."""
+    """How often the token is among the first candidates."""
     ranks = (1, 2, 3, 5, 10)
     table = Table(what, *(f"top-{rank}" for rank in ranks), box=None, pad_edge=False)
     for number, row in enumerate(accuracy):

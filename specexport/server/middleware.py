@@ -26,20 +26,20 @@ _MEMBER = 24
 """Values that a member of an object counts as, going by how long it takes."""
 _JSON = json.JSONDecoder(strict=False)
 _SMALL = 1 << 16
-"""Bytes of a body that need not be looked at: they cannot hold that much."""
+"""Bytes of a body that need no check: they cannot hold that much."""
 
 
 class Edge:
     """Refuses what is not let in or too large, answers for every error, and counts those answers.
 
-    A body is read here, after everything that can be said without it: whoever is refused costs next to nothing.
+    A body is read here, after all checks that need none, so that refusing a request costs next to nothing.
     Starlette's own handler of errors lets them through after its answer, which costs the client its connection.
 
     Args:
         app: what comes next.
         refused: told the status of answers of 400 and above.
         max_body_bytes: most bytes of a request's body, by what it announces or by what comes.
-        admit: raises for whoever is not let in; given the request's scope and how many requests with a body are here.
+        admit: raises for refused requests; called with the request's scope and the number of requests with a body.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Edge:
 
 
 def _require_simple(body: bytes) -> None:
-    """Refuses JSON of so many values that reading it would take long; long texts are one value each.
+    """Refuses JSON with too many values to read quickly; a long text is one value.
 
     Counted is what stands between the texts, up to the most there may be, so that this takes no longer than that.
     """

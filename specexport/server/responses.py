@@ -1,4 +1,4 @@
-"""``POST /v1/responses``, for text. Nothing is kept: a response cannot be asked for again, nor be gone on from."""
+"""``POST /v1/responses``, for text. Responses are not stored, so none can be retrieved or continued."""
 
 from __future__ import annotations
 

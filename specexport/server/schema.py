@@ -1,6 +1,6 @@
-"""Requests and responses: OpenAI's names and meanings, and the few of vLLM's that go beyond them.
+"""Requests and responses: OpenAI's names and meanings, and some of vLLM's.
 
-A field that is not known is refused, and so is a known one that asks for what is not there: nothing is ignored.
+Unknown fields are refused, and so are known ones that ask for something unsupported: nothing is ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Only:
-    """A field that may only say what holds anyway: one of some values, or nothing; anything else is refused."""
+    """A field that may only state the default: one of ``values``, or nothing; anything else is refused."""
 
     values: tuple[Any, ...] = ()
 
@@ -42,7 +42,7 @@ class Only:
 Unsupported = Annotated[Any, Only()]
 Label = Annotated[Annotated[str, Field(max_length=512)] | None, Field(description="A label: changes nothing.")]
 
-# Lists end at the first thing that is wrong with them: of a million wrong ones each would take its time to be said.
+# Lists are refused at their first error: reporting a million of them would take long.
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 Tokens = Annotated[list[Count], Field(min_length=1, fail_fast=True)]
@@ -53,7 +53,7 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 def _nullable(schema: dict[str, Any]) -> None:
-    """Says in a schema that null is as good as nothing."""
+    """Allows null for optional fields in a schema."""
     for name, field in schema.get("properties", {}).items():
         if name not in schema.get("required", ()):
             schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
@@ -69,14 +69,14 @@ class _Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Clients say null where they mean nothing; as ``max_tokens`` it means no limit."""
+        """Clients send null for nothing; for ``max_tokens`` it means no limit."""
         if not isinstance(given, dict):
             return given
         return {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
 
 
 class Accepted(_Request):
-    """What clients send that changes no text: labels, and fields that may only say what holds anyway."""
+    """Fields that change no text: labels, and fields that may only state the default."""
 
     metadata: Annotated[dict[str, str], Field(max_length=64)] | None = Field(None, description="A label.")
     prompt_cache_key: Label = None
@@ -177,7 +177,7 @@ def quoted(text: str) -> str:
 class GenerationRequest(Accepted):
     """What completions, chats and responses have in common."""
 
-    model: str | None = Field(None, max_length=4096, description="One of those /v1/models names; may be left out.")
+    model: str | None = Field(None, max_length=4096, description="One of /v1/models; may be left out.")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Outputs for a prompt.")
     stream: bool = Field(False, description="Send chunks as server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="With stream only.")
@@ -187,8 +187,10 @@ class GenerationRequest(Accepted):
     seed: int | None = Field(None, ge=-1, le=2**63 - 1, description="Makes the output reproducible; -1 is none.")
     temperature: float | None = Field(None, ge=0, le=2, description="None for the model's own; 0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1, description="None for the model's own.")
-    frequency_penalty: float = Field(0, ge=-2, le=2, description="Taken from a logit for each time it was said.")
-    presence_penalty: float = Field(0, ge=-2, le=2, description="Taken from the logits of what was said.")
+    frequency_penalty: float = Field(
+        0, ge=-2, le=2, description="Subtracted per generated occurrence of a token."
+    )
+    presence_penalty: float = Field(0, ge=-2, le=2, description="Subtracted from the logits of generated tokens.")
     logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] = Field(
         {}, description="Added to the logits of tokens."
     )
@@ -197,14 +199,16 @@ class GenerationRequest(Accepted):
     min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens less probable than this share of the best.")
     stop_token_ids: Annotated[list[Count], Field(max_length=64)] = Field([], description="Tokens that end the output.")
     ignore_eos: bool = Field(False, description="Go on past the end of text.")
-    repetition_penalty: float = Field(1, ge=0.01, le=100, description="Of what was read or said; 1 is none.")
+    repetition_penalty: float = Field(1, ge=0.01, le=100, description="Of tokens in the prompt or output; 1 is none.")
     min_tokens: Count = Field(0, description="Tokens before any that ends the output.")
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
     structured_outputs: StructuredOutputs | None = Field(None, description="Constrains the output.")
     speculative: SpeculativeOptions | None = Field(None, description="How to speculate; None as the server does.")
-    include_speculation: bool = Field(False, description="Add what speculation did to the usage.")
-    include_steps: bool = Field(False, description="Streamed: say of each token who proposed it, and the step's tree.")
-    timeout: float | None = Field(None, gt=0, le=86400, description="Seconds, waiting included; the server's at most.")
+    include_speculation: bool = Field(False, description="Add the counts of speculation to the usage.")
+    include_steps: bool = Field(False, description="Streamed: each token's draft token, and the step's tree.")
+    timeout: float | None = Field(
+        None, gt=0, le=86400, description="Seconds, including the wait; at most the server's."
+    )
 
     @property
     def hypothesis(self) -> str | None:
@@ -222,7 +226,9 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     ) = Field(description="Text or token ids; several of either are several prompts.")
     max_tokens: Count | None = Field(16, description="None for what the context holds.")
-    logprobs: Others | None = Field(None, description="Give each token's log-probability and those of so many others.")
+    logprobs: Others | None = Field(
+        None, description="Return log-probabilities, with this many others each."
+    )
     echo: bool = Field(False, description="Begin the text with the prompt.")
     add_special_tokens: bool = Field(True, description="Of a text: those the tokenizer adds by itself.")
 
@@ -341,8 +347,8 @@ class ChatRequest(GenerationRequest):
     messages: Messages
     max_completion_tokens: Count | None = Field(None, description="None for what the context holds.")
     max_tokens: Count | None = Field(None, description="The older name of max_completion_tokens.")
-    logprobs: bool = Field(False, description="Give each token's log-probability.")
-    top_logprobs: Others | None = Field(None, description="And those of so many others.")
+    logprobs: bool = Field(False, description="Return each token's log-probability.")
+    top_logprobs: Others | None = Field(None, description="And those of this many others.")
     chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Any] = Field(
         {}, description="Variables the model's chat template knows."
     )

@@ -38,7 +38,7 @@ SAMPLING = {
 }
 """Fields that the engine has under the same names."""
 GONE = 499
-"""Nginx's status for a client that hung up; nobody reads it."""
+"""Nginx's status for a client that disconnected."""
 _LEAST_LOGPROB = -9999.0
 _LINES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
 """What some clients take for the end of a line, and JSON leaves as it is in a text: escaped in events."""
@@ -90,7 +90,7 @@ class Service:
         """The name to answer with.
 
         Raises:
-            ApiError: another model is asked for.
+            ApiError: another model was requested.
         """
         if name is not None and name not in self.names:
             served = ", ".join(map(repr, self.names))
@@ -101,7 +101,7 @@ class Service:
         """What every part of a request's answer begins with.
 
         Raises:
-            ApiError: another model is asked for.
+            ApiError: another model was requested.
         """
         model = self.require_model(given.model)
         return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}

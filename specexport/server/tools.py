@@ -121,7 +121,7 @@ def calling(given: ChatRequest, template: str) -> Calling | None:
 
 
 class CallReader:
-    """Takes an answer's text apart as it comes: what is said, and pieces of calls."""
+    """Splits an answer's text as it comes into text and pieces of calls."""
 
     def __init__(self, calling: Calling) -> None:
         self._begin, self._end = calling.format.begin, calling.format.end
@@ -132,7 +132,7 @@ class CallReader:
         self.calls = 0
 
     def push(self, text: str, last: bool) -> tuple[str, list[AssistantCall]]:
-        """What more text adds: to what is said, and to the calls. ``last`` says that no more comes."""
+        """What new text adds to the answer and to the calls; ``last`` marks the end."""
         self._text += text
         said, pieces = "", list[AssistantCall]()
         before = None
