@@ -187,9 +187,7 @@ class GenerationRequest(Accepted):
     seed: int | None = Field(None, ge=-1, le=2**63 - 1, description="Makes the output reproducible; -1 is none.")
     temperature: float | None = Field(None, ge=0, le=2, description="None for the model's own; 0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1, description="None for the model's own.")
-    frequency_penalty: float = Field(
-        0, ge=-2, le=2, description="Subtracted per generated occurrence of a token."
-    )
+    frequency_penalty: float = Field(0, ge=-2, le=2, description="Subtracted per generated occurrence of a token.")
     presence_penalty: float = Field(0, ge=-2, le=2, description="Subtracted from the logits of generated tokens.")
     logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] = Field(
         {}, description="Added to the logits of tokens."
@@ -226,9 +224,7 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     ) = Field(description="Text or token ids; several of either are several prompts.")
     max_tokens: Count | None = Field(16, description="None for what the context holds.")
-    logprobs: Others | None = Field(
-        None, description="Return log-probabilities, with this many others each."
-    )
+    logprobs: Others | None = Field(None, description="Return log-probabilities, with this many others each.")
     echo: bool = Field(False, description="Begin the text with the prompt.")
     add_special_tokens: bool = Field(True, description="Of a text: those the tokenizer adds by itself.")
 
