@@ -1,7 +1,8 @@
 """What a request gets that does not say how to speculate, against plain decoding and every fixed choice.
 
-A cell is a precision, a kind of text, a temperature and a number of requests at once. All ways take turns, so that a
-machine whose speed drifts treats them alike. Cells that a result file holds already are not run again.
+A cell is a precision, a kind of text, a temperature and a number of requests at once. All ways take turns, every time
+in another order, and what is reported are medians of ratios within a turn, so that a machine whose speed drifts treats
+them alike. Cells that a result file holds already are not run again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from specexport.runtime.speculative import DEFAULT, PLAIN, Speculative
 from specexport.tuning import workloads
 
 SIZES = (4, 1, 2, 3, 6, 8)
+FIXED = (2, 4, 8)
+"""Of these sizes the draft's fixed ones, which the default is compared with."""
 MAX_SEQ_LEN = 512
 LOOKUP = "ngram"
 TEXTS = {"code": "completion", "prose": "text", "edits": "edit"}
@@ -60,12 +63,12 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks auto``."""
-    add_common_arguments(parser, prompt_tokens=96, new_tokens=48)
+    add_common_arguments(parser, prompt_tokens=48, new_tokens=24)
     parser.add_argument("--precisions", default="fp32,int8,int4")
     parser.add_argument("--texts", default=",".join((*TEXTS, RANDOM)))
     parser.add_argument("--temperatures", default="0,0.7,1.5")
     parser.add_argument("--concurrency", default="1,4,8")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -84,8 +87,11 @@ def main(args: argparse.Namespace) -> int:
             continue
         # Every prompt is read each time: what a prefix cache saves is not what is asked here.
         with Engine.load(folder, threads=args.threads, check_hashes=False, prefix_cache=False) as engine:
+            warm = set[int]()
             for text, temperature, concurrency in missing:
-                rows.append(_cell(engine, precision, text, temperature, concurrency, args))
+                turns = range(int(concurrency in warm), args.repeats + 1)  # turn 0 pays for buffers
+                warm.add(concurrency)
+                rows.append(_cell(engine, precision, text, temperature, concurrency, turns, args))
                 write_report(args.json, {"machine": machine(args.threads), "rows": [asdict(row) for row in rows]})
                 _print(rows[-1:])
     _print(rows)
@@ -93,34 +99,42 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _cell(
-    engine: Engine, precision: str, text: str, temperature: float, concurrency: int, args: argparse.Namespace
+    engine: Engine,
+    precision: str,
+    text: str,
+    temperature: float,
+    concurrency: int,
+    turns: range,
+    args: argparse.Namespace,
 ) -> Row:
-    prompts = _prompts(engine, text, max(2, concurrency), args.prompt_tokens)
+    prompts = _prompts(engine, text, concurrency, args.prompt_tokens)
     ways: dict[str, Speculative] = {
         "plain": PLAIN,
         "default": DEFAULT,
-        **{str(size): Speculative(method="draft_model", num_speculative_tokens=size) for size in sorted(SIZES)},
+        **{str(size): Speculative(method="draft_model", num_speculative_tokens=size) for size in FIXED},
         LOOKUP: Speculative(method=LOOKUP, num_speculative_tokens=8),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     texts: dict[str, list[list[int]]] = {}
     steps: dict[str, int] = {}
-    for turn in range(args.repeats + 1):
+    for turn in turns:
         params = SamplingParams(temperature=temperature, max_tokens=args.new_tokens, ignore_eos=True, seed=turn)
-        for name, way in ways.items():
+        order = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]
+        for name, way in ((name, ways[name]) for name in order):
             seconds, streams = _run(engine, prompts, params, concurrency, way)
             texts[name] = [stream.tokens[-args.new_tokens :] for stream in streams]
-            if turn:  # the first turn pays for buffers
+            if turn:
                 times[name].append(seconds)
             if turn and name == "default":
                 for stream in streams:
                     for method, by in stream.stats.steps_by_draft.items():
                         steps[method] = steps.get(method, 0) + sum(by.values())
     tokens = len(prompts) * args.new_tokens
-    best = min((name for name in ways if name != "default"), key=lambda name: statistics.median(times[name]))
 
     def over(name: str) -> float:
         return statistics.median(other / own for own, other in zip(times["default"], times[name], strict=True))
+
+    best = min((name for name in ways if name != "default"), key=over)
 
     return Row(
         precision,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Hashable
 
-PRIOR = 0.7
+PRIOR = 0.65
 """The chance that a draft token is accepted, before anything is known."""
-WEIGHT = 4.0
-"""Draft tokens that this is worth."""
-KEEP, KEEP_OF_ALL = 0.95, 0.99
+WEIGHT, WEIGHT_OF_ALL = 4.0, 16.0
+"""Draft tokens that this is worth, and that what is known of other requests is worth: a request's own first dozen say
+little, and following them closely loses more than a text that is unlike the others does."""
+KEEP, KEEP_OF_ALL = 0.97, 0.99
 """Of what is known of a request, and of all, after each step that verified draft tokens: texts change."""
 
 
@@ -29,12 +29,18 @@ class Acceptance:
 
     def __init__(self, before: Acceptance | None = None, keep: float = KEEP) -> None:
         self._before = before
+        self._weight = WEIGHT if before is None else WEIGHT_OF_ALL
         self._keep = keep
         self._tried: list[float] = []
         self._accepted: list[float] = []
+        self._learned = 0
+        self._means: list[float] = []
+        self._sums = [0.0]
+        self._known_at = (0, 0)
 
     def learn(self, depth: int, accepted: int) -> None:
         """Takes in a step."""
+        self._learned += 1
         more = depth - len(self._tried)
         self._tried = [self._keep * count for count in self._tried] + [0.0] * more
         self._accepted = [self._keep * count for count in self._accepted] + [0.0] * more
@@ -44,19 +50,28 @@ class Acceptance:
 
     def expected(self, depth: int) -> float:
         """Draft tokens that a step with paths of this length is expected to accept."""
-        return math.fsum(itertools.accumulate(self._means(depth), operator.mul))
+        self._know(depth)
+        return self._sums[depth]
 
-    def _means(self, depth: int) -> list[float]:
-        """The chance at each depth, given that all before it were accepted."""
-        before = self._before._means(depth) if self._before is not None else [PRIOR] * depth
+    def _know(self, depth: int) -> None:
+        """Finds the chance at each depth, given that all before it were accepted; most steps ask for the same again."""
+        learned = (self._learned, 0 if self._before is None else self._before._learned)
+        if learned == self._known_at and depth < len(self._sums):
+            return
+        depth = max(depth, len(self._means))
+        before = [PRIOR] * depth
+        if self._before is not None:
+            self._before._know(depth)
+            before = self._before._means[:depth]
         means, better = list[float](), 1.0
         for at, prior in enumerate(before):
             mean = min(1.0, prior * better)
             if at < len(self._tried):
-                mean = (WEIGHT * mean + self._accepted[at]) / (WEIGHT + self._tried[at])
+                mean = (self._weight * mean + self._accepted[at]) / (self._weight + self._tried[at])
             means.append(mean)
             better = mean / prior
-        return means
+        self._means, self._known_at = means, learned
+        self._sums = [0.0, *itertools.accumulate(itertools.accumulate(means, operator.mul))]
 
 
 class History:
@@ -65,12 +80,10 @@ class History:
 
     Attributes:
         unread: see above; an estimate.
-        credit: seconds it may spend on trying to speculate again after that did not pay.
     """
 
     def __init__(self, unread: int = 0, keep: float = KEEP) -> None:
         self.unread = unread
-        self.credit = 0.0
         self._keep = keep
         self._acceptance: dict[Hashable, Acceptance] = {}
 

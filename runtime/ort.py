@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
@@ -20,10 +17,10 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.states import KeptStates
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.declared import require_declared
-from specexport.runtime.graph import FIRST, Array, Buffers, Graph, caches_by_shape
+from specexport.runtime.graph import FIRST, Array, Buffers, Graph
 from specexport.runtime.kept import KeptGraph
+from specexport.runtime.ort_cache import GrowingCache, Rows
 
-_HUGE_PAGE = 2 << 20
 _Shape = tuple[int, int, int, int]
 """Batch, tokens, rows and drafts: a shape point at any cache size."""
 
@@ -144,9 +141,7 @@ class OnnxRuntimeGraph(Graph):
         self.any_width = self._states is None
         self._in_place = lowering == "native"
         self._buffers = buffers
-        self._rows = 0
-        self._blocks: list[Array] = []
-        self._caches: dict[str, Array] = {}
+        self._cache = GrowingCache(model.cache, slots, self.cache_sizes)
         self._arrays: dict[_Shape, _Arrays] = {}
         self._bound: dict[tuple[range, _Shape], Any] = {}
         self._last: tuple[int, _Arrays] | None = None  # the first slot of the last run, and its arrays
@@ -155,7 +150,7 @@ class OnnxRuntimeGraph(Graph):
     @property
     def cache_bytes(self) -> int:
         kept = 0 if self._states is None else self._states.nbytes
-        return kept + sum(cache.nbytes for cache in self._caches.values())
+        return kept + sum(block.nbytes for block in self._cache.now.blocks)
 
     def reusable(self, slot: int, rows: int) -> int:
         rows = super().reusable(slot, rows)
@@ -173,41 +168,26 @@ class OnnxRuntimeGraph(Graph):
         return super()._require(point)
 
     def reserve(self, rows: int) -> None:
-        if rows > self._rows and self._layers:
+        if rows > self._cache.now.rows and self._layers:
             self._resize(self._cache_size(rows))
 
     def shrink_cache(self, rows: int) -> None:
-        if rows <= self._rows and self._layers:
+        if rows <= self._cache.now.rows and self._layers:
             self._resize(self._cache_size(rows))
 
     def _resize(self, size: int) -> None:
-        if size == self._rows:
+        if size == self._cache.now.rows:
             return
-        blocks, caches = self._rows_of_layers(self._slots, size)
         self._filled = [min(count, size) for count in self._filled]
-        for old, new in zip(self._blocks, blocks, strict=False):
-            for slot, count in enumerate(self._filled):
-                new[:, slot, :, :count] = old[:, slot, :, :count]
-        self._blocks, self._caches, self._rows = blocks, caches, size
+        self._cache.resize(size, self._filled)
         self._bound.clear()
-
-    def _rows_of_layers(self, slots: int, rows: int) -> tuple[list[Array], dict[str, Array]]:
-        """Zeros for ``rows`` rows of every layer's cache: blocks ``[L,B,Hkv,rows,D]``, and their parts by cache name.
-
-        Rows of one shape lie in one block, so that a commit is one copy over all their layers.
-        """
-        blocks: list[Array] = []
-        parts: dict[str, Array] = {}
-        for (heads, width), names in caches_by_shape(self._layers).items():
-            block = _zeros((len(names), slots, heads, rows, width))
-            blocks.append(block)
-            parts.update(zip(names, block, strict=True))
-        return blocks, parts
 
     def copy(self, source: int, to: int, rows: int) -> None:
         rows = self.reusable(source, rows)
-        for block in self._blocks if source != to else ():
-            block[:, to, :, :rows] = block[:, source, :, :rows]
+        if source != to:
+            self._cache.changed(to, 0)
+            for block in self._cache.now.blocks:
+                block[:, to, :, :rows] = block[:, source, :, :rows]
         if self._states is not None and source != to and rows:
             self._states.copy(source, to)
         self._filled[to] = rows
@@ -215,6 +195,7 @@ class OnnxRuntimeGraph(Graph):
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         count = len(nodes)
         self._filled[slot] = past + count
+        self._cache.changed(slot, past)
         assert self._last is not None
         first, arrays = self._last
         if self._states is not None:
@@ -223,7 +204,8 @@ class OnnxRuntimeGraph(Graph):
         if self._in_place and in_order:
             return
         start, at = (past, slot) if self._in_place else (0, slot - first)
-        for block, made in zip(self._blocks, self._blocks if self._in_place else arrays.made, strict=True):
+        blocks = self._cache.now.blocks
+        for block, made in zip(blocks, blocks if self._in_place else arrays.made, strict=True):
             rows = made[:, at, :, start:]
             # Not take(), which would copy the whole cache first to make it contiguous.
             block[:, slot, :, past : past + count] = rows[:, :, :count] if in_order else rows[:, :, list(nodes)]
@@ -233,13 +215,15 @@ class OnnxRuntimeGraph(Graph):
 
     def protect_rows(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> None:
         arrays = self._arrays_of((len(slots), tokens, rows, drafts))
-        self._protect(arrays.inputs, slots, self._rows - arrays.fed)
+        self._protect(arrays.inputs, slots, self._cache.now.rows - arrays.fed)
         if self._states is not None and tensors.KNOWN_TOKENS in arrays.inputs:
             arrays.inputs[tensors.KNOWN_TOKENS][:] = -self._states.back  # what a slot holds, drafts aside
 
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         shape = (len(slots), tokens, rows, drafts)
         arrays = self._arrays_of(shape)
+        if self._layers:
+            self._cache.advance(self._filled)
         binding = self._bound.get((slots, shape))
         if binding is None:
             binding = self._bound[slots, shape] = self._bind(slots, arrays)
@@ -262,14 +246,14 @@ class OnnxRuntimeGraph(Graph):
         arrays = self._arrays.get(shape)
         if arrays is None:
             batch, tokens, rows, drafts = shape
-            point = self._require(ShapePoint(batch, tokens, self._rows, rows, drafts))
-            blocks, parts = ([], {}) if self._in_place else self._rows_of_layers(batch, point.fed)
+            point = self._require(ShapePoint(batch, tokens, self._cache.now.rows, rows, drafts))
+            made = Rows(() if self._in_place else self._layers, batch, point.fed)
             states: list[Array] = []
-            parts = {name.replace("past_", "new_", 1): part for name, part in parts.items()}
+            parts = {name.replace("past_", "new_", 1): part for name, part in made.parts.items()}
             if self._states is not None:
                 states, every = self._states.outputs(batch, point.fed)
                 parts |= every
-            arrays = self._arrays[shape] = _Arrays(*self._buffers(point), blocks, parts, point.fed, states)
+            arrays = self._arrays[shape] = _Arrays(*self._buffers(point), made.blocks, parts, point.fed, states)
         return arrays
 
     def _bind(self, slots: range, arrays: _Arrays) -> Any:
@@ -278,7 +262,7 @@ class OnnxRuntimeGraph(Graph):
             binding.bind_ortvalue_input(name, value_of(array))
         for name, array in arrays.outputs.items():
             binding.bind_ortvalue_output(name, value_of(array))
-        for name, array in self._caches.items():
+        for name, array in self._cache.now.parts.items():
             value = value_of(array[slots.start : slots.stop])
             binding.bind_ortvalue_input(name, value)
             if self._in_place:
@@ -288,18 +272,6 @@ class OnnxRuntimeGraph(Graph):
         for name, array in ({} if self._states is None else self._states.arrays).items():
             binding.bind_ortvalue_input(name, value_of(array[slots.start : slots.stop]))
         return binding
-
-
-def _zeros(shape: tuple[int, int, int, int, int]) -> Array:
-    """Float32 zeros for the rows of a cache, of which those of slots and texts that are not there take no memory.
-
-    NumPy asks for huge pages. Where a slot's part of a layer is smaller than one, its first row would take those of its
-    neighbours too, all to be filled with zeros by the kernel within a step.
-    """
-    nbytes = 4 * math.prod(shape)
-    if 4 * math.prod(shape[2:]) >= _HUGE_PAGE or not nbytes:
-        return np.zeros(shape, np.float32)
-    return np.frombuffer(mmap.mmap(-1, nbytes), np.float32).reshape(shape)
 
 
 @dataclass

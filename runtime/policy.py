@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
@@ -18,11 +19,11 @@ from specexport.runtime.request import Request
 
 LookUp = Callable[[str, SlotView], Sequence[int]]
 """What a method that finds draft tokens in text would propose for a slot."""
-MARGIN = 1.03
+MARGIN = 1.02
 """By how much speculation must promise to be faster than plain decoding: a measured curve is not exact."""
 PROBE_SHARE = 0.01
 """The share of time that trying to speculate again may cost where it did not pay."""
-READ_SHARE = 0.01
+READ_SHARE = 0.005
 """The share beside it where a draft has to read what it missed first."""
 _STEPS_AHEAD = 64
 """Most steps that what a draft reads is expected to be of use in."""
@@ -71,8 +72,8 @@ class MeasuredPolicy(SpeculationPolicy):
     What is found is compared with what the step then says, taken or not, so that how often it comes true is known at
     all times.
 
-    Where a method is left out, its requests save up ``PROBE_SHARE`` of the time, with a draft ``READ_SHARE`` too, and
-    spend it on trying its smallest tree. What is accepted pays back, so that a try that succeeds is followed by
+    Where a method is left out, ``PROBE_SHARE`` of the time is saved up, with a draft ``READ_SHARE`` too, and spent on
+    trying its smallest tree. What is accepted pays back, so that a try that succeeds is followed by
     the next.
 
     Attributes:
@@ -96,6 +97,7 @@ class MeasuredPolicy(SpeculationPolicy):
         self._idle: list[_Idle] = []
         self._found: dict[Request, Sequence[int]] = {}
         self._everyone = History(keep=KEEP_OF_ALL)
+        self._saved: dict[str, float] = {}
 
     def assign(self, requests: Sequence[Request]) -> None:
         self._chosen, self._idle, self._found = {}, [], {}
@@ -111,6 +113,7 @@ class MeasuredPolicy(SpeculationPolicy):
         rows = _at_least(self._caches, max(len(request.view.tokens) for request in requests))
         batch = self._batch(requests)
 
+        @cache
         def verify(width: int) -> float:
             return self._costs.step(batch, _at_least(self._widths, width), rows)
 
@@ -139,11 +142,11 @@ class MeasuredPolicy(SpeculationPolicy):
             """Tokens that it is expected to add to the step, less those that its time is worth."""
             return max(
                 self._gain(request, method, fit)
-                - rate * (verify(fit.width) - verify(1) + self._propose(method, {request: fit}))
+                - rate * (verify(fit.width) - verify(1) + self._draft(method, {request: fit}))
                 for fit in fits
-            )
+            ) - rate * self._read(method, request)
 
-        fitting = [fit for fit in self._fits[name] if len(fit.tree) <= len(found) + 1]
+        fitting = [fit for fit in self._fits[name] if fit.nodes <= len(found) + 1]
         return name if fitting and worth(name, fitting) > max(0.0, worth(own, self._within(own, request))) else None
 
     def _choose(
@@ -157,7 +160,7 @@ class MeasuredPolicy(SpeculationPolicy):
                 self._chosen |= pick.fits
             elif members[0].view.lookup is None:
                 self._idle.append(self._idling(name, members, width, len(requests), verify))
-        tried = next((idle for idle in self._idle if idle.affordable), None)
+        tried = next((idle for idle in self._idle if self._saved.get(idle.name, 0.0) >= idle.cost), None)
         if tried is not None:
             tried.trying = True
             self._chosen |= tried.fits
@@ -168,17 +171,18 @@ class MeasuredPolicy(SpeculationPolicy):
             request: [(self._gain(request, name, fit), fit) for fit in self._within(name, request)]
             for request in members
         }
+        reading = {request: self._read(name, request) for request in members}
         found = []
+        most: dict[Request, tuple[float, Fit]] = {}
         for width in sorted({fit.width for known in gains.values() for _, fit in known}):
-            # Of trees that promise the same the largest, which comes first.
-            most = {
-                request: max(fitting, key=lambda pair: pair[0])
-                for request, known in gains.items()
-                if (fitting := [(gain, fit) for gain, fit in known if fit.width <= width])
-            }
+            for request, known in gains.items():
+                # Of trees that promise the same the largest, which comes first.
+                for pair in known:
+                    if pair[1].width == width and (request not in most or pair[0] >= most[request][0]):
+                        most[request] = pair
             fits = {request: fit for request, (_, fit) in most.items()}
-            gain = sum(gain for gain, _ in most.values())
-            found.append(Option(width, gain, self._propose(name, fits), fits))
+            seconds = self._draft(name, fits) + sum(reading[request] for request in fits)
+            found.append(Option(width, sum(gain for gain, _ in most.values()), seconds, fits))
         return found
 
     def _idling(
@@ -186,31 +190,35 @@ class MeasuredPolicy(SpeculationPolicy):
     ) -> _Idle:
         """What it takes to try a method that was left out of a step of some width."""
         read = self._costs.read(name)
-        # A draft reads what it has missed, so one request tries it at a time.
-        trying = [max(members, key=lambda request: request.history.unread)] if read else members
+        # A draft reads what it has missed, so one request tries it at a time: where that is least.
+        trying = [min(members, key=lambda request: request.history.unread)] if read else members
         fits = {request: self._within(name, request)[-1] for request in trying}
         wider = max(width, *(fit.width for fit in fits.values()))
-        cost = verify(wider) - verify(width) + self._propose(name, fits, once=True)
+        cost = verify(wider) - verify(width) + self._draft(name, fits)
+        cost += sum(self._read(name, request, once=True) for request in trying)
         share = PROBE_SHARE + (READ_SHARE if read else 0.0)
-        return _Idle(members, fits, cost, read, verify(1) / running, share * verify(width) / running)
+        return _Idle(name, fits, cost, read, verify(1) / running, share * verify(width) * len(members) / running)
 
     def _within(self, name: str, request: Request) -> list[Fit]:
         """The trees a request may verify, those of at most the size it asked for or has found, the largest first."""
         most = len(request.tree) if request.view.lookup is None else len(self._found[request]) + 1
-        return [fit for fit in self._fits[name] if len(fit.tree) <= most]
+        return [fit for fit in self._fits[name] if fit.nodes <= most]
 
     def _batch(self, requests: Collection[Request]) -> int:
         return len(window([request.view.slot for request in requests], self._sizes))
 
-    def _propose(self, name: str, fits: Mapping[Request, Fit], *, once: bool = False) -> float:
-        """Seconds of proposing, and of reading what a draft missed before that: a step's share of it, or all."""
-        seconds = self._costs.propose(name, self._batch(fits), max(len(fit.tree) for fit in fits.values()))
-        read, along = self._costs.read(name), self._speculations[name].proposer.reads_along
-        for request in fits if read else ():
-            beside = min(request.history.unread, along)
-            chunks = math.ceil((request.history.unread - beside) / self._chunk) + beside / self._chunk
-            seconds += read * chunks / (1.0 if once else min(max(request.room / _TOKENS_A_STEP, 1.0), _STEPS_AHEAD))
-        return seconds
+    def _draft(self, name: str, fits: Mapping[Request, Fit]) -> float:
+        """Seconds of proposing."""
+        return self._costs.propose(name, self._batch(fits), max(fit.nodes for fit in fits.values()))
+
+    def _read(self, name: str, request: Request, *, once: bool = False) -> float:
+        """Seconds of reading what a draft has missed of a request: a step's share of it, or all."""
+        read, unread = self._costs.read(name), request.history.unread
+        if not read or not unread:
+            return 0.0
+        beside = min(unread, self._speculations[name].proposer.reads_along)
+        chunks = math.ceil((unread - beside) / self._chunk) + beside / self._chunk
+        return read * chunks / (1.0 if once else min(max(request.room / _TOKENS_A_STEP, 1.0), _STEPS_AHEAD))
 
     def _acceptance(self, request: Request, method: str | None, alike: int) -> tuple[Acceptance, Acceptance]:
         """What is known of a request, and of all."""
@@ -220,10 +228,11 @@ class MeasuredPolicy(SpeculationPolicy):
     def _gain(self, request: Request, method: str, fit: Fit) -> float:
         """Draft tokens of a tree that are expected to be accepted; what is beyond the output's end is none."""
         known, _ = self._acceptance(request, method, fit.alike)
-        return min(known.expected(fit.tree.depth), request.room - 1.0)
+        return min(known.expected(fit.depth), request.room - 1.0)
 
     def _fit(self, name: str, tree: TokenTree) -> Fit:
-        return Fit(tree, self._speculations[name].method.width(tree))
+        width, nodes = self._speculations[name].method.width(tree), len(tree)
+        return Fit(tree, width, nodes, tree.depth, 0 if tree.is_chain else nodes)
 
     def learn(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
         made = dict(zip(requests, outcomes, strict=True))
@@ -238,30 +247,35 @@ class MeasuredPolicy(SpeculationPolicy):
                 history.unread += len(outcome.tokens)
             elif outcome.drafted or fit.windowed:
                 for acceptance in self._acceptance(request, request.view.method, fit.alike):
-                    acceptance.learn(outcome.depth or fit.tree.depth, outcome.accepted)
+                    acceptance.learn(outcome.depth or fit.depth, outcome.accepted)
                 history.unread = 0
             else:
                 history.unread = max(0, history.unread - self._chunk) + len(outcome.tokens)
         for idle in self._idle:
-            idle.settle(made)
+            self._saved[idle.name] = idle.settled(self._saved.get(idle.name, 0.0), made)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A tree that a request may verify, and T of a step that verifies it."""
+    """A tree that a request may verify.
+
+    Attributes:
+        width: T of a step that verifies it.
+        nodes: of the tree.
+        depth: of the tree.
+        alike: the same for trees whose draft tokens are accepted alike: chains, whatever their length.
+    """
 
     tree: TokenTree
     width: int
-
-    @property
-    def alike(self) -> int:
-        """The same for trees whose draft tokens are accepted alike: chains, whatever their length."""
-        return 0 if self.tree.is_chain else len(self.tree)
+    nodes: int
+    depth: int
+    alike: int
 
     @property
     def windowed(self) -> bool:
         """Whether such a step is wide even where nothing was proposed."""
-        return self.width > len(self.tree)
+        return self.width > self.nodes
 
 
 @dataclass(frozen=True)
@@ -324,16 +338,16 @@ class _Idle:
     """A method that a step leaves out.
 
     Attributes:
-        requests: its own.
-        fits: what they would try.
+        name: its name.
+        fits: what is tried.
         cost: seconds that this would add to the step, reading included.
         read: seconds of a chunk that its draft is behind in.
         token: seconds that a token takes in plain decoding.
-        income: seconds that each of its requests saves up in the step.
+        income: seconds that are saved up in the step.
         trying: whether the step tries it nevertheless.
     """
 
-    requests: Sequence[Request]
+    name: str
     fits: Mapping[Request, Fit]
     cost: float
     read: float
@@ -341,18 +355,10 @@ class _Idle:
     income: float
     trying: bool = False
 
-    @property
-    def affordable(self) -> bool:
-        """Whether its requests have saved up what a try costs."""
-        return sum(request.history.credit for request in self.requests) >= self.cost
-
-    def settle(self, made: Mapping[Request, Outcome]) -> None:
-        """Takes what a try cost from what was saved up, gives back what it was worth, and saves up for the next."""
-        spent = 0.0
+    def settled(self, saved: float, made: Mapping[Request, Outcome]) -> float:
+        """What is saved up after a step: a try takes what it cost and gives what it was worth."""
         if self.trying:
             verified = any(made[request].drafted or fit.windowed for request, fit in self.fits.items())
             accepted = sum(made[request].accepted for request in self.fits)
-            spent = (self.cost if verified else self.read) - accepted * self.token
-        for request in self.requests:
-            saved = request.history.credit + self.income - spent / len(self.requests)
-            request.history.credit = min(saved, self.cost / len(self.requests))
+            saved += accepted * self.token - (self.cost if verified else self.read)
+        return min(saved + self.income, self.cost)

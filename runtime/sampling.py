@@ -26,7 +26,11 @@ Ints = npt.NDArray[np.int64]
 _BLOCK = 1024
 """Probabilities whose sum is taken at once."""
 _FEW = 4096
-"""A vocabulary so small that nothing is gained by looking at its most probable tokens first."""
+"""Numbers so few that nothing is gained by setting some of them apart before they are sorted."""
+_GROUP = 64
+"""Logits of which the largest stands for all while the least of the top k is looked for."""
+_BINS = 4096
+"""By how probable they are, tokens are counted in so many bins, to sort one bin in the place of all."""
 _UNDERFLOW = 750.0
 """exp(-750) is 0 in float64."""
 
@@ -119,47 +123,67 @@ def target_distribution(logits: Floats, params: SamplingParams) -> Distribution:
     """
     if params.greedy:
         return Distribution(np.array([logits.argmax()]), np.ones(1))
+    best = float(logits.max())
+    if not math.isfinite(best):
+        return Distribution(None, np.full(len(logits), math.nan))
     # Without what a grammar forbids, as partitioning many equal numbers takes long.
-    least = max(float(logits.max()) - _UNDERFLOW * params.temperature, float(np.finfo(np.float32).min))
-    impossible = logits < least
-    ids = np.flatnonzero(~impossible) if impossible.any() else None
+    least = max(best - _UNDERFLOW * params.temperature, float(np.finfo(np.float32).min))
+    ids = np.flatnonzero(logits >= least) if logits.min() < least else None
     some = logits if ids is None else logits[ids]
     if 0 < params.top_k < len(some):
-        at = np.flatnonzero(~(some < np.partition(some, -params.top_k)[-params.top_k]))
+        at = _top_k(some, params.top_k)
         ids, some = at if ids is None else ids[at], some[at]
-    best, least = some.max(), -math.inf
+    kept, least = None, -math.inf
     if params.top_p < 1.0:
-        least = _last_of_nucleus(some, best, params)
+        kept, least = _nucleus(some, best, params)
     if params.min_p > 0.0:
-        least = max(least, float(best) + params.temperature * math.log(params.min_p))
+        least = max(least, best + params.temperature * math.log(params.min_p))
     if least > -math.inf:
-        at = np.flatnonzero(~(some < least))
+        at = np.flatnonzero(some >= least) if kept is None else kept[some[kept] >= least]
         ids, some = at if ids is None else ids[at], some[at]
     weights = _weights(some, best, params)
     weights /= weights.sum()
     return Distribution(ids, weights)
 
 
-def _weights(logits: Floats, best: np.float32, params: SamplingParams, kind: Any = np.float64) -> npt.NDArray[Any]:
+def _weights(logits: Floats, best: float, params: SamplingParams, kind: Any = np.float64) -> npt.NDArray[Any]:
     """Probabilities over that of the best token."""
     scaled = np.subtract(logits, best, dtype=kind)
     scaled /= params.temperature
     return np.exp(scaled, out=scaled)
 
 
-def _last_of_nucleus(logits: Floats, best: np.float32, params: SamplingParams) -> float:
-    """The least logit in the smallest set of most probable tokens that holds ``top_p``."""
-    every = len(logits)
+def _top_k(logits: Floats, k: int) -> Ints:
+    """Where the k largest are, ascending, with those tied with the last of them."""
+    at = None
+    if len(logits) > _FEW and k <= len(logits) // _GROUP:
+        # At least k are as large as the k-th of the groups' largest, and hardly more.
+        groups = logits[: len(logits) // _GROUP * _GROUP].reshape(_GROUP, -1).max(0)
+        at = np.flatnonzero(logits >= np.partition(groups, -k)[-k])
+    some = logits if at is None else logits[at]
+    largest = np.flatnonzero(some >= np.partition(some, -k)[-k])
+    return largest if at is None else at[largest]
+
+
+def _nucleus(logits: Floats, best: float, params: SamplingParams) -> tuple[Ints, float]:
+    """The least logit in the smallest set of most probable tokens that holds ``top_p``; before it, ascending, where
+    tokens are among which that set is.
+    """
     # Doubles take twice as long, and only where the nucleus ends depends on it.
-    total = float(_weights(logits, best, params, np.float64 if every <= _FEW else np.float32).sum(dtype=np.float64))
-    for size in (256, _FEW, every):
-        # A nucleus is small as a rule: the largest few are set apart first, and all are sorted only if they don't do.
-        largest = np.partition(logits, -size)[-size:] if size < every else logits
-        ordered = np.sort(largest)[::-1]
-        held = np.cumsum(_weights(ordered, best, params) / total)
-        if size >= every or held[-1] >= params.top_p:
-            break
-    return float(ordered[min(int(np.searchsorted(held, params.top_p)), len(ordered) - 1)])
+    weights = _weights(logits, best, params, np.float64 if len(logits) <= _FEW else np.float32)
+    total = float(weights.sum(dtype=np.float64))
+    # All tokens below this together do not hold what top-p leaves out; a little less, as sums are rounded.
+    least = 0.999 * (1.0 - params.top_p) * total / len(logits)
+    among = at = np.flatnonzero(weights >= least)
+    before = 0.0
+    if len(at) > _FEW:
+        place = ((logits[at] - best) * (_BINS / params.temperature / math.log(least))).astype(np.int32)
+        through = np.cumsum(np.bincount(place, weights[at]))
+        end = min(int(np.searchsorted(through, params.top_p * total)), len(through) - 1)
+        at, before = at[place == end], float(through[end - 1]) if end else 0.0
+    ordered = np.sort(logits[at])[::-1]
+    held = before / total + np.cumsum(_weights(ordered, best, params) / total)
+    return among, float(ordered[min(int(np.searchsorted(held, params.top_p)), len(ordered) - 1)])
 
 
 def accept_greedy(logits: Floats, tree: TokenTree, draft_tokens: Ints) -> tuple[list[int], int]:

@@ -238,7 +238,7 @@ class Scheduler:
         again = request.view.read_again
         request.read = not self._program.prefill(request.view)
         request.stats.cached_tokens -= request.view.read_again - again
-        if request.read and len(request.view.tree) > 1:
+        if request.read and len(request.view.tree) > 1 and request.view.lookup is None:
             request.history.unread = 0
         seconds = time.perf_counter() - start
         request.stats.prefill += seconds

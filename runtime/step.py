@@ -214,7 +214,7 @@ class HostProgram:
         """Reads a chunk of all but the last token, which is the first step's root; whether there is more."""
         more = self._read(view)
         # The proposer's chunk is read beside the target's: by turns, prompts would keep a full batch waiting twice.
-        if view.method is not None and len(view.tree) > 1:
+        if view.method is not None and len(view.tree) > 1 and view.lookup is None:
             more |= self.proposer(view.method).prefill(view)
         return more
 

@@ -29,7 +29,8 @@ def warped(logits: Sequence[float] | npt.NDArray[np.floating], params: SamplingP
     if params.greedy:
         return np.eye(len(values))[values.index(max(values))]
     scaled = [value / params.temperature for value in values]
-    weights = {token: math.exp(value - max(scaled)) for token, value in enumerate(scaled)}
+    most = max(scaled)
+    weights = {token: math.exp(value - most) for token, value in enumerate(scaled)}
     if params.top_k > 0:
         ranked = sorted(weights.values(), reverse=True)
         worst = ranked[min(params.top_k, len(ranked)) - 1]

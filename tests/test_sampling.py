@@ -183,10 +183,14 @@ def test_logits_that_are_no_numbers_do_not_stop_a_step(params: SamplingParams, b
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 6.0])
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.999])
-def test_top_p_of_large_vocabularies(spread: float, top_p: float) -> None:
+@pytest.mark.parametrize("size", [3000, 20_011])
+@pytest.mark.parametrize("ties", [False, True])
+def test_top_p_of_large_vocabularies(spread: float, top_p: float, size: int, ties: bool) -> None:
     """Few tokens or nearly all of them are kept, depending on how the logits are spread."""
-    logits = np.random.default_rng(5).normal(0, spread, 3000).astype(np.float32)
-    for params in (SamplingParams(top_p=top_p), SamplingParams(top_p=top_p, top_k=700)):
+    logits = np.random.default_rng(5).normal(0, spread, size).astype(np.float32)
+    logits = logits.round(2) if ties else logits
+    given = SamplingParams(top_p=top_p)
+    for params in (given, given.replace(top_k=700), given.replace(top_k=50, min_p=0.02, temperature=0.7)):
         np.testing.assert_allclose(p_of(logits, params), warped(logits, params), rtol=1e-9, atol=1e-15)
 
 
