@@ -1,0 +1,74 @@
+"""Spares torch's decomposition where each operator of a trace has a translation as it is.
+
+Decomposing traces the whole program once more, which is a third of a trace's time, and changes next to nothing of a
+transformer: nearly all of its operators are translated under their own names.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.onnx._internal.exporter import _fx_passes
+
+_ATEN = torch.ops.aten
+_SAME: dict[Any, Any] = {
+    _ATEN.__and__.Tensor: _ATEN.bitwise_and.Tensor,
+    _ATEN.__or__.Tensor: _ATEN.bitwise_or.Tensor,
+}
+"""Operators that are others by another name."""
+_CONVERTS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout)
+_CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
+
+_Decompose = Callable[[torch.export.ExportedProgram, Any], torch.export.ExportedProgram]
+
+
+@contextmanager
+def sparing_decomposition() -> Iterator[None]:
+    """While active, ``torch.onnx.export`` decomposes only programs that it could not translate otherwise."""
+    decompose: _Decompose = _fx_passes.decompose_with_registry
+
+    def spare(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
+        graph = program.graph_module.graph
+        inner = len(list(program.graph_module.modules())) > 1  # of cond and its like
+        if inner or not all(_translated(node, registry) for node in graph.nodes):
+            return decompose(program, registry)
+        for node in list(graph.nodes):
+            _lower(graph, node)
+        graph.eliminate_dead_code()
+        return program
+
+    _fx_passes.decompose_with_registry = spare
+    try:
+        yield
+    finally:
+        _fx_passes.decompose_with_registry = decompose
+
+
+def _translated(node: torch.fx.Node, registry: Any) -> bool:
+    """Whether a node is translated as it is, or as what :func:`_lower` makes of it."""
+    target = _SAME.get(node.target, node.target)
+    if node.op != "call_function" or target is operator.getitem or target in (*_CONVERTS, *_CHECKS):
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return True  # arithmetic of sizes
+    known = target.namespace == "onnx" or registry.is_registered(target)
+    return known and not target._schema.is_mutable
+
+
+def _lower(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    node.target = _SAME.get(node.target, node.target)
+    if node.target in _CHECKS:
+        graph.erase_node(node)
+    elif node.target in _CONVERTS:
+        given, made = node.args[0], node.meta["val"]
+        assert isinstance(given, torch.fx.Node)
+        returned = any(user.op == "output" for user in node.users)  # under the name of this node
+        if given.meta["val"].dtype == made.dtype and not returned:
+            node.replace_all_uses_with(given)
+            graph.erase_node(node)
+        else:
+            node.target, node.args, node.kwargs = _ATEN._to_copy.default, (given,), {"dtype": made.dtype}
