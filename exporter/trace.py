@@ -11,7 +11,6 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
-from onnxscript import optimizer
 
 from specexport.checkpoints.quiet import quiet
 from specexport.contract import tensors
@@ -24,9 +23,10 @@ from specexport.contract.tensors import cache_names, returned_names, returned_st
 from specexport.exporter.kept_traces import kept_trace
 from specexport.exporter.lowering import sparing_decomposition
 from specexport.exporter.passes.epsilon import keep_epsilons
-from specexport.exporter.passes.linear import canonical_weights, merge_linear, transposes_weight
+from specexport.exporter.passes.linear import canonical_weights, merge_linear
 from specexport.exporter.passes.names import name_weights
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
+from specexport.exporter.simplify import simplify
 from specexport.graphs.accept import AcceptModule, GreedyModule, TypicalModule
 from specexport.graphs.dflash import DFlashDraft, DFlashModule
 from specexport.graphs.mlp_speculator import SpeculatorModule, SpeculatorStages
@@ -322,7 +322,12 @@ def _trace(
     native = lowering == "native"
 
     def make() -> ir.Model:
-        with quiet(), sparing_decomposition(), fused_rotary(model) if native else contextlib.nullcontext(), torch.no_grad():
+        with (
+            quiet(),
+            sparing_decomposition(),
+            fused_rotary(model) if native else contextlib.nullcontext(),
+            torch.no_grad(),
+        ):
             try:
                 program = torch.onnx.export(
                     module,
@@ -340,8 +345,7 @@ def _trace(
                 raise RuntimeError(str(_root_cause(error))) from error
             assert program is not None
             keep_epsilons(program.model)
-            # Else a transposed weight would be a constant without a name; canonical_weights transposes them all.
-            optimizer.optimize_ir(program.model, should_fold=lambda node: False if transposes_weight(node) else None)
+            simplify(program.model)
         name_weights(program.model, _aliases(module))
         return program.model
 
