@@ -1,7 +1,7 @@
-"""Spares torch's decomposition where each operator of a trace has a translation as it is.
+"""Spares ``torch.onnx.export`` what changes nothing: decomposing a program, and running it again to promote types.
 
-Decomposing traces the whole program once more, which is a third of a trace's time, and changes next to nothing of a
-transformer: nearly all of its operators are translated under their own names.
+Decomposing traces the whole program once more, which is a third of a trace's time, while nearly all operators of a
+transformer are translated under their own names.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.onnx._internal.exporter import _fx_passes
+from torch.onnx._internal.fx.passes import type_promotion
 
 _ATEN = torch.ops.aten
 _SAME: dict[Any, Any] = {
@@ -23,13 +24,18 @@ _SAME: dict[Any, Any] = {
 _CONVERTS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout)
 _CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
 
+_Promotion: Any = type_promotion._TypePromotionInterpreter
 _Decompose = Callable[[torch.export.ExportedProgram, Any], torch.export.ExportedProgram]
 
 
 @contextmanager
-def sparing_decomposition() -> Iterator[None]:
-    """While active, ``torch.onnx.export`` decomposes only programs that it could not translate otherwise."""
+def sparing() -> Iterator[None]:
+    """While active, ``torch.onnx.export`` decomposes only programs that it could not translate otherwise.
+
+    To promote types it runs only operators that have a rule for them; what others make is known.
+    """
     decompose: _Decompose = _fx_passes.decompose_with_registry
+    run_node = _Promotion.run_node
 
     def spare(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         graph = program.graph_module.graph
@@ -41,11 +47,16 @@ def sparing_decomposition() -> Iterator[None]:
         graph.eliminate_dead_code()
         return program
 
-    _fx_passes.decompose_with_registry = spare
+    def promote(self: Any, node: torch.fx.Node) -> Any:
+        rule = type_promotion.get_type_promotion_rule(node, self.type_promotion_table)
+        known = node.op == "call_function" and "val" in node.meta
+        return node.meta["val"] if known and rule is None else run_node(self, node)
+
+    _fx_passes.decompose_with_registry, _Promotion.run_node = spare, promote
     try:
         yield
     finally:
-        _fx_passes.decompose_with_registry = decompose
+        _fx_passes.decompose_with_registry, _Promotion.run_node = decompose, run_node
 
 
 def _translated(node: torch.fx.Node, registry: Any) -> bool:

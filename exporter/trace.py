@@ -21,7 +21,7 @@ from specexport.contract.signature import states
 from specexport.contract.states import CELL, cell_rows
 from specexport.contract.tensors import cache_names, returned_names, returned_state_names
 from specexport.exporter.kept_traces import kept_trace
-from specexport.exporter.lowering import sparing_decomposition
+from specexport.exporter.lowering import sparing
 from specexport.exporter.passes.epsilon import keep_epsilons
 from specexport.exporter.passes.linear import canonical_weights, merge_linear
 from specexport.exporter.passes.names import name_weights
@@ -324,7 +324,7 @@ def _trace(
     def make() -> ir.Model:
         with (
             quiet(),
-            sparing_decomposition(),
+            sparing(),
             fused_rotary(model) if native else contextlib.nullcontext(),
             torch.no_grad(),
         ):
