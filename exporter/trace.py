@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +11,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 
-from specexport.checkpoints.quiet import quiet
+from specexport.checkpoints.quiet import quiet, uncollected
 from specexport.contract import tensors
 from specexport.contract.engines import AcceptRule
 from specexport.contract.model import OPSETS, CacheLayer, LoweredAs, StateLayer
@@ -291,21 +290,7 @@ def _sampling(batch: Any) -> _Inputs:
     }
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keeps Python's collector away: a trace makes objects by the million, hardly any of them garbage, and walking them
-    over and over is a quarter of its time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_uncollected()
+@uncollected()
 def _trace(
     model: torch.nn.Module,
     module: torch.nn.Module,

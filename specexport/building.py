@@ -21,6 +21,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from specexport.checkpoints.quiet import uncollected
 from specexport.contract.errors import BuildError
 
 
@@ -50,7 +51,7 @@ def exporter() -> types.ModuleType:
             f"building needs Python 3.11 or newer; this is {sys.version_info.major}.{sys.version_info.minor}. "
             "Bundles run on 3.10, so build elsewhere and copy the folder"
         )
-    with needs_extra("building", "export"):
+    with needs_extra("building", "export"), uncollected():
         from specexport.exporter import build
     return build
 
