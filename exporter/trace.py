@@ -20,12 +20,12 @@ from specexport.contract.signature import states
 from specexport.contract.states import CELL, cell_rows
 from specexport.contract.tensors import cache_names, returned_names, returned_state_names
 from specexport.exporter.kept_traces import kept_trace
-from specexport.exporter.lowering import sparing
 from specexport.exporter.passes.epsilon import keep_epsilons
 from specexport.exporter.passes.linear import canonical_weights, merge_linear
 from specexport.exporter.passes.names import name_weights
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
 from specexport.exporter.simplify import simplify
+from specexport.exporter.sparing import sparing
 from specexport.graphs.accept import AcceptModule, GreedyModule, TypicalModule
 from specexport.graphs.dflash import DFlashDraft, DFlashModule
 from specexport.graphs.mlp_speculator import SpeculatorModule, SpeculatorStages
