@@ -7,7 +7,7 @@ transformer are translated under their own names.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,11 @@ _ATEN = torch.ops.aten
 _SAME: dict[Any, Any] = {
     _ATEN.__and__.Tensor: _ATEN.bitwise_and.Tensor,
     _ATEN.__or__.Tensor: _ATEN.bitwise_or.Tensor,
+    _ATEN.reshape.default: _ATEN.view.default,
 }
-"""Operators that are others by another name."""
+"""Operators, and what decomposing makes of them."""
 _CONVERTS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout)
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
 
 _Promotion: Any = type_promotion._TypePromotionInterpreter
@@ -40,7 +42,8 @@ def sparing() -> Iterator[None]:
     def spare(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         graph = program.graph_module.graph
         inner = len(list(program.graph_module.modules())) > 1  # of cond and its like
-        if inner or not all(_translated(node, registry) for node in graph.nodes):
+        whole = torch.export.default_decompositions()
+        if inner or not all(_stays(node, registry, whole) for node in graph.nodes):
             return decompose(program, registry)
         for node in list(graph.nodes):
             _lower(graph, node)
@@ -59,15 +62,18 @@ def sparing() -> Iterator[None]:
         _fx_passes.decompose_with_registry, _Promotion.run_node = decompose, run_node
 
 
-def _translated(node: torch.fx.Node, registry: Any) -> bool:
-    """Whether a node is translated as it is, or as what :func:`_lower` makes of it."""
+def _stays(node: torch.fx.Node, registry: Any, whole: Container[Any]) -> bool:
+    """Whether decomposing would make of a node what :func:`_lower` does; ``whole`` can be kept though they are composed
+    of others.
+    """
     target = _SAME.get(node.target, node.target)
     if node.op != "call_function" or target is operator.getitem or target in (*_CONVERTS, *_CHECKS):
         return True
     if not isinstance(target, torch._ops.OpOverload):
         return True  # arithmetic of sizes
-    known = target.namespace == "onnx" or registry.is_registered(target)
-    return known and not target._schema.is_mutable
+    if target._schema.is_mutable or not (target.namespace == "onnx" or registry.is_registered(target)):
+        return False
+    return target in whole or not target.has_kernel_for_dispatch_key(_COMPOSITE)
 
 
 def _lower(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
