@@ -77,6 +77,10 @@ def _stays(node: torch.fx.Node, registry: Any, whole: Container[Any]) -> bool:
 
 
 def _lower(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    if node.target is _ATEN.reshape.default:  # a size that is left open cannot be told where another is 0
+        given, sizes = node.args
+        known = zip(sizes, node.meta["val"].shape, strict=True)  # type: ignore[arg-type]
+        node.args = (given, [found if isinstance(found, int) else size for size, found in known])
     node.target = _SAME.get(node.target, node.target)
     if node.target in _CHECKS:
         graph.erase_node(node)
