@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
-from onnxscript import optimizer
 
-from specexport.checkpoints.quiet import quiet
+from specexport.checkpoints.quiet import quiet, uncollected
 from specexport.contract import tensors
 from specexport.contract.engines import AcceptRule
 from specexport.contract.model import OPSETS, CacheLayer, LoweredAs, StateLayer
@@ -23,9 +21,11 @@ from specexport.contract.states import CELL, cell_rows
 from specexport.contract.tensors import cache_names, returned_names, returned_state_names
 from specexport.exporter.kept_traces import kept_trace
 from specexport.exporter.passes.epsilon import keep_epsilons
-from specexport.exporter.passes.linear import canonical_weights, merge_linear, transposes_weight
+from specexport.exporter.passes.linear import canonical_weights, merge_linear
 from specexport.exporter.passes.names import name_weights
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
+from specexport.exporter.simplify import simplify
+from specexport.exporter.sparing import sparing
 from specexport.graphs.accept import AcceptModule, GreedyModule, TypicalModule
 from specexport.graphs.dflash import DFlashDraft, DFlashModule
 from specexport.graphs.mlp_speculator import SpeculatorModule, SpeculatorStages
@@ -290,21 +290,7 @@ def _sampling(batch: Any) -> _Inputs:
     }
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keeps Python's collector away: a trace makes objects by the million, hardly any of them garbage, and walking them
-    over and over is a quarter of its time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_uncollected()
+@uncollected()
 def _trace(
     model: torch.nn.Module,
     module: torch.nn.Module,
@@ -321,7 +307,12 @@ def _trace(
     native = lowering == "native"
 
     def make() -> ir.Model:
-        with quiet(), fused_rotary(model) if native else contextlib.nullcontext(), torch.no_grad():
+        with (
+            quiet(),
+            sparing(),
+            fused_rotary(model) if native else contextlib.nullcontext(),
+            torch.no_grad(),
+        ):
             try:
                 program = torch.onnx.export(
                     module,
@@ -339,8 +330,7 @@ def _trace(
                 raise RuntimeError(str(_root_cause(error))) from error
             assert program is not None
             keep_epsilons(program.model)
-            # Else a transposed weight would be a constant without a name; canonical_weights transposes them all.
-            optimizer.optimize_ir(program.model, should_fold=lambda node: False if transposes_weight(node) else None)
+            simplify(program.model)
         name_weights(program.model, _aliases(module))
         return program.model
 

@@ -8,8 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    Task,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Column
+from rich.text import Text
 
+from specexport.checkpoints.quiet import uncollected
 from specexport.contract.errors import BuildError
 
 
@@ -39,15 +51,35 @@ def exporter() -> types.ModuleType:
             f"building needs Python 3.11 or newer; this is {sys.version_info.major}.{sys.version_info.minor}. "
             "Bundles run on 3.10, so build elsewhere and copy the folder"
         )
-    with needs_extra("building", "export"):
+    with needs_extra("building", "export"), uncollected():
         from specexport.exporter import build
     return build
+
+
+class _Bytes(DownloadColumn):
+    """How many bytes are done, and how long the rest takes, of steps whose count can only be one of bytes."""
+
+    def render(self, task: Task) -> Text:
+        if (task.total or 0) < 1 << 20:
+            return Text()
+        left = "" if task.finished or task.time_remaining is None else f", {_clock(task.time_remaining)} left"
+        return super().render(task).append(left)
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     """Gives a function that shows progress on standard error: a step's name, how much is done, how much there is."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        _Bytes(table_column=Column(no_wrap=True)),
+    )
     tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=Console(stderr=True)) as progress:
 

@@ -1,0 +1,82 @@
+"""onnxscript's optimizer, with the rules alone that find something in transformers.
+
+Its own list matches convolutions and batch norms at every node, and looks for pairs of slices at every node among all
+nodes, which takes longer than the rest where layers are many.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+from onnxscript import optimizer, rewriter
+from onnxscript.rewriter.rules import common
+
+from specexport.exporter.passes.linear import transposes_weight
+
+_ROUNDS = 2
+
+
+def _split_slices() -> rewriter.RewriteRule:
+    """The rule that makes two slices one Split, tried where there is a Slice."""
+    rule = copy.copy(common.slice_split_rule)
+    vars(rule)["try_rewrite"] = lambda model, graph, node, **how: (
+        common.slice_split_rule.try_rewrite(model, graph, node, **how) if node.op_type == "Slice" else None
+    )
+    return rule
+
+
+_RULES = rewriter.RewriteRuleSet(
+    [
+        *common.mul_by_1_rule.commute(),
+        *common.add_0_rule.commute(),
+        common.sub_0_rule,
+        common.div_by_1_rule,
+        common.dropout_zero_rule,
+        common.dropout_inference_rule,
+        common.two_reshapes_matmul_reshape_rule,
+        common.one_reshape_matmul_reshape_rule,
+        common.cast_constant_of_shape_rule,
+        common.cast_constant_of_shape_without_value_rule,
+        common.collapse_slice_rule,
+        common.collapse_slice2_rule,
+        common.materialize_reshape_shape_rule,
+        common.cast_cast_rule,
+        common.no_op_cast_rule,
+        common.no_op_expand_rule,
+        common.flatten_to_reshape_rule,  # before the next
+        common.reshape_reshape_rule,
+        _split_slices(),
+        common.no_op_transpose_rule,
+        common.transpose_transpose_rule,
+        common.unsqueeze_unsqueeze_rule,
+        common.squeeze_reshape_1d_rule,
+        common.no_op_dynamic_scatter_nd_rule,
+        common.no_op_static_scatter_nd_rule,
+    ]
+)
+
+
+def simplify(model: ir.Model) -> None:
+    """Folds constants, removes what does nothing, and lifts constants into initializers, in place."""
+    passes.InlinePass()(model)
+    for _ in range(_ROUNDS):
+        # Else a transposed weight would be a constant without a name; canonical_weights transposes them all.
+        folded = optimizer.fold_constants_ir(
+            model, onnx_shape_inference=True, should_fold=lambda node: False if transposes_weight(node) else None
+        )
+        changed = _RULES.apply_to_model(model)
+        passes.RemoveUnusedNodesPass()(model)
+        if not (folded.modified or changed):
+            break
+    ir.passes.Sequential(
+        passes.RemoveUnusedFunctionsPass(),
+        passes.RemoveUnusedOpsetsPass(),
+        passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        passes.LiftSubgraphInitializersToMainGraphPass(),
+        passes.DeduplicateInitializersPass(),
+        passes.CommonSubexpressionEliminationPass(),
+        passes.OutputFixPass(),
+        passes.NameFixPass(),
+    )(model)

@@ -1,0 +1,95 @@
+"""Spares ``torch.onnx.export`` what changes nothing: decomposing a program, and running it again to promote types.
+
+Decomposing traces the whole program once more, which is a third of a trace's time, while nearly all operators of a
+transformer are translated under their own names.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.onnx._internal.exporter import _fx_passes
+from torch.onnx._internal.fx.passes import type_promotion
+
+_ATEN = torch.ops.aten
+_SAME: dict[Any, Any] = {
+    _ATEN.__and__.Tensor: _ATEN.bitwise_and.Tensor,
+    _ATEN.__or__.Tensor: _ATEN.bitwise_or.Tensor,
+    _ATEN.reshape.default: _ATEN.view.default,
+}
+"""Operators, and what decomposing makes of them."""
+_CONVERTS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout)
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
+
+_Promotion: Any = type_promotion._TypePromotionInterpreter
+_Decompose = Callable[[torch.export.ExportedProgram, Any], torch.export.ExportedProgram]
+
+
+@contextmanager
+def sparing() -> Iterator[None]:
+    """While active, ``torch.onnx.export`` decomposes only programs that it could not translate otherwise.
+
+    To promote types it runs only operators that have a rule for them; what others make is known.
+    """
+    decompose: _Decompose = _fx_passes.decompose_with_registry
+    run_node = _Promotion.run_node
+
+    def spare(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
+        graph = program.graph_module.graph
+        inner = len(list(program.graph_module.modules())) > 1  # of cond and its like
+        whole = torch.export.default_decompositions()
+        if inner or not all(_stays(node, registry, whole) for node in graph.nodes):
+            return decompose(program, registry)
+        for node in list(graph.nodes):
+            _lower(graph, node)
+        graph.eliminate_dead_code()
+        return program
+
+    def promote(self: Any, node: torch.fx.Node) -> Any:
+        rule = type_promotion.get_type_promotion_rule(node, self.type_promotion_table)
+        known = node.op == "call_function" and "val" in node.meta
+        return node.meta["val"] if known and rule is None else run_node(self, node)
+
+    _fx_passes.decompose_with_registry, _Promotion.run_node = spare, promote
+    try:
+        yield
+    finally:
+        _fx_passes.decompose_with_registry, _Promotion.run_node = decompose, run_node
+
+
+def _stays(node: torch.fx.Node, registry: Any, whole: Container[Any]) -> bool:
+    """Whether decomposing would make of a node what :func:`_lower` does; ``whole`` can be kept though they are composed
+    of others.
+    """
+    target = _SAME.get(node.target, node.target)
+    if node.op != "call_function" or target is operator.getitem or target in (*_CONVERTS, *_CHECKS):
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return True  # arithmetic of sizes
+    if target._schema.is_mutable or not (target.namespace == "onnx" or registry.is_registered(target)):
+        return False
+    return target in whole or not target.has_kernel_for_dispatch_key(_COMPOSITE)
+
+
+def _lower(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    if node.target is _ATEN.reshape.default:  # a size that is left open cannot be told where another is 0
+        given, sizes = node.args
+        known = zip(sizes, node.meta["val"].shape, strict=True)  # type: ignore[arg-type]
+        node.args = (given, [found if isinstance(found, int) else size for size, found in known])
+    node.target = _SAME.get(node.target, node.target)
+    if node.target in _CHECKS:
+        graph.erase_node(node)
+    elif node.target in _CONVERTS:
+        given, made = node.args[0], node.meta["val"]
+        assert isinstance(given, torch.fx.Node)
+        returned = any(user.op == "output" for user in node.users)  # under the name of this node
+        if given.meta["val"].dtype == made.dtype and not returned:
+            node.replace_all_uses_with(given)
+            graph.erase_node(node)
+        else:
+            node.target, node.args, node.kwargs = _ATEN._to_copy.default, (given,), {"dtype": made.dtype}

@@ -1,0 +1,67 @@
+"""Traces are decomposed where an operator has no translation, and are the same graphs where that is spared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from specexport.checkpoints.checkpoint import load_checkpoint
+from specexport.exporter import trace
+from specexport.graphs.step import StepModule
+from tests.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.exporter
+
+Trace = Callable[[str], ir.Model]
+
+
+@pytest.fixture
+def decomposed(monkeypatch: pytest.MonkeyPatch) -> list[torch.export.ExportedProgram]:
+    """Programs that were decomposed."""
+    found: list[torch.export.ExportedProgram] = []
+    decompose = torch.export.ExportedProgram.run_decompositions
+
+    def noted(program: torch.export.ExportedProgram, *given: Any, **named: Any) -> torch.export.ExportedProgram:
+        found.append(program)
+        return decompose(program, *given, **named)
+
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", noted)
+    return found
+
+
+@pytest.fixture
+def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
+    """The step graph of a family's model, traced anew each time."""
+    monkeypatch.setattr(trace, "kept_trace", lambda module, about, make: make())
+
+    def traced(family: str) -> ir.Model:
+        checkpoint = load_checkpoint(str(make_checkpoint(tmp_path / family, family, num_hidden_layers=1)))
+        return trace.trace_step(StepModule(checkpoint.model), checkpoint.cache)
+
+    return traced
+
+
+def _nodes(model: ir.Model) -> list[tuple[str, list[str | None]]]:
+    """Operators and what they return, numbers of constants aside."""
+    return [(node.op_type, [f"{value.dtype} {value.shape}" for value in node.outputs]) for node in model.graph]
+
+
+def test_decomposing_would_change_nothing(
+    step: Trace, decomposed: list[torch.export.ExportedProgram], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spared = step("llama")
+    assert not decomposed
+    monkeypatch.setattr(trace, "sparing", contextlib.nullcontext)
+    assert _nodes(step("llama")) == _nodes(spared)
+    assert decomposed
+
+
+def test_what_changes_its_input_is_decomposed(step: Trace, decomposed: list[torch.export.ExportedProgram]) -> None:
+    step("mixtral")
+    assert len(decomposed) == 1
