@@ -60,10 +60,12 @@ def convert(engine: str, precision: str, pair: dict[str, Path], cache: Path, thr
 
 
 def _bundle(precision: str, pair: dict[str, Path], cache: Path) -> Path:
-    """Our own form of the pair, in groups of the same size; it runs at every draft length measured here."""
+    """Our own form of the pair, in groups of the same size, the draft in the target's precision as the others' are."""
     from benchmarks.pair import bundle
 
-    return bundle(pair["target"], pair["draft"], cache.parent / "bench", precision, tuple(range(1, 9)), 512, int(GROUP))
+    sizes = tuple(range(1, 9))
+    work = cache.parent / "bench"
+    return bundle(pair["target"], pair["draft"], work, precision, sizes, 512, int(GROUP), precision)
 
 
 def _commands(engine: str, precision: str, source: Path, out: Path) -> list[list[str]]:
