@@ -92,7 +92,7 @@ class _Worker:
 def test_a_later_call_runs_the_turns_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = _Worker()
 
-    def start(precision: str, args: argparse.Namespace, stack: ExitStack) -> dict[str, _Worker]:
+    def start(precision: str, args: Any, prompt: list[int], stack: ExitStack) -> dict[str, _Worker]:
         return {"ort": worker}
 
     monkeypatch.setattr(compare, "start", start)

@@ -95,8 +95,8 @@ class Cell:
     def same_as(self, other: Cell) -> int:
         """How many prompts both continued with the same tokens in every turn."""
         theirs = {run.prompt: run.text for run in other.runs}
-        different = {run.prompt for run in self.runs if run.text != theirs[run.prompt]}
-        return len(theirs) - len(different)
+        different = {run.prompt for run in self.runs if run.text != theirs.get(run.prompt)}
+        return len({run.prompt for run in self.runs} - different)
 
 
 class Worker:
@@ -214,26 +214,11 @@ def measure(args: argparse.Namespace, prompts: dict[str, list[int]], runs: list[
         places = [(precision, turn, prompt) for turn in range(args.repeats) for prompt in prompts]
         missing = [place for place in places if place not in known]
         with contextlib.ExitStack() as stack:
-            workers = start(precision, args, stack) if missing and time.monotonic() < end else {}
+            begun = missing and time.monotonic() < end
+            workers = start(precision, args, next(iter(prompts.values())), stack) if begun else {}
             while missing and time.monotonic() < end:
-                _, turn, prompt = missing.pop(0)
-                made = []
-                for engine, way in schedule({engine: ways_of(engine, args) for engine in workers}, turn):
-                    answer = workers[engine].ask(Job(prompts[prompt], way, args.new_tokens))
-                    text = hashlib.sha256(json.dumps(answer.pop("tokens")).encode()).hexdigest()[:12]
-                    made.append(
-                        Measured(
-                            engine,
-                            precision,
-                            way.method,
-                            way.k,
-                            turn,
-                            prompt,
-                            text=text,
-                            version=workers[engine].version,
-                            **answer,
-                        )
-                    )
+                place = missing.pop(0)
+                made = take_turn(workers, place, prompts[place[2]], args)
                 with args.runs.open("a", encoding="utf-8") as file:
                     print(json.dumps([asdict(run) for run in made]), file=file)
                 runs += made
@@ -241,10 +226,25 @@ def measure(args: argparse.Namespace, prompts: dict[str, list[int]], runs: list[
     return left
 
 
-def start(precision: str, args: argparse.Namespace, stack: contextlib.ExitStack) -> dict[str, Worker]:
+def take_turn(
+    workers: dict[str, Worker], place: tuple[str, int, str], prompt: list[int], args: argparse.Namespace
+) -> list[Measured]:
+    """Decode a prompt with all engines in all ways."""
+    precision, turn, name = place
+    made = []
+    for engine, way in schedule({engine: ways_of(engine, args) for engine in workers}, turn):
+        answer = workers[engine].ask(Job(prompt, way, args.new_tokens))
+        answer["text"] = hashlib.sha256(json.dumps(answer.pop("tokens")).encode()).hexdigest()[:12]
+        answer["version"] = workers[engine].version
+        made.append(Measured(engine, precision, way.method, way.k, turn, name, **answer))
+    return made
+
+
+def start(
+    precision: str, args: argparse.Namespace, prompt: list[int], stack: contextlib.ExitStack
+) -> dict[str, Worker]:
     """The engines at a precision, each warm in all of its ways."""
     workers = {}
-    prompt = next(iter(read_prompts(args).values()))
     for engine in engines_at(precision, args):
         folders = convert(engine, precision, {"target": args.target, "draft": args.draft}, args.cache, args.threads)
         target, draft = (str(folders[role].resolve()) for role in ROLES)
@@ -344,6 +344,7 @@ def compare(args: argparse.Namespace) -> int:
     head = {"machine": machine(args.threads), **{name: _plain(getattr(args, name)) for name in options}}
     try:
         check(args)
+        args.cache.mkdir(parents=True, exist_ok=True)
         prompts = read_prompts(args)
         runs = read_runs(args.runs, head)
         left = measure(args, prompts, runs)
