@@ -58,7 +58,7 @@ class Server:
 def arguments(settings: Settings, way: Way) -> list[str]:
     """What a server is started with; of its n-gram methods the one that looks back for the last few tokens."""
     threads = str(settings.threads)
-    chosen = ["-m", f"{settings.target}/model.gguf", "-t", threads, "-c", str(CONTEXT), "-np", "1"]
+    chosen = ["-m", f"{settings.target}/model.gguf", "-t", threads, "-c", str(CONTEXT), "-np", "1", "--cache-ram", "0"]
     if settings.precision == "fp32":
         chosen += ["-ctk", "f32", "-ctv", "f32"]
     if way.method == "draft":

@@ -61,8 +61,9 @@ def build_llama(python: Path) -> None:
     cmake, build = str(python.with_name("cmake")), str(LLAMA_SOURCE / "build")
     off = ("LLAMA_OPENSSL", "LLAMA_USE_PREBUILT_UI", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP")
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", *(f"-D{name}=OFF" for name in off)]
-    subprocess.run([cmake, "-S", str(LLAMA_SOURCE), "-B", build, *options], check=True)
-    subprocess.run([cmake, "--build", build, "--parallel", "--target", *LLAMA_TOOLS], check=True)
+    ninja = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={python.with_name('ninja')}"]
+    subprocess.run([cmake, "-S", str(LLAMA_SOURCE), "-B", build, *ninja, *options], check=True)
+    subprocess.run([cmake, "--build", build, "--target", *LLAMA_TOOLS], check=True)
 
 
 def main() -> int:
