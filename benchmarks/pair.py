@@ -108,15 +108,18 @@ def bundle(
     choices: tuple[int, ...],
     max_seq_len: int,
     block_size: int = 128,
+    draft_precision: str | None = None,
 ) -> Path:
     """A bundle of the pair, with chains of draft tokens; built if it is not there yet."""
     name = f"{target.name}-{_digest(target, draft)}"
-    out = work / f"{name}.{precision}.b{block_size}.k{'-'.join(map(str, choices))}.s{max_seq_len}.x8"
+    weights = f"{precision}-{draft_precision}" if draft_precision else precision
+    out = work / f"{name}.{weights}.b{block_size}.k{'-'.join(map(str, choices))}.s{max_seq_len}.x8"
     return built(
         out,
         target,
         methods=({"method": "draft_model", "model": str(draft), "num_speculative_tokens": choices},),
         precision=precision,
+        draft_precision=draft_precision,
         max_seq_len=max_seq_len,
         block_size=block_size,
     )

@@ -1,8 +1,7 @@
 """A plain step of our graph and of ONNX Runtime GenAI's, in one process and in turns.
 
-`peers` runs one engine after the other, and a machine whose speed drifts treats them differently. Here both target
-graphs are sessions of the same onnxruntime, and each round runs the one, then the other, so that the ratio says what
-the graphs themselves cost.
+`peers` compares whole engines. Here both target graphs are sessions of the same onnxruntime, and each round runs the
+one, then the other, so that the ratio says what the graphs themselves cost.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """specexport and its peers on the same models, prompts and threads.
 
-The peers are transformers, ONNX Runtime GenAI and OpenVINO GenAI.
+The peers are transformers, ONNX Runtime GenAI, OpenVINO GenAI and llama.cpp.
 
 Each engine runs in an environment of its own, as a process of its own, greedy and without stopping at an end-of-text
 token, so that all of them generate the same number of tokens:
@@ -8,8 +8,9 @@ token, so that all of them generate the same number of tokens:
     python -m benchmarks.peers.setup                        # once: the environments
     python -m benchmarks peers --target DIR --draft DIR     # convert the models, run the engines, print a table
 
-`run_<engine>.py` are the processes, `job.py` what goes in and out of them, `convert.py` makes each engine's own form
-of the models. This file stays free of imports that the engines' environments do not have.
+`run_<engine>.py` are the processes, `job.py` what goes in and out of them, `compare.py` takes them in turns,
+`convert.py` makes each engine's own form of the models. This file stays free of imports that the engines' environments
+do not have.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-ENGINES = ("specexport", "transformers", "ort", "openvino")
+ENGINES = ("specexport", "transformers", "ort", "openvino", "llamacpp")
 PRECISIONS = ("fp32", "int8", "int4")
 
 
@@ -51,15 +52,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("examples/prompts/held_out.jsonl"),
         help="JSON lines with id, file and text",
     )
-    parser.add_argument("--num-prompts", type=int, default=8, help="how many of them")
+    parser.add_argument("--num-prompts", type=int, default=4, help="how many of them")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens of each")
     parser.add_argument("--new-tokens", type=int, default=96, help="tokens to generate")
     parser.add_argument("--threads", type=int, default=2, help="for every engine")
     parser.add_argument("--precisions", type=_precisions, default=list(PRECISIONS), help="weights to run at")
-    parser.add_argument("--k", type=_numbers, default=[3, 4, 6], help="draft lengths to try")
-    parser.add_argument("--repeats", type=int, default=3, help="medians are taken over them")
+    parser.add_argument("--k", type=_numbers, default=[3, 4, 6], help="tokens of drafts to try")
+    parser.add_argument("--ngram-k", type=_numbers, default=[4, 8], help="of drafts that are looked up in the text")
+    parser.add_argument("--repeats", type=int, default=2, help="turns of every prompt")
     parser.add_argument("--engines", type=_engines, default=list(ENGINES), help="engines to run")
     parser.add_argument("--cache", type=Path, default=Path(".cache/peers"), help="converted models")
+    parser.add_argument(
+        "--runs", type=Path, default=Path(".cache/peers/runs.jsonl"), help="keeps turns; what it has is not run again"
+    )
+    parser.add_argument("--minutes", type=float, default=60, help="begin no turn after so many")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
 
 

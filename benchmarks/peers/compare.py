@@ -1,21 +1,30 @@
-"""Run every engine on the same prompts and show what they reached."""
+"""Run all engines in turns on the same prompts and show what they reached.
+
+At a precision every engine is a process that stays loaded. Each prompt is decoded by all of them, one way after the
+other, before the next prompt's turn comes, so that a machine whose speed drifts treats them alike; what is compared are
+ratios within a turn. Turns are kept in a file as they end, and a later call goes on with those that are missing.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.common import new_table, open_console, write_report
+from benchmarks.common import machine, new_table, open_console, write_report
 from benchmarks.peers.convert import OPTIONS, ROLES, convert, last_lines
-from benchmarks.peers.job import UNCOUNTED, Job, thread_environment
+from benchmarks.peers.job import UNCOUNTED, Job, Settings, Way, thread_environment
 from benchmarks.peers.setup import SEPARATE, python_of
 
 REPO = Path(__file__).resolve().parents[2]
@@ -24,50 +33,123 @@ NAMES = {
     "transformers": "transformers",
     "ort": "ONNX Runtime GenAI",
     "openvino": "OpenVINO GenAI",
+    "llamacpp": "llama.cpp",
 }
-# Plain decoding with either attention implementation; the better one counts. Drafts allow only the first.
-PLAIN_OPTIONS: dict[str, list[dict[str, str]]] = {"openvino": [{"attention": "PA"}, {"attention": "SDPA"}]}
+OURS = "specexport"
+# Plain decoding with either attention implementation; the better one counts. Drafts allow only the other.
+MORE_WAYS = {"openvino": [Way("sdpa")]}
+SETTLE_SECONDS = 0.2
+"""Threads of the engine before have stopped spinning by then."""
 
 
-@dataclass
-class Variant:
-    """One engine at one precision, with drafts of k tokens or, where k is 0, without."""
+@dataclass(frozen=True)
+class Measured:
+    """One generation of one engine.
+
+    Attributes:
+        turn: which repetition.
+        prompt: its id.
+        text: digest of the tokens.
+        version: of the engine and what it runs on.
+        decode: tokens a second, without the prompt.
+        end_to_end: tokens a second, with it.
+    """
 
     engine: str
     precision: str
+    method: str
     k: int
-    version: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
-    prompts: list[dict[str, Any]] = field(default_factory=list)
-    error: str = ""
-
-    def speed(self, kind: str) -> float:
-        """Tokens per second over all prompts together, `kind` being decode or end_to_end."""
-        return len(self.prompts) / sum(1 / float(prompt[f"{kind}_tokens_per_s"]) for prompt in self.prompts)
+    turn: int
+    prompt: str
+    decode: float
+    end_to_end: float
+    tokens_per_step: float
+    text: str
+    version: str
 
     @property
-    def tokens_per_step(self) -> float:
-        """Mean tokens that one step of the target gave."""
-        return statistics.mean(float(prompt["tokens_per_step"]) for prompt in self.prompts)
-
-    def same_as(self, other: Variant) -> int:
-        """How many prompts both continued with the same tokens."""
-        pairs = zip(self.prompts, other.prompts, strict=True)
-        return sum(mine["tokens"] == theirs["tokens"] for mine, theirs in pairs)
+    def place(self) -> tuple[str, int, str]:
+        """The turn and prompt within which speeds are compared."""
+        return self.precision, self.turn, self.prompt
 
 
-def read_prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The prompts as token ids, all of the same length."""
+@dataclass(frozen=True)
+class Cell:
+    """All generations of one engine at one precision in one way."""
+
+    engine: str
+    precision: str
+    way: Way
+    runs: tuple[Measured, ...]
+
+    def speed(self, kind: str = "decode") -> float:
+        """Tokens a second over all generations together, `kind` being decode or end_to_end."""
+        return len(self.runs) / sum(1 / float(getattr(run, kind)) for run in self.runs)
+
+    def over(self, other: Cell, kind: str = "decode") -> list[float]:
+        """How many times as fast as the other's each generation is, in the same turn: median, least and most."""
+        theirs = {run.place: run for run in other.runs}
+        ratios = [getattr(run, kind) / getattr(theirs[run.place], kind) for run in self.runs]
+        return [statistics.median(ratios), min(ratios), max(ratios)]
+
+    def same_as(self, other: Cell) -> int:
+        """How many prompts both continued with the same tokens in every turn."""
+        theirs = {run.prompt: run.text for run in other.runs}
+        different = {run.prompt for run in self.runs if run.text != theirs.get(run.prompt)}
+        return len({run.prompt for run in self.runs} - different)
+
+
+class Worker:
+    """A process that has an engine loaded and answers jobs; what its libraries print goes to a file."""
+
+    def __init__(self, engine: str, settings: Settings, log: Path) -> None:
+        self.engine, self.log = engine, log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [str(python_of(engine)), "-m", f"benchmarks.peers.run_{engine}", json.dumps(asdict(settings))],
+                env=thread_environment(settings.threads),
+                cwd=REPO,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self.version = ""
+
+    def read(self) -> Any:
+        """The next answer."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{NAMES[self.engine]} ended: {last_lines(self.log.read_text(errors='replace'))}")
+        return json.loads(line)
+
+    def ask(self, job: Job) -> Any:
+        """The answer to a job."""
+        assert self.process.stdin is not None
+        time.sleep(SETTLE_SECONDS)
+        with contextlib.suppress(BrokenPipeError):  # reading says what the process ended with
+            print(job.to_json(), file=self.process.stdin, flush=True)
+        return self.read()
+
+    def close(self) -> None:
+        """End the process."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.communicate()
+
+
+def read_prompts(args: argparse.Namespace) -> dict[str, list[int]]:
+    """The prompts as token ids, all of the same length, by name."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    prompts = []
+    prompts = {}
     with args.prompts.open(encoding="utf-8") as lines:
         for line in lines:
             prompt = json.loads(line)
             tokens = tokenizer(prompt["text"])["input_ids"][: args.prompt_tokens]
             if len(tokens) == args.prompt_tokens:
-                prompts.append({"id": prompt["id"], "tokens": tokens})
+                prompts[prompt["id"]] = tokens
             if len(prompts) == args.num_prompts:
                 return prompts
     raise ValueError(
@@ -80,150 +162,202 @@ def check(args: argparse.Namespace) -> None:
     for folder in (args.target, args.draft):
         if not (folder / "model.safetensors").is_file():
             raise ValueError(f"{folder} has no model.safetensors")
-    if args.new_tokens <= (UNCOUNTED + 1) * (max(args.k, default=0) + 1):
-        raise ValueError("--new-tokens is too small for the draft lengths: the first steps are not counted")
+    if args.new_tokens < fewest_tokens(args):
+        raise ValueError(f"--new-tokens is {args.new_tokens}; these draft lengths need {fewest_tokens(args)} or more")
     for engine in args.engines:
         if engine in SEPARATE and not python_of(engine).is_file():
             raise ValueError(f"{engine} has no environment; make it with: python -m benchmarks.peers.setup {engine}")
 
 
-def run_job(engine: str, job: Job) -> list[Variant]:
-    """Run one process; its failure becomes the variants' error."""
-    variants = [Variant(engine, job.precision, k) for k in job.ks or [0]]
-    command = [str(python_of(engine)), "-m", f"benchmarks.peers.run_{engine}"]
-    environment = thread_environment(job.threads)
-    done = subprocess.run(command, input=job.to_json(), env=environment, cwd=REPO, capture_output=True, text=True)
-    if done.returncode:
-        for variant in variants:
-            variant.error = last_lines(done.stderr) or f"exit status {done.returncode}"
-        return variants
-    answer = json.loads(done.stdout.strip().splitlines()[-1])
-    for variant, result in zip(variants, answer["results"], strict=True):
-        variant.version, variant.settings = answer["version"], answer["settings"]
-        variant.prompts = result["prompts"]
-    return variants
+def fewest_tokens(args: argparse.Namespace) -> int:
+    """Tokens of a generation of which something counts, as its first steps do not."""
+    return (UNCOUNTED + 1) * (max([0, *args.k, *args.ngram_k]) + 1) + 1
 
 
-def run_engine(engine: str, precision: str, args: argparse.Namespace, prompts: list[list[int]]) -> list[Variant]:
-    """Convert the pair for an engine at a precision and measure it plainly and with each draft length."""
-    try:
+def ways_of(engine: str, args: argparse.Namespace) -> list[Way]:
+    """How an engine decodes here."""
+    plain = [Way("plain"), *MORE_WAYS.get(engine, [])]
+    return [*plain, *(Way("draft", k) for k in args.k), *(Way("ngram", k) for k in args.ngram_k)]
+
+
+def schedule(ways: dict[str, list[Way]], turn: int) -> list[tuple[str, Way]]:
+    """The order of a turn: way by way all engines, each turn beginning with another one."""
+    engines = list(ways)
+    engines = engines[turn % len(engines) :] + engines[: turn % len(engines)]
+    order = list(dict.fromkeys(way for engine in engines for way in ways[engine]))
+    order.sort(key=lambda way: ("plain", "draft", "ngram").index(way.kind))
+    return [(engine, way) for way in order for engine in engines if way in ways[engine]]
+
+
+def read_runs(path: Path, head: dict[str, Any]) -> list[Measured]:
+    """What was measured before; begins the file if there is none.
+
+    Raises:
+        ValueError: it was measured with something else.
+    """
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(head) + "\n", encoding="utf-8")
+    first, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for name, value in head.items():
+        if first[name] != value:
+            raise ValueError(f"{path} was measured with {name} {first[name]}, not {value}; delete it to begin anew")
+    return [Measured(**run) for line in lines for run in line]
+
+
+def measure(args: argparse.Namespace, prompts: dict[str, list[int]], runs: list[Measured]) -> int:
+    """Run the turns that are missing until the minutes are over; returns how many still are."""
+    known = {run.place for run in runs}
+    end = time.monotonic() + args.minutes * 60
+    left = 0
+    for precision in args.precisions:
+        places = [(precision, turn, prompt) for turn in range(args.repeats) for prompt in prompts]
+        missing = [place for place in places if place not in known]
+        with contextlib.ExitStack() as stack:
+            begun = missing and time.monotonic() < end
+            workers = start(precision, args, next(iter(prompts.values())), stack) if begun else {}
+            while missing and time.monotonic() < end:
+                place = missing.pop(0)
+                made = take_turn(workers, place, prompts[place[2]], args)
+                with args.runs.open("a", encoding="utf-8") as file:
+                    print(json.dumps([asdict(run) for run in made]), file=file)
+                runs += made
+        left += len(missing)
+    return left
+
+
+def take_turn(
+    workers: dict[str, Worker], place: tuple[str, int, str], prompt: list[int], args: argparse.Namespace
+) -> list[Measured]:
+    """Decode a prompt with all engines in all ways."""
+    precision, turn, name = place
+    made = []
+    for engine, way in schedule({engine: ways_of(engine, args) for engine in workers}, turn):
+        answer = workers[engine].ask(Job(prompt, way, args.new_tokens))
+        answer["text"] = hashlib.sha256(json.dumps(answer.pop("tokens")).encode()).hexdigest()[:12]
+        answer["version"] = workers[engine].version
+        made.append(Measured(engine, precision, way.method, way.k, turn, name, **answer))
+    return made
+
+
+def start(
+    precision: str, args: argparse.Namespace, prompt: list[int], stack: contextlib.ExitStack
+) -> dict[str, Worker]:
+    """The engines at a precision, each warm in all of its ways."""
+    workers = {}
+    for engine in engines_at(precision, args):
         folders = convert(engine, precision, {"target": args.target, "draft": args.draft}, args.cache, args.threads)
-    except (OSError, RuntimeError) as error:
-        return [Variant(engine, precision, 0, error=str(error))]
-    target, draft = (str(folders[role].resolve()) for role in ROLES)
-    jobs: list[tuple[list[int], dict[str, str]]] = [([], options) for options in PLAIN_OPTIONS.get(engine, [{}])]
-    if args.k:
-        jobs.append((args.k, {}))
-    variants = []
-    for ks, options in jobs:
-        job = Job(target, draft, ks, prompts, args.new_tokens, args.threads, args.repeats, precision, options)
-        variants += run_job(engine, job)
-    return variants
+        target, draft = (str(folders[role].resolve()) for role in ROLES)
+        ways = ways_of(engine, args)
+        worker = Worker(engine, Settings(target, draft, precision, args.threads, ways), args.cache / f"{engine}.log")
+        stack.callback(worker.close)
+        worker.version = worker.read()
+        for way in ways:
+            worker.ask(Job(prompt, way, fewest_tokens(args)))
+        workers[engine] = worker
+    return workers
 
 
-def best(variants: list[Variant]) -> list[Variant]:
-    """The fastest plain and the fastest drafting variant of each engine and precision, and what failed entirely."""
-    groups: dict[tuple[str, str, bool], list[Variant]] = {}
-    for variant in variants:
-        groups.setdefault((variant.engine, variant.precision, variant.k > 0), []).append(variant)
-    chosen = []
-    for group in groups.values():
-        measured = [variant for variant in group if variant.prompts]
-        chosen.append(max(measured, key=lambda variant: variant.speed("decode")) if measured else group[0])
+def engines_at(precision: str, args: argparse.Namespace) -> list[str]:
+    """Those that have weights of a precision."""
+    return [engine for engine in args.engines if precision == "fp32" or engine != "transformers"]
+
+
+def cells_of(runs: Iterable[Measured]) -> list[Cell]:
+    """What was measured, by engine, precision and way."""
+    groups: dict[tuple[str, str, Way], list[Measured]] = {}
+    for run in runs:
+        groups.setdefault((run.engine, run.precision, Way(run.method, run.k)), []).append(run)
+    return [Cell(*key, tuple(group)) for key, group in groups.items()]
+
+
+def best(cells: Iterable[Cell]) -> dict[tuple[str, str, str], Cell]:
+    """The fastest cell of each engine, precision and kind."""
+    chosen: dict[tuple[str, str, str], Cell] = {}
+    for cell in sorted(cells, key=Cell.speed):
+        chosen[cell.engine, cell.precision, cell.way.kind] = cell
     return chosen
 
 
-def table(variants: list[Variant], everything: list[Variant]) -> Table:
-    """Show variants side by side with how far their tokens agree with the reference and with their own plain form."""
-    reference = find_reference(everything)
-    numbers = ("decode", "end to end", "tokens per step", "as fp32 greedy", "as its own greedy")
-    shown = new_table("Tokens per second", ("engine", "weights", "drafts of"), numbers)
-    for variant in variants:
-        name = [NAMES[variant.engine], variant.precision, str(variant.k or "-")]
-        if not variant.prompts:
-            shown.add_row(*name, f"failed: {variant.error}")
-            continue
-        plain = find_plain(everything, variant)
-        shown.add_row(
-            *name,
-            f"{variant.speed('decode'):.1f}",
-            f"{variant.speed('end_to_end'):.1f}",
-            f"{variant.tokens_per_step:.2f}",
-            _agreement(variant, reference),
-            _agreement(variant, plain),
-        )
-    return shown
-
-
-def _agreement(variant: Variant, other: Variant | None) -> str:
-    return "-" if other is None else f"{variant.same_as(other)}/{len(variant.prompts)}"
-
-
-def find_plain(variants: list[Variant], like: Variant) -> Variant | None:
-    """The measured plain variant of the same engine and precision."""
-    kind = (like.engine, like.precision, 0)
-    return next((v for v in variants if v.prompts and (v.engine, v.precision, v.k) == kind), None)
-
-
-def find_reference(variants: list[Variant]) -> Variant | None:
-    """Greedy search of transformers at full precision, if it was measured."""
-    return find_plain(variants, Variant("transformers", "fp32", 0))
-
-
-def report(variants: list[Variant], args: argparse.Namespace, prompts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Everything measured, for the JSON file."""
-    chosen = [id(variant) for variant in best(variants)]
-    reference = find_reference(variants)
+def report(cells: list[Cell]) -> list[dict[str, Any]]:
+    """What each cell reached, beside our plain decoding, our best of its kind, its own plain and transformers'."""
+    chosen = best(cells)
     entries = []
-    for variant in variants:
-        entry: dict[str, Any] = {"engine": variant.engine, "precision": variant.precision, "k": variant.k}
-        if variant.prompts:
-            plain = find_plain(variants, variant)
-            entry |= {
-                "best": id(variant) in chosen,
-                "decode_tokens_per_s": variant.speed("decode"),
-                "end_to_end_tokens_per_s": variant.speed("end_to_end"),
-                "tokens_per_step": variant.tokens_per_step,
-                "same_as_fp32_greedy": None if reference is None else variant.same_as(reference),
-                "same_as_own_greedy": None if plain is None else variant.same_as(plain),
-                "version": variant.version,
-                "settings": variant.settings,
-                "conversion": OPTIONS.get((variant.engine, variant.precision), []),
-                "prompts": [
-                    # Whether the texts are the same is said above; they would be most of the file.
-                    {"id": prompt["id"], **{name: value for name, value in measured.items() if name != "tokens"}}
-                    for prompt, measured in zip(prompts, variant.prompts, strict=True)
-                ],
+    for cell in cells:
+        kind = cell.way.kind
+        ours, own = (chosen.get((engine, cell.precision, "plain")) for engine in (OURS, cell.engine))
+        rival, reference = chosen.get((OURS, cell.precision, kind)), chosen.get(("transformers", "fp32", "plain"))
+        entries.append(
+            {
+                "engine": cell.engine,
+                "precision": cell.precision,
+                **asdict(cell.way),
+                "best": chosen[cell.engine, cell.precision, kind] is cell,
+                "version": cell.runs[-1].version,
+                "conversion": OPTIONS.get((cell.engine, cell.precision), []),
+                "decode_tokens_per_s": round(cell.speed("decode"), 1),
+                "end_to_end_tokens_per_s": round(cell.speed("end_to_end"), 1),
+                "tokens_per_step": round(statistics.mean(run.tokens_per_step for run in cell.runs), 2),
+                "over_our_plain": ours and cell.over(ours),
+                "ours_over_it": rival and rival.over(cell),
+                "ours_over_it_end_to_end": rival and rival.over(cell, "end_to_end"),
+                "same_as_fp32_greedy": reference and cell.same_as(reference),
+                "same_as_own_greedy": own and cell.same_as(own),
+                "decode_tokens_per_s_of_runs": [round(run.decode, 1) for run in cell.runs],
             }
-        else:
-            entry["error"] = variant.error
-        entries.append(entry)
-    arguments = ("num_prompts", "prompt_tokens", "new_tokens", "threads", "repeats")
-    return {
-        "target": args.target.name,
-        "draft": args.draft.name,
-        **{name: getattr(args, name) for name in arguments},
-        "variants": entries,
-    }
+        )
+    return entries
+
+
+def table(entries: list[dict[str, Any]]) -> Table:
+    """The best way of each kind; ratios are medians with the least and the most."""
+    numbers = (
+        "tokens/s",
+        "with prompt",
+        "a step",
+        "over our plain",
+        "ours over it",
+        "with prompt",
+        "as fp32",
+        "as own",
+    )
+    shown = new_table("Tokens per second", ("engine", "weights", "way"), numbers)
+    for entry in entries:
+        if entry["best"]:
+            ratios = (entry[name] for name in ("over_our_plain", "ours_over_it", "ours_over_it_end_to_end"))
+            shown.add_row(
+                NAMES[entry["engine"]],
+                entry["precision"],
+                f"{entry['method']} {entry['k'] or ''}",
+                f"{entry['decode_tokens_per_s']:.1f}",
+                f"{entry['end_to_end_tokens_per_s']:.1f}",
+                f"{entry['tokens_per_step']:.2f}",
+                *("-" if ratio is None else "{:.2f} ({:.2f}-{:.2f})".format(*ratio) for ratio in ratios),
+                *(str(entry[name]) for name in ("same_as_fp32_greedy", "same_as_own_greedy")),
+            )
+    return shown
 
 
 def compare(args: argparse.Namespace) -> int:
     """Measure, print the table, write the JSON; 0 if everything ran."""
-    console = open_console()
+    options = ("target", "draft", "prompt_tokens", "new_tokens", "k", "ngram_k", "engines")
+    head = {"machine": machine(args.threads), **{name: _plain(getattr(args, name)) for name in options}}
     try:
         check(args)
+        args.cache.mkdir(parents=True, exist_ok=True)
         prompts = read_prompts(args)
-    except (OSError, ValueError) as error:
+        runs = read_runs(args.runs, head)
+        left = measure(args, prompts, runs)
+    except (OSError, ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    variants: list[Variant] = []
-    for engine in args.engines:
-        for precision in ["fp32"] if engine == "transformers" else args.precisions:
-            with console.status(f"{NAMES[engine]}, {precision}"):
-                variants += run_engine(engine, precision, args, [prompt["tokens"] for prompt in prompts])
-    console.print(table(best(variants), variants))
-    write_report(args.json, report(variants, args, prompts))
-    failed = [variant for variant in variants if not variant.prompts]
-    for variant in failed:
-        print(f"error: {variant.engine} {variant.precision} k={variant.k}: {variant.error}", file=sys.stderr)
-    return 1 if failed else 0
+    entries = report(cells_of(runs))
+    open_console().print(table(entries))
+    if left:
+        print(f"{left} turns are missing; the same command goes on with them")
+    write_report(args.json, {**head, "cells": entries})
+    return 0
+
+
+def _plain(value: Any) -> Any:
+    return value.name if isinstance(value, Path) else value

@@ -1,7 +1,8 @@
 """Turn a pair of checkpoints into what an engine reads, by the engine's own converter, and keep it.
 
-Quantized weights are symmetric in both engines and, except for OpenVINO's int8, in groups of 128: a little faster than
-the converters' defaults. How activations are handled is left to the engine.
+Quantized weights are symmetric everywhere. Groups are of 128, a little faster than the converters' defaults, but for
+OpenVINO's int8, which is by channel, and llama.cpp's blocks, which are of 32 (Q8_0 and, the head too, Q4_0). How
+activations are handled is left to the engine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 from pathlib import Path
 
 from benchmarks.peers.job import thread_environment
-from benchmarks.peers.setup import python_of
+from benchmarks.peers.setup import LLAMA_SOURCE, llama_tool, python_of
 
 ROLES = ("target", "draft")
 GROUP = "128"
@@ -22,7 +23,19 @@ OPTIONS: dict[tuple[str, str], list[str]] = {
     ("ort", "int4"): ["--extra_options", f"block_size={GROUP}", "is_symmetric=true"],
     ("openvino", "int8"): ["--sym"],
     ("openvino", "int4"): ["--sym", "--group-size", GROUP, "--group-size-fallback", "adjust"],
+    ("llamacpp", "fp32"): ["F32"],
+    ("llamacpp", "int8"): ["Q8_0"],
+    ("llamacpp", "int4"): ["Q4_0"],
 }
+# llama.cpp's converter knows tokenizers by a hash and refuses others. Only text depends on them, and prompts are ids.
+ANY_TOKENIZER = """
+import runpy, sys
+sys.path.insert(0, sys.argv[1])
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
+sys.argv = [sys.argv[1] + "/convert_hf_to_gguf.py", *sys.argv[2:]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def convert(engine: str, precision: str, pair: dict[str, Path], cache: Path, threads: int) -> dict[str, Path]:
@@ -35,9 +48,11 @@ def convert(engine: str, precision: str, pair: dict[str, Path], cache: Path, thr
     if not done.is_dir():
         partial = done.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
         for role in ROLES:
-            _run(_command(engine, precision, pair[role].resolve(), partial.resolve() / role), threads)
+            out = partial.resolve() / role
+            out.mkdir(parents=True)
+            for command in _commands(engine, precision, pair[role].resolve(), out):
+                _run(command, threads)
         if engine == "ort":
             _finish_ort(partial)
         partial.rename(done)
@@ -45,20 +60,30 @@ def convert(engine: str, precision: str, pair: dict[str, Path], cache: Path, thr
 
 
 def _bundle(precision: str, pair: dict[str, Path], cache: Path) -> Path:
-    """Our own form of the pair, in groups of the same size; it runs at every draft length measured here."""
+    """Our own form of the pair, in groups of the same size, the draft in the target's precision as the others' are."""
     from benchmarks.pair import bundle
 
-    return bundle(pair["target"], pair["draft"], cache.parent / "bench", precision, tuple(range(1, 9)), 512, int(GROUP))
+    sizes = tuple(range(1, 9))
+    work = cache.parent / "bench"
+    return bundle(pair["target"], pair["draft"], work, precision, sizes, 512, int(GROUP), precision)
 
 
-def _command(engine: str, precision: str, source: Path, out: Path) -> list[str]:
+def _commands(engine: str, precision: str, source: Path, out: Path) -> list[list[str]]:
     python = python_of(engine)
     options = OPTIONS.get((engine, precision), [])
     if engine == "ort":
         builder = [str(python), "-m", "onnxruntime_genai.models.builder", "-e", "cpu", "-c", str(out / "cache")]
-        return [*builder, "-i", str(source), "-o", str(out), "-p", precision, *options]
+        return [[*builder, "-i", str(source), "-o", str(out), "-p", precision, *options]]
+    if engine == "llamacpp":
+        full, model = str(out / "full.gguf"), str(out / "model.gguf")
+        converter = [str(python), "-c", ANY_TOKENIZER, str(LLAMA_SOURCE), "--outtype", "f32"]
+        return [
+            [*converter, "--outfile", full, str(source)],
+            [llama_tool("llama-quantize"), "--pure", full, model, *options],
+            ["rm", full],
+        ]
     exporter = [str(python.with_name("optimum-cli")), "export", "openvino", "--task", "text-generation-with-past"]
-    return [*exporter, "-m", str(source), "--weight-format", precision, *options, str(out)]
+    return [[*exporter, "-m", str(source), "--weight-format", precision, *options, str(out)]]
 
 
 def _finish_ort(folder: Path) -> None:

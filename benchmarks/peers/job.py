@@ -1,8 +1,7 @@
-"""What an engine's process is asked and what it answers, and how a generation is timed. Standard library only.
+"""What an engine's process is told and asked, what it answers, and how a generation is timed. Standard library only.
 
-An engine hands over its tokens in deliveries: one token at a time when it decodes plainly, one round's accepted tokens
-at a time when it speculates. The first delivery waits for the prompt, and with a draft model the second may wait for
-the draft's prompt, so the decode speed counts what follows the second delivery. The end-to-end speed counts everything.
+A process is started with its settings as its argument, loads its models, and answers jobs, one line of JSON each, until
+its input ends. What libraries print goes to standard error.
 """
 
 from __future__ import annotations
@@ -13,45 +12,98 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 UNCOUNTED = 2
+LOOKUP = 2
+"""Longest n-gram that is looked up: the only one by ONNX Runtime GenAI and llama.cpp, which gain most with this one."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to decode: plainly where k is 0, else with drafts of k tokens.
+
+    Attributes:
+        method: ``plain``, ``draft`` (the draft model), ``ngram`` (looked up in the text) or, for OpenVINO, ``sdpa``:
+            plainly with its other attention.
+        k: draft tokens a step.
+    """
+
+    method: str
+    k: int = 0
+
+    @property
+    def kind(self) -> str:
+        """What it is compared as: ``plain``, ``draft`` or ``ngram``."""
+        return self.method if self.k else "plain"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a process is started with: its models, and the ways it will be asked for."""
+
+    target: str
+    draft: str
+    precision: str
+    threads: int
+    ways: list[Way]
+
+    @classmethod
+    def read(cls) -> Settings:
+        """Those that this process was started with."""
+        given = json.loads(sys.argv[1])
+        return cls(**{**given, "ways": [Way(**way) for way in given["ways"]]})
 
 
 @dataclass(frozen=True)
 class Job:
-    """One engine's work: its models, the prompts as token ids, and the draft lengths to try (none: plain decoding)."""
+    """One generation: the prompt's token ids, how to go on with them, and for how many tokens."""
 
-    target: str
-    draft: str
-    ks: list[int]
-    prompts: list[list[int]]
+    prompt: list[int]
+    way: Way
     new_tokens: int
-    threads: int
-    repeats: int
-    precision: str = "fp32"
-    options: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """What the process reads."""
+        """A line of a process's input."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def read(cls) -> Job:
-        """Read the job from standard input."""
-        return cls(**json.load(sys.stdin))
+    def read(cls, line: str) -> Job:
+        """The job of a line."""
+        given = json.loads(line)
+        return cls(**{**given, "way": Way(**given["way"])})
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a job gave.
+
+    Attributes:
+        tokens: what was generated.
+        decode: tokens a second, without the prompt's reading.
+        end_to_end: tokens a second, with it.
+        tokens_per_step: mean of the target's steps.
+    """
+
+    tokens: list[int]
+    decode: float
+    end_to_end: float
+    tokens_per_step: float
 
 
 class Deliveries:
-    """The tokens of one generation and when they came."""
+    """The tokens of one generation and when they came.
+
+    An engine hands over one token at a time when it decodes plainly, and one round's accepted tokens at a time when it
+    speculates. The first delivery waits for the prompt, and with a draft model the second may wait for the draft's
+    prompt, so the decode speed counts what follows the second delivery.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.times: list[float] = []
         self.counts: list[int] = []
-        self.total = 0.0
         self.start = time.perf_counter()
 
     def add(self, tokens: list[int]) -> None:
@@ -60,61 +112,46 @@ class Deliveries:
         self.counts.append(len(tokens))
         self.tokens.extend(tokens)
 
-    def finish(self) -> None:
-        """Take note of the end of the generation."""
-        self.total = time.perf_counter() - self.start
-
-    @property
-    def decode_seconds(self) -> float:
-        """Seconds per token after the uncounted deliveries."""
-        return (self.times[-1] - self.times[UNCOUNTED - 1]) / sum(self.counts[UNCOUNTED:])
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Mean tokens of a delivery; the last one, which may be cut short, does not count either."""
-        return statistics.mean(self.counts[UNCOUNTED:-1] or self.counts)
+    def finish(self) -> Run:
+        """Take note of the end of the generation; the last delivery, which may be cut short, is not a whole step."""
+        total = time.perf_counter() - self.start
+        seconds = self.times[-1] - self.times[UNCOUNTED - 1]
+        steps = self.counts[UNCOUNTED:-1] or self.counts
+        return Run(
+            self.tokens, sum(self.counts[UNCOUNTED:]) / seconds, len(self.tokens) / total, statistics.mean(steps)
+        )
 
 
-Generate = Callable[[list[int], int, Deliveries], None]
+Decoder = Callable[[Job], Run]
 
 
-def measure(job: Job, generate: Generate, version: str, settings: dict[str, Any]) -> None:
-    """Time an engine on every prompt and print the answer as one line of JSON.
+def timed(generate: Callable[[Job, Deliveries], None]) -> Decoder:
+    """An engine from a function that adds tokens to deliveries as they come."""
 
-    `generate(prompt, k, deliveries)` generates with drafts of k tokens, or plainly where k is 0, and adds what comes.
+    def run(job: Job) -> Run:
+        deliveries = Deliveries()
+        generate(job, deliveries)
+        return deliveries.finish()
+
+    return run
+
+
+def answer(load: Callable[[Settings], tuple[Decoder, str]]) -> None:
+    """Load an engine, say its version and answer jobs.
+
+    Args:
+        load: the engine, and what it is with its version.
     """
-    ks = job.ks or [0]
-    for k in ks:
-        generate(job.prompts[0], k, Deliveries())
-    runs: dict[tuple[int, int], list[Deliveries]] = {}
-    for _ in range(job.repeats):
-        for index, prompt in enumerate(job.prompts):
-            for k in ks:
-                run = Deliveries()
-                generate(prompt, k, run)
-                run.finish()
-                if len(run.tokens) != job.new_tokens:
-                    raise RuntimeError(f"{len(run.tokens)} tokens were generated instead of {job.new_tokens}")
-                runs.setdefault((k, index), []).append(run)
-    answer = {
-        "version": version,
-        "settings": settings,
-        "results": [{"k": k, "prompts": [_summary(runs[k, index]) for index in range(len(job.prompts))]} for k in ks],
-    }
-    print(json.dumps(answer), flush=True)
-
-
-def _summary(runs: list[Deliveries]) -> dict[str, Any]:
-    decode = [1 / run.decode_seconds for run in runs]
-    end_to_end = [len(run.tokens) / run.total for run in runs]
-    return {
-        "decode_tokens_per_s": statistics.median(decode),
-        "end_to_end_tokens_per_s": statistics.median(end_to_end),
-        "decode_tokens_per_s_of_repeats": decode,
-        "tokens_per_step": statistics.mean(run.tokens_per_step for run in runs),
-        "tokens": runs[0].tokens,
-        "repeats_agree": all(run.tokens == runs[0].tokens for run in runs),
-    }
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    engine, version = load(Settings.read())
+    print(json.dumps(version), file=answers, flush=True)
+    for line in sys.stdin:
+        job = Job.read(line)
+        run = engine(job)
+        if len(run.tokens) != job.new_tokens:
+            raise RuntimeError(f"{len(run.tokens)} tokens were generated instead of {job.new_tokens}")
+        print(json.dumps(asdict(run)), file=answers, flush=True)
 
 
 def thread_environment(threads: int) -> dict[str, str]:

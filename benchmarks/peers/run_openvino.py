@@ -1,4 +1,4 @@
-"""Run a job with OpenVINO GenAI: greedy search, or its speculative decoding with a draft model."""
+"""Answer jobs with OpenVINO GenAI: greedy search with either attention, speculation with the draft model or n-grams."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from benchmarks.peers.job import Deliveries, Job, measure
+from benchmarks.peers.job import LOOKUP, Decoder, Deliveries, Job, Settings, answer, timed
 
 KV_CACHE_GIB = 1
 
@@ -29,50 +29,52 @@ class Streamer(openvino_genai.StreamerBase):
         """Nothing is held back."""
 
 
-def properties(job: Job) -> dict[str, Any]:
+def properties(settings: Settings) -> dict[str, Any]:
     """Say how the device is to be used; without the hints, models saved as float32 are computed in less."""
-    chosen: dict[str, Any] = {"INFERENCE_NUM_THREADS": job.threads, "PERFORMANCE_HINT": "LATENCY"}
-    if job.precision == "fp32":
+    chosen: dict[str, Any] = {"INFERENCE_NUM_THREADS": settings.threads, "PERFORMANCE_HINT": "LATENCY"}
+    if settings.precision == "fp32":
         chosen.update({"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"})
     return chosen
 
 
-def load(job: Job, device: dict[str, Any]) -> openvino_genai.LLMPipeline:
-    """Load the target, with the draft where the job has draft lengths.
+def load(settings: Settings) -> tuple[Decoder, str]:
+    """Load a pipeline a method: what it speculates with is chosen as it is made.
 
     Prompts are not to be remembered from one generation to the next, as they otherwise would be.
     """
-    options: dict[str, Any] = dict(device)
-    if job.options.get("attention") == "SDPA":
-        options["ATTENTION_BACKEND"] = "SDPA"
-    else:
-        options["scheduler_config"] = openvino_genai.SchedulerConfig()
-        options["scheduler_config"].enable_prefix_caching = False
-        options["scheduler_config"].cache_size = KV_CACHE_GIB
-    if job.ks:
-        options["draft_model"] = openvino_genai.draft_model(job.draft, "CPU", **device)
-    return openvino_genai.LLMPipeline(job.target, "CPU", **options)
+    device = properties(settings)
 
+    def pipeline(method: str) -> openvino_genai.LLMPipeline:
+        options: dict[str, Any] = dict(device)
+        if method == "sdpa":
+            options["ATTENTION_BACKEND"] = "SDPA"
+        else:
+            options["scheduler_config"] = openvino_genai.SchedulerConfig()
+            options["scheduler_config"].enable_prefix_caching = False
+            options["scheduler_config"].cache_size = KV_CACHE_GIB
+        if method == "draft":
+            options["draft_model"] = openvino_genai.draft_model(settings.draft, "CPU", **device)
+        elif method == "ngram":
+            options["prompt_lookup"] = True
+        return openvino_genai.LLMPipeline(settings.target, "CPU", **options)
 
-def main() -> None:
-    """Answer the job on standard input."""
-    job = Job.read()
-    device = properties(job)
-    pipeline = load(job, device)
+    pipelines = {method: pipeline(method) for method in {way.method for way in settings.ways}}
 
-    def generate(prompt: list[int], k: int, deliveries: Deliveries) -> None:
+    def generate(job: Job, deliveries: Deliveries) -> None:
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens = job.new_tokens
         config.ignore_eos = True
         config.do_sample = False
-        if k:
-            config.num_assistant_tokens = k
-        ids = np.array([prompt], dtype=np.int64)
+        if job.way.k:
+            config.num_assistant_tokens = job.way.k
+        if job.way.method == "ngram":
+            config.max_ngram_size = LOOKUP
+        ids = np.array([job.prompt], dtype=np.int64)
         inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
-        pipeline.generate(inputs, config, Streamer(deliveries))
+        pipelines[job.way.method].generate(inputs, config, Streamer(deliveries))
 
-    measure(job, generate, openvino_genai.__version__, {**device, **job.options})
+    return timed(generate), f"openvino-genai {openvino_genai.__version__}"
 
 
 if __name__ == "__main__":
-    main()
+    answer(load)

@@ -1,4 +1,4 @@
-"""Run a job with transformers: greedy search, or assisted generation with drafts of constant length."""
+"""Answer jobs with transformers: greedy search, assisted generation with drafts of constant length, prompt lookup."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.peers.job import Deliveries, Job, measure
+from benchmarks.peers.job import LOOKUP, Decoder, Deliveries, Job, Settings, answer, timed
 
 
 class Streamer(BaseStreamer):
@@ -28,37 +28,39 @@ class Streamer(BaseStreamer):
         """Nothing is held back."""
 
 
-def load(folder: str) -> Any:
+def load_model(folder: str) -> Any:
     """Load a checkpoint with a generation config that never stops early."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     return model
 
 
-def main() -> None:
-    """Answer the job on standard input."""
-    job = Job.read()
-    torch.set_num_threads(job.threads)
-    target = load(job.target)
-    draft = load(job.draft) if job.ks else None
+def load(settings: Settings) -> tuple[Decoder, str]:
+    """Load both models."""
+    torch.set_num_threads(settings.threads)
+    target, draft = load_model(settings.target), load_model(settings.draft)
 
-    def generate(prompt: list[int], k: int, deliveries: Deliveries) -> None:
-        ids = torch.tensor([prompt])
-        if draft is not None:
-            draft.generation_config.num_assistant_tokens = k
+    @torch.inference_mode()
+    def generate(job: Job, deliveries: Deliveries) -> None:
+        ids = torch.tensor([job.prompt])
+        options: dict[str, Any] = {}
+        if job.way.method == "draft":
+            draft.generation_config.num_assistant_tokens = job.way.k
             draft.generation_config.num_assistant_tokens_schedule = "constant"
             draft.generation_config.assistant_confidence_threshold = 0.0
+            options["assistant_model"] = draft
+        elif job.way.method == "ngram":
+            options.update(prompt_lookup_num_tokens=job.way.k, max_matching_ngram_size=LOOKUP)
         target.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=job.new_tokens,
-            assistant_model=draft,
             streamer=Streamer(deliveries),
+            **options,
         )
 
-    with torch.inference_mode():
-        measure(job, generate, transformers.__version__, {"torch": torch.__version__})
+    return timed(generate), f"transformers {transformers.__version__}, torch {torch.__version__}"
 
 
 if __name__ == "__main__":
-    main()
+    answer(load)

@@ -1,8 +1,9 @@
 """Make the environments that the other engines run in.
 
-    python -m benchmarks.peers.setup [ort] [openvino]
+    python -m benchmarks.peers.setup [ort] [openvino] [llamacpp]
 
-Each gets a virtual environment in the root of the repository, with the versions pinned in its requirements file. What
+Each gets a virtual environment in the root of the repository, with the versions pinned in its requirements file;
+llama.cpp is built there for this machine, from the source that llama-cpp-python's source package carries. What
 transformers needs is the environment this runs in.
 """
 
@@ -11,12 +12,17 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SEPARATE = ("ort", "openvino")
+SEPARATE = ("ort", "openvino", "llamacpp")
 # Required by optimum-intel by name only; its usual wheel does not load beside a CPU build of torch.
 UNWANTED = {"openvino": ("torchvision",)}
+LLAMA_CPP = "0.3.36"
+"""Version of llama-cpp-python, whose source package has llama.cpp's in it."""
+LLAMA_SOURCE = ROOT / ".venv-peers-llamacpp" / f"llama_cpp_python-{LLAMA_CPP}" / "vendor" / "llama.cpp"
+LLAMA_TOOLS = ("llama-server", "llama-quantize")
 
 
 def python_of(engine: str) -> Path:
@@ -24,6 +30,11 @@ def python_of(engine: str) -> Path:
     if engine not in SEPARATE:
         return Path(sys.executable)
     return ROOT / f".venv-peers-{engine}" / "bin" / "python"
+
+
+def llama_tool(name: str) -> str:
+    """A program of llama.cpp's."""
+    return str(LLAMA_SOURCE / "build" / "bin" / name)
 
 
 def make(engine: str) -> None:
@@ -36,6 +47,23 @@ def make(engine: str) -> None:
     subprocess.run([*pip, "install", "-c", str(ROOT / "constraints.txt"), "-r", str(requirements)], check=True)
     for package in UNWANTED.get(engine, ()):
         subprocess.run([*pip, "uninstall", "--yes", package], check=True)
+    if engine == "llamacpp":
+        build_llama(python)
+
+
+def build_llama(python: Path) -> None:
+    """Build llama.cpp's server and quantizer for this processor, with nothing that the network would be needed for."""
+    folder = python.parents[1]
+    download = [str(python), "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python"]
+    subprocess.run([*download, "-d", str(folder), f"llama-cpp-python=={LLAMA_CPP}"], check=True)
+    with tarfile.open(folder / f"llama_cpp_python-{LLAMA_CPP}.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    cmake, build = str(python.with_name("cmake")), str(LLAMA_SOURCE / "build")
+    off = ("LLAMA_OPENSSL", "LLAMA_USE_PREBUILT_UI", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP")
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", *(f"-D{name}=OFF" for name in off)]
+    ninja = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={python.with_name('ninja')}"]
+    subprocess.run([cmake, "-S", str(LLAMA_SOURCE), "-B", build, *ninja, *options], check=True)
+    subprocess.run([cmake, "--build", build, "--target", *LLAMA_TOOLS], check=True)
 
 
 def main() -> int:
