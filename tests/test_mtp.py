@@ -34,6 +34,7 @@ from specexport.exporter.engines.compiler import compile_graph, load_library
 from specexport.exporter.engines.profiles import model_jobs
 from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
+from specexport.exporter.passes.experts import lower_experts
 from specexport.runtime import Engine
 from specexport.runtime.buffers import buffers
 from specexport.runtime.speculative import PLAIN, Speculative
