@@ -149,8 +149,10 @@ class BuildOptions:
     def stored(self) -> Storage:
         """How the target's matrices are stored; lowered portably each column has one scale."""
         block_size = None if self.lowering == "portable" else self.block_size or DEFAULT_BLOCK_SIZE
-        any_scales = self.lowering == "native" and self.backend == "onnxruntime"
-        return Storage(self.precision or "fp32", block_size, self.rest, any_scales)
+        on_cpu = self.lowering == "native" and self.backend == "onnxruntime"
+        # Ranks meet between nodes of the graph itself.
+        branches = on_cpu and self.tensor_parallel == 1
+        return Storage(self.precision or "fp32", block_size, self.rest, any_scales=on_cpu, branches=branches)
 
     @property
     def proposing(self) -> Storage:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar, get_args
 
@@ -16,7 +16,7 @@ import onnx_ir as ir
 from specexport.checkpoints.quantized import Scales
 from specexport.contract import tensors
 from specexport.contract.model import StoredAs
-from specexport.exporter.passes.editing import constant, needed_only_for, op
+from specexport.exporter.passes.editing import constant, needed_only_for, op, producer
 from specexport.exporter.passes.names import names_in
 from specexport.exporter.quantize import (
     apply_scales,
@@ -45,12 +45,15 @@ class Storage:
         rest: how matrices are that a quantized checkpoint has not quantized; None for ``kind``.
         any_scales: whether zero points, and fp8 with scales of blocks, may be kept as a checkpoint has them: for CPUs
             only, as TensorRT refuses both, and ONNX Runtime was not tried with them on GPUs.
+        branches: whether each expert of a mixture has a branch of its own: for CPUs only, as compiled engines and
+            captured graphs know no control flow.
     """
 
     kind: Precision
     block_size: int | None
     rest: Precision | None = None
     any_scales: bool = False
+    branches: bool = False
 
 
 _EXACT = Storage("fp32", None)
@@ -299,13 +302,22 @@ class WeightsFile:
         """Whether the checkpoint has a matrix quantized; experts stacked while loading are if one of them is."""
         names = names_in(_name(value))
         stack = f"{names[0].rpartition('.')[0]}."
-        return all(name in self._scales for name in names) or (
+        return all(name.partition("[")[0] in self._scales for name in names) or (
             stack.endswith(".experts.") and any(name.startswith(stack) for name in self._scales)
         )
 
+    def _scales_of(self, name: str) -> Scales | None:
+        """The checkpoint's own scales of a matrix, which may be one of a stack: ``stack[3]``."""
+        stack, bracket, rest = name.partition("[")
+        scales = self._scales.get(stack)
+        if scales is None or not bracket:
+            return scales
+        expert = int(rest.removesuffix("]"))
+        return replace(scales, scale=scales.scale[expert], zero=None if scales.zero is None else scales.zero[expert])
+
     def _kept(self, value: ir.Value, role: str, shape: tuple[int, ...], storage: Storage) -> _Kept | None:
         """The checkpoint's own scales of a matrix ``[...,K,N]``, if the numbers they give can be stored so."""
-        found = [self._scales.get(name) for name in names_in(_name(value))]
+        found = [self._scales_of(name) for name in names_in(_name(value))]
         scales = [one for one in found if one is not None]
         if role not in ("matmul", "experts") or len(scales) < len(found):
             return None
@@ -452,11 +464,15 @@ def _routers(graph: ir.Graph) -> set[ir.Value]:
     They are those that experts' indices are computed from first, with a column for each expert.
     """
     found: set[ir.Value] = set()
+    chosen: dict[ir.Value | None, int] = {}
     for node in graph:
         stack = node.inputs[0].const_value if of_experts(node, 3) and node.inputs[0] is not None else None
-        if stack is None:
-            continue
-        seen, waiting = set[ir.Value](), [node.inputs[1]]
+        if stack is not None:
+            chosen[node.inputs[1]] = stack.shape.numpy()[0]
+        elif node.op_type == "If" and (each := producer(node.inputs[0], "Split")) is not None:
+            chosen[each.inputs[0]] = len(each.outputs)
+    for start, experts in chosen.items():
+        seen, waiting = set[ir.Value](), [start]
         while waiting:
             value = waiting.pop()
             made_by = value.producer() if value is not None and value not in seen else None
@@ -466,7 +482,7 @@ def _routers(graph: ir.Graph) -> set[ir.Value]:
             weight = made_by.inputs[1] if made_by.op_type == "MatMul" else None
             if weight is None or weight.const_value is None:
                 waiting += made_by.inputs
-            elif weight.const_value.shape[-1] == stack.shape[0]:
+            elif weight.const_value.shape[-1] == experts:
                 found.add(weight)
     return found
 

@@ -12,6 +12,7 @@ import onnx_ir.passes.common as passes
 from specexport.checkpoints.checkpoint import Checkpoint
 from specexport.contract.model import CacheLayer, GraphFiles, LoweredAs, Model, PrecisionInfo, QuantizedBefore
 from specexport.contract.shapes import ShapePoint
+from specexport.exporter.passes.experts import lower_experts
 from specexport.exporter.weights import QUANTIZED, Storage, WeightsFile, WeightsReport
 
 Progress = Callable[[str, int, int], None]
@@ -52,6 +53,7 @@ def write_models(
     reports = []
     with WeightsFile(folder / role / "weights.bin", advance) as weights:
         for part in parts:
+            lower_experts(part.model, branches=stored.branches)
             weights.externalize(part.model.graph, stored, heads, checkpoint.scales)
             reports.append(weights.report)
             weights.report = WeightsReport()

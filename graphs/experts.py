@@ -12,6 +12,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from specexport.contract.errors import BuildError
+from specexport.graphs.ops import sum_of_experts
 
 EXPERTS_NAME = "specexport"
 
@@ -22,7 +23,8 @@ def apply_experts(
     """The experts function transformers calls (see ``transformers.integrations.moe.ExpertsInterface``).
 
     The weights of ``min(E, N*k)`` experts, all that were chosen among them, are gathered from the stacked ones and
-    multiplied by all N tokens: a step of one token reads k experts, a prefill chunk reads each expert once.
+    multiplied by all N tokens: a step of one token reads k experts, a prefill chunk reads each expert once. For CPUs
+    the exporter makes a branch of each expert instead (:mod:`specexport.exporter.passes.experts`).
 
     Args:
         module: holds E experts' stacked weights.
@@ -60,7 +62,7 @@ def apply_experts(
     total = weighted[:, 0]
     for rank in range(1, chosen):
         total = total + weighted[:, rank]
-    return total
+    return sum_of_experts(total, hidden_states, rows, made, top_k_index, top_k_weights)
 
 
 def _linear(module: Any, name: str, rows: torch.Tensor, used: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ import torch
 from specexport.contract.tensors import MEETING_DOMAIN
 
 _OPSET = onnxscript.values.Opset("", 24)
-_MEETINGS = onnxscript.values.Opset(MEETING_DOMAIN, 1)
 
 
 @torch.library.custom_op("specexport::tensor_scatter", mutates_args=())
@@ -73,21 +72,56 @@ def _(part: torch.Tensor, ranks: int) -> torch.Tensor:
     return part.new_empty(*part.shape[:-1], part.shape[-1] * ranks)
 
 
-def _schema(name: str) -> onnx.defs.OpSchema:
-    one, kinds = onnx.defs.OpSchema.FormalParameter, [("T", ["tensor(float)"], "")]
-    return onnx.defs.OpSchema(
-        name, MEETING_DOMAIN, 1, inputs=[one("part", "T")], outputs=[one("whole", "T")], type_constraints=kinds
-    )
+EXPERTS_DOMAIN = "specexport.experts"
+"""Of the operator that says where a mixture's experts are, which no runtime knows: the exporter rewrites it."""
+
+
+@torch.library.custom_op("specexport::sum_of_experts", mutates_args=())
+def sum_of_experts(
+    total: torch.Tensor,
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    made: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum of what experts made, and, for the exporter, what it is made of.
+
+    Args:
+        total: ``[N,H]``, the sum.
+        hidden: ``[N,H]``, what experts are given.
+        rows: ``[1,M,H]``, the rows that are multiplied by experts' weights gathered from stacks.
+        made: ``[L,M,H]``, what each of the gathered experts makes of them.
+        index: int64 ``[N,k]``, each token's experts.
+        weights: ``[N,k]``.
+    """
+    return total.clone()
+
+
+@sum_of_experts.register_fake
+def _(total: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(total)
+
+
+def _op(domain: str, name: str, whole: str, **kinds: str) -> onnxscript.values.Op:
+    """An operator that no runtime knows, of inputs by name and type."""
+    one = onnx.defs.OpSchema.FormalParameter
+    inputs, outputs = [one(key, f"tensor({kind})") for key, kind in kinds.items()], [one(whole, "tensor(float)")]
+    schema = onnx.defs.OpSchema(name, domain, 1, inputs=inputs, outputs=outputs)
+    return onnxscript.values.Op(onnxscript.values.Opset(domain, 1), name, schema)
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """The table ``torch.onnx.export(custom_translation_table=...)`` needs for the operators above.
 
-    Where ranks meet there are operators that no runtime knows: the graph is cut there.
+    Where ranks meet there are operators that no runtime knows, as the graph is cut there, and one behind experts.
     """
-    add, join = (onnxscript.values.Op(_MEETINGS, name, _schema(name)) for name in ("SumOfRanks", "JoinOfRanks"))
+    add, join = (_op(MEETING_DOMAIN, name, "whole", part="float") for name in ("SumOfRanks", "JoinOfRanks"))
+    given = dict.fromkeys(("total", "hidden", "rows", "made"), "float")
+    sum_of_experts = _op(EXPERTS_DOMAIN, "SumOfExperts", "sum", **given, index="int64", weights="float")
     return {
         torch.ops.specexport.tensor_scatter.default: _tensor_scatter_onnx,
         torch.ops.specexport.sum_of_ranks.default: lambda part: add(part),
         torch.ops.specexport.join_of_ranks.default: lambda part, ranks: join(part),
+        torch.ops.specexport.sum_of_experts.default: lambda *given: sum_of_experts(*given),
     }

@@ -117,7 +117,7 @@ def measured(name: str, settings: dict[str, Any], *, rtx: bool) -> dict[str, str
         root = Path(folder)
         source = make_checkpoint(root / "model", settings.pop("model_type", name), **settings)
         try:
-            build(_options(source, root / "fp32"))
+            build(_options(source, root / "fp32", backend="tensorrt-rtx" if rtx else "onnxruntime"))
         except SpecExportError as error:
             return {"refused": _line(error)}
         if rtx:

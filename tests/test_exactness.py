@@ -43,18 +43,22 @@ def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture(scope="module", params=["int8", "int4", "int4 in blocks of 128"])
+@pytest.fixture(scope="module", params=["int8", "int4", "int4 in blocks of 128", "fp32 mixture", "int4 mixture"])
 def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft that is the target, so that long paths are accepted, and heads, both with trees."""
     from specexport.exporter.build import build
     from specexport.exporter.options import BuildOptions
-    from tests.checkpoints import make_checkpoint, make_heads
+    from tests.checkpoints import GROUPED, make_checkpoint, make_heads
 
     folder = tmp_path_factory.mktemp("quantized")
-    model = make_checkpoint(folder / "llama", "llama", hidden_size=256, intermediate_size=512)
+    precision, _, block = request.param.removesuffix(" mixture").partition(" in blocks of ")
+    family, sizes = "llama", {"hidden_size": 256, "intermediate_size": 512}
+    if request.param.endswith("mixture"):
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+        family, sizes = "mixtral", {**GROUPED, **experts, "hidden_size": 128, "intermediate_size": 256}
+    model = make_checkpoint(folder / family, family, **sizes)
     heads = make_heads(folder / "heads", model, 3, tied=True)
     methods = (*ways(draft=model, sizes=(4,)), *ways(medusa=heads, trees=(TREE,)))
-    precision, _, block = request.param.partition(" in blocks of ")
     options: dict[str, Any] = {"block_size": int(block)} if block else {}
     return build(BuildOptions(str(model), folder / "bundle", methods, precision=precision, **options))
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specexport.checkpoints import parity
-from specexport.checkpoints.checkpoint import load_checkpoint
+from specexport.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
@@ -22,8 +22,9 @@ from specexport.exporter import kept_traces, trace
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.options import BuildOptions
+from specexport.exporter.passes.experts import lower_experts
 from specexport.exporter.plan import active_parameters
-from specexport.exporter.weights import Precision, Storage, WeightsFile
+from specexport.exporter.weights import Precision, Storage, WeightsFile, of_experts
 from specexport.graphs.step import StepModule
 from tests.checkpoints import GROUPED, WINDOW, make_checkpoint
 from tests.engine_bundles import SMALL
@@ -32,6 +33,7 @@ from tests.test_families import TOLERANCE, Family, Graph, differences, random_te
 pytestmark = pytest.mark.exporter
 
 EXPERTS, USED = 8, 2
+FORMS = {"step.onnx": False, "branches.onnx": True}
 _ONE = {**GROUPED, "num_hidden_layers": 1, "head_dim": 16, "num_experts_per_tok": USED}
 _GROUPS = {"n_group": 2, "topk_group": 1, "n_routed_experts": EXPERTS, "moe_intermediate_size": 32}
 
@@ -76,13 +78,21 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     eager = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     ).eval()
-    ir.save(trace.trace_step(StepModule(loaded.model), loaded.cache), folder / "step.onnx")
+    for name, branches in FORMS.items():
+        ir.save(_step_graph(loaded, branches=branches), folder / name)
     return Family(request.param, loaded, eager, folder)
 
 
-def test_step_graph_computes_what_transformers_does(family: Family) -> None:
+def _step_graph(loaded: Checkpoint, *, branches: bool) -> ir.Model:
+    model = trace.trace_step(StepModule(loaded.model), loaded.cache)
+    lower_experts(model, branches=branches)
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_step_graph_computes_what_transformers_does(family: Family, form: str) -> None:
     parity.same_as_eager(family.checkpoint, "portable")
-    worst = differences(family, family.folder / "step.onnx", (2 * WINDOW + 5, WINDOW + 3), 8, 40)
+    worst = differences(family, family.folder / form, (2 * WINDOW + 5, WINDOW + 3), 8, 40)
     assert max(worst.values()) < TOLERANCE, worst
 
 
@@ -93,6 +103,17 @@ def test_greedy_text_is_that_of_transformers(family: Family) -> None:
         written.append(int(logits.argmax()))
         logits = graph.step(np.array([written[-1:]]), [len(written) - 1], TokenTree.chain(1))[0, -1]
     assert written[12:] == family.greedy(text, 12)
+
+
+def test_experts_of_a_cpu_are_products_of_their_own(family: Family) -> None:
+    """Each with its matrices in a branch, none gathered."""
+    graph = ir.load(family.folder / "branches.onnx").graph
+    assert not any(of_experts(node, 3) for node in graph)
+    chosen = [node.attributes["then_branch"].as_graph() for node in graph if node.op_type == "If"]
+    assert len(chosen) == EXPERTS * len(family.checkpoint.cache)
+    for branch in chosen:
+        weights = [value.name for node in branch if node.op_type == "MatMul" for value in node.inputs[1:]]
+        assert len(weights) == 2 and set(weights) <= branch.initializers.keys()
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -124,17 +145,19 @@ def test_experts_are_gathered_before_they_are_dequantized(family: Family, tmp_pa
     assert 1e-5 < np.median(np.abs(ours - theirs)) / np.abs(theirs).mean() < {"int8": 0.1, "int4": 0.6}[kind]
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("kind", "size"), [("fp32", 4), ("int8", 1 + 4 / 32), ("int4", 0.5 + 4 / 32)])
-def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: Precision, size: float) -> None:
+def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: Precision, size: float, form: str) -> None:
     """And no more than half as many bytes again, counted over the weights that the graph reads."""
     sizes = {"num_experts": 16, "hidden_size": 128, "moe_intermediate_size": 128}
     folder = make_checkpoint(tmp_path, "qwen3_moe", **{**MIXTURES["qwen3_moe"], **sizes})
     loaded = load_checkpoint(str(folder))
-    model = trace.trace_step(StepModule(loaded.model), loaded.cache)
+    model = _step_graph(loaded, branches=FORMS[form])
     with WeightsFile(tmp_path / "weights.bin") as weights:
         weights.externalize(model.graph, Storage(kind, 32))
     passes.RemoveUnusedNodesPass()(model)
-    read = 0.0
+    branches = [graph for graph in model.graph.subgraphs() if graph.name == "chosen"]
+    read = sum(value.const_value.nbytes for one in branches for value in one.initializers.values()) * USED / 16
     for value in model.graph.initializers.values():
         held, readers = value.const_value, {(node.op_type, index) for node, index in value.uses()}
         assert held is not None
@@ -164,10 +187,11 @@ def test_a_mixture_compiles(tmp_path: Path, kind: Precision) -> None:
     assert len(experts) == 2 and all({node.op_type for node, _ in value.uses()} == {"Gather"} for value in experts)
 
 
-def test_a_row_is_the_same_whatever_runs_beside_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_is_the_same_whatever_runs_beside_it(tmp_path: Path, form: str) -> None:
     folder = make_checkpoint(tmp_path, "mixtral", **MIXTURES["mixtral"])
     loaded = load_checkpoint(str(folder))
-    ir.save(trace.trace_step(StepModule(loaded.model), loaded.cache), folder / "step.onnx")
+    ir.save(_step_graph(loaded, branches=FORMS[form]), folder / "step.onnx")
     text = random_text(16, 5)
     wide = Graph(folder / "step.onnx", loaded, 1, 32).step(np.array([text]), [0], TokenTree.chain(16))[0]
     for width in (1, 2, 3, 4, 8):

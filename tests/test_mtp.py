@@ -34,6 +34,7 @@ from specexport.exporter.engines.compiler import compile_graph, load_library
 from specexport.exporter.engines.profiles import model_jobs
 from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
+from specexport.exporter.passes.experts import lower_experts
 from specexport.runtime import Engine
 from specexport.runtime.buffers import buffers
 from specexport.runtime.speculative import PLAIN, Speculative
@@ -134,7 +135,9 @@ def test_the_graph_drafts_what_the_formulas_say(
     draft = outline.load(outline.path, LAYERS, 512)
     cache = as_checkpoint(outline, "mtp", "here", draft, 512).cache
     start, one_pass = trace.trace_own_state(draft, cache, lowering)
-    ir.save(propose_graph(one_pass, cache, lowering, start), tmp_path / "propose.onnx")
+    graph = propose_graph(one_pass, cache, lowering, start)
+    lower_experts(graph, branches=lowering == "native")
+    ir.save(graph, tmp_path / "propose.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "propose.onnx")
     method = MTP(states=(1,), hidden=H, draft_hidden=H, candidates=64)
     make = buffers(method.signatures["mtp"])

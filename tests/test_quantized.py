@@ -97,11 +97,11 @@ def test_mxfp4_experts_are_kept_in_int8(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in expected.items())
     precision = _built(quantized, tmp_path / "bundle").precision
     assert precision.weights == "int8" and precision.quantized_before is not None
-    assert (precision.quantized_before.kept, precision.quantized_before.converted) == (4, 0)
+    assert (precision.quantized_before.kept, precision.quantized_before.converted) == (4 * 4, 0)
     assert precision.weight_rms_error is not None and precision.weight_rms_error < 1e-7
     assert verify(tmp_path / "bundle").passed
     four = _built(quantized, tmp_path / "four", "int4").precision.quantized_before
-    assert four is not None and (four.kept, four.converted) == (0, 4) and (four.converted_rms_error or 0) > 0.01
+    assert four is not None and (four.kept, four.converted) == (0, 4 * 4) and (four.converted_rms_error or 0) > 0.01
 
 
 @pytest.mark.parametrize("layout", ["fp8", "mxfp4"])

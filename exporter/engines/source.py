@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from specexport.contract import tensors
 from specexport.contract.engines import ComputedIn
+from specexport.contract.errors import BuildError
 from specexport.exporter.passes.compute_type import compute_in
 from specexport.exporter.passes.flatten_products import flatten_products
 from specexport.exporter.passes.lookup_tables import restore_tables
@@ -36,9 +37,13 @@ def write_source(
             see the tokens of several slots as rows.
 
     Raises:
-        BuildError: a weight does not fit ``compute``.
+        BuildError: a weight does not fit ``compute``, or the graph has control flow.
     """
     model = ir.load(master)
+    if any(node.op_type == "If" for node in ir.traversal.RecursiveGraphIterator(model.graph)):
+        raise BuildError(
+            f"{master}: its experts are branches, which only CPUs run; build it with the --backend that it is to run on"
+        )
     if drafts:
         fix_drafts(model, drafts)
     interface = [value.name or "" for value in (*model.graph.inputs, *model.graph.outputs)]

@@ -1,0 +1,140 @@
+"""Decides how a mixture's experts are multiplied: gathered from their stacks, or each in a branch of its own."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+from onnx_ir.tape import Tape
+
+from specexport.exporter.passes.editing import ancestors, constant, producer
+from specexport.graphs.ops import EXPERTS_DOMAIN
+
+_GRAIN = 16
+"""An expert's product has a multiple of this many rows, or all there are: kernels' tiles are full there, so that a row
+does not depend on how many others chose the expert (``specexport.runtime.widths``)."""
+
+
+def lower_experts(model: ir.Model, *, branches: bool) -> None:
+    """Puts standard operators in the place of what :func:`specexport.graphs.experts.apply_experts` was traced to.
+
+    Gathered, experts need no control flow. As ``branches`` each has its matrices ``[K,N]`` in a branch of an If, which
+    runs where a token chose it: ONNX Runtime packs them beforehand, and fuses their dequantization, as it does with any
+    other product's.
+    """
+    for graph in (model.graph, *model.graph.subgraphs()):
+        for node in [one for one in graph if one.domain == EXPERTS_DOMAIN]:
+            total = _branches(graph, node) if branches else node.inputs[0]
+            ir.convenience.replace_all_uses_with(node.outputs[0], total, replace_graph_outputs=True)
+            graph.remove(node, safe=True)
+    model.opset_imports.pop(EXPERTS_DOMAIN, None)
+    passes.RemoveUnusedNodesPass()(model)
+
+
+def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
+    """Adds Ifs, each of which adds what its expert makes to the sum ``[N,H]`` so far; returns the last sum."""
+    _, hidden, rows, made, index, weights = (_there(value) for value in node.inputs)
+    region = _between(hidden, rows, made)
+    gathered = [value for inner in region for value in inner.inputs if _stack(value) is not None]
+    stacks = {value: _there(_stack(value)) for value in gathered if value is not None}
+    held = {stack: _there(stack.const_value) for stack in stacks.values()}
+    count = next(iter(held.values())).shape.numpy()[0]
+    name, tape = node.outputs[0].name, Tape()
+
+    def add(nodes: Tape, what: str, op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
+        return nodes.op(op_type, inputs, attributes, output=ir.val(f"{name}.{what}"))
+
+    def number(*numbers: int) -> ir.Value:
+        return constant(graph, f"experts.{'.'.join(map(str, numbers))}", np.array(numbers))
+
+    def each(value: ir.Value) -> list[ir.Value]:
+        outputs = [ir.val(f"{value.name}.{expert}") for expert in range(count)]
+        return list(tape.op_multi_out("Split", [value], {"axis": 0, "num_outputs": count}, outputs=outputs))
+
+    ids = constant(graph, f"experts.ids.{count}", np.arange(count)[:, None, None])
+    chose = add(tape, "chose", "Cast", add(tape, "same", "Equal", index, ids), to=ir.DataType.FLOAT)  # [E,N,k]
+    weighted = add(tape, "weighted", "Mul", chose, weights)
+    chosen = add(tape, "chosen", "ReduceMax", chose, number(2), keepdims=0)  # [E,N]
+    tokens = add(tape, "tokens", "Shape", hidden, start=0, end=1)
+    sums = add(tape, "counts", "ReduceSum", chosen, number(1), keepdims=0)
+    full = add(tape, "up", "Add", add(tape, "sizes", "Cast", sums, to=ir.DataType.INT64), number(_GRAIN - 1))
+    full = add(tape, "full", "Mul", add(tape, "tiles", "Div", full, number(_GRAIN)), number(_GRAIN))
+    sizes = add(tape, "rows", "Min", full, tokens)
+    used = add(tape, "used", "Cast", sizes, to=ir.DataType.BOOL)
+    shares = add(tape, "shares", "ReduceSum", weighted, number(2), keepdims=0)
+    total = add(tape, "nothing", "Mul", hidden, constant(graph, "experts.nothing", np.array(0, np.float32)))
+
+    read = functools.lru_cache(len(held))(lambda stack: held[stack].numpy())  # once, for all of its experts
+    parts = zip(each(used), each(sizes), each(chosen), each(shares), strict=True)
+    for expert, (is_used, size, by, share) in enumerate(parts):
+        at, branch = f"{expert}.", Tape()
+        best = [ir.val(f"{name}.{at}{what}") for what in ("best", "token")]
+        _, token = branch.op_multi_out("TopK", [by, size], outputs=best)  # [1,M]: those that chose it, then others
+        mapped: dict[ir.Value, Any] = {rows: add(branch, f"{at}rows", "Gather", hidden, token, axis=0)}
+        matrices = {stack: _expert(stack, held[stack], expert, read) for stack in stacks.values()}
+        mapped |= {value: matrices[stack] for value, stack in stacks.items()}
+        for inner in region:
+            given = [mapped.get(value, value) if value is not None else None for value in inner.inputs]
+            outputs = [ir.val(f"{value.name}.{expert}") for value in inner.outputs]
+            branch.op_multi_out(inner.op_type, given, inner.attributes, outputs=outputs, domain=inner.domain)
+            mapped |= zip(inner.outputs, outputs, strict=True)
+        own = add(branch, f"{at}share", "GatherElements", share, token, axis=1)
+        own = add(branch, f"{at}own", "Mul", mapped[made], add(branch, f"{at}shares", "Unsqueeze", own, number(2)))
+        place = add(branch, f"{at}place", "Unsqueeze", token, number(2))
+        grown = branch.op("ScatterND", [total, place, own], {"reduction": "add"}, output=ir.val(f"{name}.{at}grown"))
+        kept = ir.node("Identity", [total], name=f"{name}.{at}kept")
+        then = ir.Graph([], [grown], nodes=branch.nodes, initializers=list(matrices.values()), name="chosen")
+        other = ir.Graph([], kept.outputs, nodes=[kept], name="not_chosen")
+        attributes = {
+            "then_branch": ir.AttrGraph("then_branch", then),
+            "else_branch": ir.AttrGraph("else_branch", other),
+        }
+        total = tape.op("If", [is_used], attributes, output=ir.val(f"{name}.{expert}"))
+    graph.insert_before(node, tape.nodes)
+    return total
+
+
+def _there(value: Any) -> Any:
+    assert value is not None
+    return value
+
+
+def _stack(value: ir.Value | None) -> ir.Value | None:
+    """The stack of all experts' matrices, or biases, that a value was gathered from."""
+    gather = producer(value, "Gather")
+    stack = gather.inputs[0] if gather is not None else None
+    return stack if stack is not None and stack.const_value is not None else None
+
+
+def _expert(stack: ir.Value, tensor: ir.TensorProtocol, expert: int, read: Any) -> ir.Value:
+    """The matrix ``[K,N]`` of one expert, or its bias ``[1,N]``."""
+    _, *shape = tensor.shape.numpy()
+    name = f"{stack.name}[{expert}]"
+
+    def slice_of() -> ir.TensorProtocol:
+        return ir.Tensor(read(stack)[expert].reshape(shape if len(shape) > 1 else [1, *shape]), name=name)
+
+    shape = ir.Shape(shape if len(shape) > 1 else [1, *shape])
+    return ir.val(name, shape=shape, const_value=ir.LazyTensor(slice_of, dtype=tensor.dtype, shape=shape, name=name))
+
+
+def _between(hidden: ir.Value, rows: ir.Value, made: ir.Value) -> list[ir.Node]:
+    """The nodes, in their order, that make one value of another, and of what is gathered from stacks."""
+    found: dict[ir.Node, None] = {}
+    known = {**dict.fromkeys(ancestors([hidden]), False), rows: True}
+
+    def depends(value: ir.Value | None) -> bool:
+        node = value.producer() if value is not None else None
+        if value is not None and value not in known and node is not None:
+            gathered = _stack(value) is not None
+            read = [] if gathered else [depends(one) for one in node.inputs]
+            known[value] = gathered or any(read)
+            if any(read):
+                found[node] = None
+        return value is not None and known.get(value, False)
+
+    depends(made)
+    return list(found)
