@@ -268,6 +268,11 @@ class Eagle3Options(RunOptions):
         None,
         "N",
     )
+    draft: str | None = _draft(
+        "draft to start from; with --intermediate-size its MLP keeps the strongest units (default: a new draft)",
+        None,
+        "DIR_OR_ID",
+    )
     intermediate_size: int | None = _draft("width of the draft's MLP (default: the target's)", None, "I", low=16)
     draft_vocab_size: int | None = _draft(
         "tokens it may propose: the most frequent ones of what is learnt (default: all)", None, "N", low=64
@@ -276,6 +281,12 @@ class Eagle3Options(RunOptions):
     ttt_steps: int = _draft("tokens drafted from each of a text; 1: none from its own states", 7, "N", low=1, high=16)
     decay: float = _draft("token i of these counts D**i in the loss", 0.8, "D", above=0, high=1)
     optimizer: str = _draft(_OPTIMIZER, "adamw", choices=tuple(LEARNING_RATES))
+
+    def check(self) -> None:
+        super().check()
+        for name in ("states", "draft_vocab_size"):
+            if self.draft is not None and getattr(self, name) is not None:
+                raise TrainError(f"--draft was given together with {_dashed(name)}, which is of a draft that is new")
 
 
 @dataclass(frozen=True, kw_only=True)
