@@ -48,7 +48,7 @@ def train_eagle3(options: Eagle3Options, watch: Watch) -> dict[str, Any]:
     options.check()
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
-    layers = int(target.model.config.get_text_config().num_hidden_layers)
+    layers = int(target.model.config.num_hidden_layers)
     given = None if options.draft is None else given_draft(options, target, layers)
     states = seen_states(options.states or usual_states(layers), layers) if given is None else given[1]
     with open_run("train eagle3", options, place, target, watch) as run:
