@@ -315,7 +315,8 @@ def test_a_run_makes_the_rows_that_are_missing_alone(
     bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the CPU a run is as wide as the text has grown, not as wide as the deepest tree may make it grow."""
-    lengths, widths = [], []
+    lengths: list[int] = []
+    widths: list[int] = []
     propose, run = StatesProposer.propose, OnnxRuntimeGraph.run
 
     def noted_propose(self: StatesProposer, views: Any) -> Any:

@@ -214,11 +214,12 @@ def test_drafts_that_are_not_written_are_not_gone_on_from(
     options: Callable[..., Eagle3Options], target: Path, tmp_path: Path
 ) -> None:
     folder = make_eagle3(tmp_path / "given", target, published="speculators", model_type="qwen3", fc_norm=True)
-    for changed, expected in (
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({}, "has fc_norm, layers of a qwen3; expected what is written"),
         ({"states": STATES}, "--draft was given together with --states"),
         ({"draft_vocab_size": 100}, "--draft was given together with --draft-vocab-size"),
-    ):
+    )
+    for changed, expected in refused:
         with pytest.raises(SpecExportError, match=expected):
             train_eagle3(options(**{"draft": str(folder), "states": None} | changed), SILENT)
     plain = make_eagle3(tmp_path / "plain", target)
