@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-heads", default="demo-draft-medusa", help="heads of demo-draft; left out if not there")
     parser.add_argument("--speculator", type=Path, help="an MLP speculator of demo-target, to be compared too")
     parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--nodes", type=int, nargs="+", default=(), help="only trees of these sizes")
     parser.add_argument("--tuning-prompts", type=int, default=24, help="others, from the end of the file")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sampled rows")
 
@@ -110,7 +111,11 @@ def main(args: argparse.Namespace) -> int:
         name: _tune(folder, costs[name], greedy, texts[-args.tuning_prompts :], args)
         for name, folder in folders.items()
     }
-    ways = list(_ways(folders, tuned, greedy, sampled))
+    ways = [
+        way
+        for way in _ways(folders, tuned, greedy, sampled)
+        if way.method is None or not args.nodes or len(way.tree) in args.nodes
+    ]
     runs: list[list[Completion]] = [[] for _ in ways]
     engines = {
         name: Engine.load(folder, threads=args.threads, check_hashes=False, calibrate=False)

@@ -35,6 +35,8 @@ from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.buffers import buffers
+from specexport.runtime.ort import OnnxRuntimeGraph
+from specexport.runtime.proposers.states import StatesProposer
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_eagle3
@@ -307,6 +309,30 @@ def test_greedy_text_is_plain_decoding_s_in_every_tree(bundle: Callable[[str], P
                 assert done.token_ids == plain
                 reached = max(reached, *(depth + 1 for depth, n in enumerate(done.stats.accepted_at) if n), 0)
     assert reached >= 2
+
+
+def test_a_run_makes_the_rows_that_are_missing_alone(
+    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU a run is as wide as the text has grown, not as wide as the deepest tree may make it grow."""
+    lengths: list[int] = []
+    widths: list[int] = []
+    propose, run = StatesProposer.propose, OnnxRuntimeGraph.run
+
+    def noted_propose(self: StatesProposer, views: Any) -> Any:
+        lengths.append(len(views[0].tokens))
+        return propose(self, views)
+
+    def noted_run(self: OnnxRuntimeGraph, tokens: int, *args: Any, drafts: int = 0, **named: Any) -> Any:
+        widths.extend([tokens] * (drafts > 0))
+        return run(self, tokens, *args, drafts=drafts, **named)
+
+    with Engine.load(bundle("dice-eagle3"), threads=1, calibrate=False) as engine:
+        monkeypatch.setattr(StatesProposer, "propose", noted_propose)
+        monkeypatch.setattr(OnnxRuntimeGraph, "run", noted_run)
+        engine.generate([5, 7, 9], GREEDY, "eagle3")
+    assert len(widths) == len(lengths) > 2
+    assert widths[1:] == np.diff(lengths).tolist()
 
 
 def test_a_shared_beginning_is_drafted_from(bundle: Callable[[str], Path]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specexport.checkpoints.eagle3 import read_eagle3, save_eagle3
@@ -17,21 +18,30 @@ from specexport.cli import main
 from specexport.contract.errors import SpecExportError
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
+from specexport.graphs.attention import lowering
 from specexport.graphs.layers import noted_states
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
 from specexport.training.data import Windows
-from specexport.training.eagle3 import draft_accuracy, draft_loss, new_draft, train_eagle3
+from specexport.training.eagle3 import (
+    _TrainingTimeTest,
+    draft_accuracy,
+    draft_loss,
+    given_draft,
+    new_draft,
+    train_eagle3,
+)
 from specexport.training.loop import Schedule, muon_and_adamw, train
 from specexport.training.options import Eagle3Options
 from specexport.training.run import load_model
-from tests.checkpoints import VOCAB, make_checkpoint
+from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_eagle3
 from tests.test_eagle3 import Paper
 from tests.training import CPU, SAVE_EVERY, SILENT, train_whole_and_parted, write_words
 
 pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
 STATES = (0, 1, 2)
+HIDDEN, LAYERS = GROUPED["hidden_size"], GROUPED["num_hidden_layers"]
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +180,51 @@ def test_drafts_propose_the_most_frequent_tokens(options: Callable[..., Eagle3Op
     # Those that are never learnt follow by their numbers.
     assert draft.target_ids.tolist() == [*range(63), 300]
     assert torch.equal(draft.lm_head.weight, loaded.model.get_output_embeddings().weight[draft.target_ids])
+
+
+@pytest.mark.parametrize("kept", [None, 200])
+def test_a_draft_is_gone_on_from_with_the_strongest_units_of_its_mlp(
+    options: Callable[..., Eagle3Options], target: Path, tmp_path: Path, kept: int | None
+) -> None:
+    """Those that write nothing can go, and it says the same."""
+    folder = make_eagle3(tmp_path / "given", target, draft_vocab=kept)
+    state = load_file(folder / "model.safetensors")
+    state["midlayer.mlp.down_proj.weight"][:, ::3] = 0.0
+    save_file(state, folder / "model.safetensors")
+    loaded = load_model(str(target), CPU, frozen=True)
+    asked = options(draft=str(folder), states=None, intermediate_size=32)
+    whole, states = given_draft(replace(asked, intermediate_size=None), loaded, LAYERS)
+    narrow, _ = given_draft(asked, loaded, LAYERS)
+    assert states == STATES
+    assert narrow.layers[0].mlp.down_proj.weight.shape == (HIDDEN, 32)
+    draw = torch.Generator().manual_seed(3)
+    ids, hidden = torch.randint(0, VOCAB, (1, 6), generator=draw), torch.randn(1, 6, HIDDEN, generator=draw)
+    said = []
+    for draft in (whole, narrow):
+        with torch.no_grad(), lowering(_TrainingTimeTest()):
+            said.append(draft.lm_head(draft(ids, hidden, torch.arange(6)[None])[1]))
+    torch.testing.assert_close(said[1], said[0])
+    record = train_eagle3(asked, SILENT)
+    written = read_eagle3(str(asked.output))
+    assert (written.layer.intermediate_size, written.draft_vocab) == (32, kept or VOCAB)
+    assert record["options"]["draft"] == str(folder)
+
+
+def test_drafts_that_are_not_written_are_not_gone_on_from(
+    options: Callable[..., Eagle3Options], target: Path, tmp_path: Path
+) -> None:
+    folder = make_eagle3(tmp_path / "given", target, published="speculators", model_type="qwen3", fc_norm=True)
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({}, "has fc_norm, layers of a qwen3; expected what is written"),
+        ({"states": STATES}, "--draft was given together with --states"),
+        ({"draft_vocab_size": 100}, "--draft was given together with --draft-vocab-size"),
+    )
+    for changed, expected in refused:
+        with pytest.raises(SpecExportError, match=expected):
+            train_eagle3(options(**{"draft": str(folder), "states": None} | changed), SILENT)
+    plain = make_eagle3(tmp_path / "plain", target)
+    with pytest.raises(SpecExportError, match=r"--intermediate-size: 64; .* at most 48 \(that of --draft\)"):
+        train_eagle3(options(draft=str(plain), states=None, intermediate_size=64), SILENT)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import torch
 from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import LlamaConfig
 
-from specexport.checkpoints.eagle3 import read_eagle3, save_eagle3, usual_states
+from specexport.checkpoints.eagle3 import load_eagle3, read_eagle3, require_fit, save_eagle3, usual_states
 from specexport.checkpoints.medusa import HeadAccuracy
+from specexport.contract.errors import TrainError
 from specexport.graphs.attention import AttentionCall, lowering
 from specexport.graphs.eagle3 import Eagle3Draft, Eagle3Shape
 from specexport.graphs.layers import noted_states
@@ -38,14 +39,15 @@ def train_eagle3(options: Eagle3Options, watch: Watch) -> dict[str, Any]:
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
     layers = int(target.model.config.num_hidden_layers)
-    states = seen_states(options.states or usual_states(layers), layers)
+    given = None if options.draft is None else given_draft(options, target, layers)
+    states = seen_states(options.states or usual_states(layers), layers) if given is None else given[1]
     with open_run("train eagle3", options, place, target, watch) as run:
         within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")
         if options.self_distill:
             run.self_distill(target, options.self_distill)
         run.describe_data()
         torch.manual_seed(options.seed)
-        draft = new_draft(options, target, states, run.windows)
+        draft = new_draft(options, target, states, run.windows) if given is None else given[0]
         train_draft(
             run,
             draft,
@@ -83,6 +85,48 @@ def new_draft(options: Eagle3Options, target: TrainingModel, states: tuple[int, 
     rows = head.detach() if options.tie_lm_head else head.detach().float().clone()
     draft.lm_head.weight = torch.nn.Parameter(rows, requires_grad=not options.tie_lm_head)
     return draft
+
+
+def given_draft(options: Eagle3Options, target: TrainingModel, layers: int) -> tuple[Eagle3Draft, tuple[int, ...]]:
+    """The draft to start from, for a target of so many layers, and after how many of these it sees the states.
+
+    An MLP that is to be narrower keeps the units whose three rows of weights have the largest product of norms.
+
+    Raises:
+        BuildError: there is none, or not of this target.
+        TrainError: it is not of the kind that is written, or its MLP is not as wide as asked for.
+    """
+    (table, head), outline = target.tables(), read_eagle3(str(options.draft))
+    require_fit(outline, hidden=head.shape[1], vocab=head.shape[0], layers=layers)
+    layer = outline.layer
+    more = outline.switches | {name: getattr(layer, name) for name in ("attention_bias", "mlp_bias")}
+    more |= {
+        f"{layer.num_hidden_layers} layers": layer.num_hidden_layers > 1,
+        f"layers of a {layer.model_type}": layer.model_type != "llama",
+        "scaled positions": layer.rope_parameters["rope_type"] != "default",
+        f"states of {layer.hidden_size}": layer.hidden_size != head.shape[1],
+    }
+    if any(more.values()):
+        found = ", ".join(name for name, on in more.items() if on)
+        raise TrainError(
+            f"{outline.path}: has {found}; expected what is written: one plain layer of a llama, as wide as the target"
+        )
+    draft = load_eagle3(outline, target.path, layers, target.max_positions).to(head.device)
+    draft.embed_tokens.weight = torch.nn.Parameter(table.detach(), requires_grad=False)
+    if options.tie_lm_head:
+        rows = head.detach() if draft.target_ids is None else head.detach()[draft.target_ids]
+        draft.lm_head.weight = torch.nn.Parameter(rows, requires_grad=False)
+    wide = layer.intermediate_size
+    within("intermediate_size", options.intermediate_size or wide, 16, wide, "that of --draft")
+    mlp: Any = draft.layers[0].mlp
+    parts = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight.T)
+    strength = torch.stack([part.detach().norm(dim=1) for part in parts]).prod(0)
+    kept = strength.topk(options.intermediate_size or wide).indices.sort().values
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight = torch.nn.Parameter(linear.weight.detach()[kept])
+    mlp.down_proj.weight = torch.nn.Parameter(mlp.down_proj.weight.detach()[:, kept])
+    draft.shape.config.intermediate_size = len(kept)
+    return draft, outline.seen(layers)
 
 
 def draft_loss(

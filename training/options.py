@@ -276,6 +276,11 @@ class Eagle3Options(StatesDraftOptions):
         None,
         "N",
     )
+    draft: str | None = _draft(
+        "draft to start from; with --intermediate-size its MLP keeps the strongest units (default: a new draft)",
+        None,
+        "DIR_OR_ID",
+    )
     draft_vocab_size: int | None = _draft(
         "number of tokens it may propose: the most frequent of the training texts (default: all)", None, "N", low=64
     )
@@ -283,6 +288,12 @@ class Eagle3Options(StatesDraftOptions):
     ttt_steps: int = _draft(
         "tokens drafted from each position in training; 1: none from its own states", 7, "N", low=1, high=16
     )
+
+    def check(self) -> None:
+        super().check()
+        for name in ("states", "draft_vocab_size"):
+            if self.draft is not None and getattr(self, name) is not None:
+                raise TrainError(f"--draft was given together with {_dashed(name)}, which is of a draft that is new")
 
 
 @dataclass(frozen=True, kw_only=True)

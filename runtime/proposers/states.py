@@ -118,28 +118,30 @@ class StatesProposer(Proposer):
 
     def _draft(self, ready: Sequence[SlotView]) -> dict[int, Proposal]:
         K = max(view.tree.depth for view in ready)
-        if self._rows(ready, K) > self.graph.cache_sizes[-1]:
+        # A run makes the rows of padding too, where its graph takes no other width.
+        T = max(map(self._unread, ready)) if self.graph.any_width else self._width
+        if self._rows(ready, T, K) > self.graph.cache_sizes[-1]:
             return {}
-        slots = self.ask(ready, self._width, K)
-        made = self.graph.run(self._width, drafts=K, slots=slots)
+        slots = self.ask(ready, T, K)
+        made = self.graph.run(T, drafts=K, slots=slots)
         for view in ready:
             self._keep(view, self._unread(view))
         return {view.slot: chain_proposal(view, made, view.slot - slots.start, self._dynamic) for view in ready}
 
-    def _rows(self, ready: Sequence[SlotView], K: int) -> int:
-        """Of a cache for a run that drafts."""
-        return max(map(self._next_row, ready)) + self._width + K - 1
+    def _rows(self, ready: Sequence[SlotView], T: int, K: int) -> int:
+        """Of a cache for a run that makes T rows of texts and drafts."""
+        return max(map(self._next_row, ready)) + T + K - 1
 
     def is_ready(self, view: SlotView) -> bool:
         """Whether one run makes all rows that are missing, and drafts; see :class:`DeviceDraft`."""
         left = len(view.tokens) - 1 - self._next_row(view)
-        room = self._rows([view], view.tree.depth) <= self.graph.cache_sizes[-1]
+        room = self._rows([view], self._width, view.tree.depth) <= self.graph.cache_sizes[-1]
         return 0 < left == self._unread(view) <= self._width and room
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         """See :class:`DeviceDraft`."""
         slots = window([view.slot for view in views], self.graph.sizes)
-        given = self._inputs(views, tokens, drafts, slots, self._rows(views, drafts))
+        given = self._inputs(views, tokens, drafts, slots, self._rows(views, tokens, drafts))
         for view in views:
             at = view.slot - slots.start
             write_sampling(given, at, view.params)
