@@ -366,6 +366,7 @@ def test_a_config_file_scales_with_the_requests_that_wait(
     }
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     words = [sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "config.json"), "--address"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
     with subprocess.Popen([*words, cluster.address]) as process:
         try:
             wait(lambda: _replicas(cluster) == 1, "the application does not start")
