@@ -77,7 +77,9 @@ class _Format:
         first, entries = self._scored.pop(index, None), chunk.logprobs
         if first is not None:
             entries = (*self._streams[index].prompt_logprobs, *entries)
-        apart = {"prompt_logprobs": prompt_logprobs(self._streams[index], self._token_text)} if self._apart else {}
+        apart: dict[str, Any] = (
+            {"prompt_logprobs": prompt_logprobs(self._streams[index], self._token_text)} if self._apart else {}
+        )
         return CompletionChoice(
             index=index,
             text=self._echoed.pop(index, "") + chunk.text,

@@ -21,6 +21,7 @@ from specexport.server.schema import (
     AssistantCall,
     CalledFunction,
     ChatMessage,
+    Content,
     IncompleteDetails,
     InputCall,
     InputDetails,
@@ -45,9 +46,9 @@ async def answer_response(service: Service, request: Request, given: ResponseReq
     if given.n != 1:
         raise RequestError(f"n is {given.n}; a response is one output", param="n")
     model = service.require_model(given.model)
-    messages = [] if given.instructions is None else [ChatMessage(role="system", content=given.instructions)]
+    messages = [] if given.instructions is None else [_message("system", given.instructions)]
     if isinstance(given.input, str):
-        messages.append(ChatMessage(role="user", content=given.input))
+        messages.append(_message("user", given.input))
     else:
         for item in given.input:
             _add(messages, item)
@@ -82,13 +83,17 @@ async def answer_response(service: Service, request: Request, given: ResponseReq
 def _add(messages: list[ChatMessage], item: InputItem) -> None:
     """Adds an item of the input to a conversation; calls belong to what the assistant said before them."""
     if isinstance(item, InputMessage):
-        messages.append(ChatMessage(role=item.role, content=item.content))
+        messages.append(_message(item.role, item.content))
     elif isinstance(item, InputCall):
-        said = messages.pop() if messages and messages[-1].role == "assistant" else ChatMessage(role="assistant")
+        said = messages.pop() if messages and messages[-1].role == "assistant" else _message("assistant", None)
         call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
         messages.append(said.model_copy(update={"tool_calls": [*said.tool_calls, call]}))
     else:
-        messages.append(ChatMessage(role="tool", content=item.output, tool_call_id=item.call_id))
+        messages.append(_message("tool", item.output, tool_call_id=item.call_id))
+
+
+def _message(role: str, content: Content | None, **more: Any) -> ChatMessage:
+    return ChatMessage.model_validate({"role": role, "content": content, **more})
 
 
 class Output:
