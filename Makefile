@@ -48,7 +48,7 @@ fuzz: $(VENV)/.dev
 
 # OpenAI's clients of today against a server: prints the table of docs/serving.md.
 clients: $(VENV)/.dev
-	$(BIN)/python -m tests.make_bundles build/test-bundles
+	$(BIN)/python -m tests.make_bundles build/test-bundles llama-near
 	$(BIN)/python scripts/clients.py build/test-bundles/llama-near --record tests/client_requests.json
 
 # The server on a Ray of two replicas: one is killed, the bundle is exchanged, replicas come and go.

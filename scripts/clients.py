@@ -122,6 +122,11 @@ def _openai_responses(url: str, model: str, _: str) -> None:
     with client.responses.stream(model=model, input=CHAT, extra_body={"text": form}) as stream:
         check_pet(stream.get_final_response().output_text)
     check_pet(client.responses.create(model=model, input="one", text=form).output_text)
+    tools: Any = [{"type": "function", "strict": True, **TOOL["function"]}]
+    called: Any = client.responses.create(model=model, input=CHAT, tools=tools, tool_choice="required")
+    check_pet(called.output[0].arguments)
+    answer = {"type": "function_call_output", "call_id": called.output[0].call_id, "output": "done"}
+    client.responses.create(model=model, input=[*CHAT, *called.output, answer], tools=tools, max_output_tokens=4)
 
 
 def _litellm_chat(url: str, model: str, _: str) -> None:
@@ -224,7 +229,7 @@ CHECKS: dict[str, dict[str, Check]] = {
         "chats, streamed, log-probabilities, penalties, predictions": _openai_chat,
         "JSON schema": _openai_schema,
         "tools, streamed": _openai_tools,
-        "responses, streamed, JSON schema": _openai_responses,
+        "responses, streamed, JSON schema, tools": _openai_responses,
     },
     "litellm": {"chats, streamed, tools": _litellm_chat, "completions": _litellm_text},
     "langchain": {"chats, streamed, tools, structured output": _langchain_chat, "completions": _langchain_text},

@@ -144,7 +144,7 @@ def _tried(step: Callable[[], None]) -> str:
 
 def _line(error: Exception) -> str:
     """One line of an error, without folders of this machine."""
-    return re.sub(r"/\S+?/model(/|: )", "", " ".join(f"{error or type(error).__name__}".split()))[:240]
+    return re.sub(r"/\S+?/(model|fp32)(/|: )", "", " ".join(f"{error or type(error).__name__}".split()))[:240]
 
 
 def _same_text(source: Path, bundle: Path) -> None:
@@ -180,19 +180,18 @@ def _compiled(bundle: Path) -> None:
 def table(results: dict[str, dict[str, str]]) -> str:
     """The page's part between its two marks."""
     rows = [f"| family | {' | '.join(TITLES.values())} |", "|---" * (1 + len(TITLES)) + "|"]
-    notes: list[str] = []
+    notes: dict[str, int] = {}
     for name, found in sorted(results.items()):
         if "refused" in found:
             continue
         cells = []
-        for check, title in TITLES.items():
+        for check in TITLES:
             text = found.get(check, "not run")
             if text not in ("yes", "not run"):
-                notes.append(f"{len(notes) + 1}. {name}, {title}: {text}")
-                text = f"no ({len(notes)})"
+                text = f"no ({notes.setdefault(text, len(notes) + 1)})"
             cells.append(text)
         rows.append(f"| {name} | {' | '.join(cells)} |")
-    rows += ["", *notes] if notes else []
+    rows += ["", *(f"{number}. {text}" for text, number in notes.items())] if notes else []
     rows += ["", "| refused | why | what would help |", "|---|---|---|"]
     for name, found in sorted(results.items()):
         if "refused" in found:

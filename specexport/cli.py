@@ -28,6 +28,21 @@ from specexport.contract.errors import SpecExportError
 from specexport.contract.folders import described
 from specexport.version import described as version
 
+_MORE = """\
+Examples:
+    specexport build --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --precision int8 -o qwen3/
+    specexport run qwen3/ --prompt "A robot may not" --stats
+    specexport serve qwen3/
+    eval "$(specexport --print-completion bash)"
+
+Environment:
+    SPECEXPORT_CACHE    what is built on first use and measured of this machine
+                        (default: $XDG_CACHE_HOME/specexport, else ~/.cache/specexport)
+    SPECEXPORT_API_KEY  what clients of serve have to send, where --api-key does not say
+
+Exit status:
+    0, 1 for an error that was explained, 2 for wrong usage, 130 for Ctrl-C
+"""
 _COMMANDS = (build, compile, run, serve, export, inspect, draw, verify, bench, suggest, plan, train, tune)
 
 
@@ -83,7 +98,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 def parser() -> argparse.ArgumentParser:
     """The argument parser of all commands."""
-    top = _Parser(prog="specexport", description="Speculative decoding, compiled ahead of time.")
+    top = _Parser(prog="specexport", description="Speculative decoding, compiled ahead of time.", epilog=_MORE)
     top.add_argument("--version", action=_Version, nargs=0, help="print the version, with the commit where it is known")
     top.add_argument(
         "--print-completion",

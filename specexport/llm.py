@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from specexport.contract.errors import RequestError
 from specexport.frontend import Frontend, SpeculativeConfig
-from specexport.outputs import NO_TOKEN, CompletionOutput, Logprob, RequestOutput
+from specexport.outputs import NO_TOKEN, CompletionOutput, Logprob, RequestOutput, by_token
 from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stream, TokenLogprobs, engine
 from specexport.runtime.chat import Message
 from specexport.runtime.speculative import Speculative
@@ -229,11 +229,7 @@ class LLM:
         return [None, *map(self._by_token, stream.prompt_logprobs)]
 
     def _by_token(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        ranked = [(place, *pair) for place, pair in enumerate(entry.top, start=1)]
-        return {
-            token: Logprob(logprob, rank, self._frontend.token_text(token))
-            for rank, token, logprob in (*ranked, (entry.rank, entry.token, entry.logprob))
-        }
+        return by_token(entry, self._frontend.token_text)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from specexport.runtime import Stats
+from specexport.runtime import Stats, TokenLogprobs
 from specexport.runtime.request import FinishReason
 
 NO_TOKEN = -1
@@ -24,6 +25,15 @@ class Logprob:
     logprob: float
     rank: int
     decoded_token: str
+
+
+def by_token(entry: TokenLogprobs, token_text: Callable[[int], str]) -> dict[int, Logprob]:
+    """Where a token was chosen: the most probable ones and that itself."""
+    ranked = [(place, *pair) for place, pair in enumerate(entry.top, start=1)]
+    return {
+        token: Logprob(logprob, rank, token_text(token))
+        for rank, token, logprob in (*ranked, (entry.rank, entry.token, entry.logprob))
+    }
 
 
 @dataclass(frozen=True)

@@ -469,9 +469,10 @@ def _next_logits(target: Path) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    for name in RECIPES:
-        print(make(name, folder))
+    parser.add_argument("names", nargs="*", help="these alone (default: all)")
+    asked = parser.parse_args()
+    for name in asked.names or RECIPES:
+        print(make(name, asked.folder))
 
 
 if __name__ == "__main__":

@@ -11,29 +11,49 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from pydantic import ValidationError
 
 from specexport.runtime.chat import ChatTemplate
-from specexport.server.schema import AssistantCall, ChatRequest, Function
+from specexport.server.responses import Output
+from specexport.server.schema import (
+    AssistantCall,
+    ChatRequest,
+    CompletionRequest,
+    Function,
+    Generation,
+    Only,
+    OutputCall,
+    OutputMessage,
+    ResponseRequest,
+)
 from specexport.server.tools import HERMES, LLAMA, Calling, CallReader, call_format, calling, whole_calls
 from tests import serving
 from tests.serving import NAME, Served, served, with_chat_template
 
 RECORDED = json.loads(Path(__file__).with_name("client_requests.json").read_text())
-VLLM_BENCH: Any = {
-    "client": "vllm bench serve, by its source",
-    "path": "/v1/completions",
-    "body": {
-        "model": NAME,
-        "prompt": "one two",
-        "repetition_penalty": 1.0,
-        "temperature": 0.0,
-        "max_tokens": 8,
-        "logprobs": None,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    },
-}
+_STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+_SAMPLED = {"top_p": 1.0, "top_k": -1, "temperature": 0.0}
+VLLM_BENCH: Any = [
+    {"client": f"vllm 0.33 bench serve: {path}", "path": path, "body": {"model": NAME, **body}}
+    for path, body in {
+        "/tokenize": {"prompt": "one two", "add_special_tokens": False},
+        "/v1/completions": {
+            "prompt": "one two",
+            "repetition_penalty": 1.0,
+            "max_tokens": 8,
+            "logprobs": None,
+            **_STREAMED,
+            **_SAMPLED,
+        },
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "one two"}]}],
+            "max_completion_tokens": 8,
+            **_STREAMED,
+            **_SAMPLED,
+        },
+    }.items()
+]
+"""Recorded too, but by hand: the package wants a torch of its own."""
 CHAT: Any = [{"role": "user", "content": "one two"}]
 PET = {
     "type": "object",
@@ -63,7 +83,7 @@ def client(running: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{running.url}/v1", api_key="EMPTY", max_retries=0)
 
 
-@pytest.mark.parametrize("sent", [*RECORDED, VLLM_BENCH], ids=lambda sent: sent["client"])
+@pytest.mark.parametrize("sent", [*RECORDED, *VLLM_BENCH], ids=lambda sent: sent["client"])
 def test_what_clients_send_is_answered(running: Served, sent: dict[str, Any]) -> None:
     answer = httpx.post(f"{running.url}{sent['path']}", json=sent["body"], timeout=120)
     assert answer.status_code == 200, answer.text
@@ -81,7 +101,9 @@ def test_what_asks_for_nothing_changes_nothing(running: Served) -> None:
         "metadata": {"a": "b"},
         "modalities": ["text"],
         "store": False,
-        "tool_choice": "none",
+        "tool_choice": "auto",
+        "structured_outputs": {},
+        "top_logprobs": 0,
         **dict.fromkeys(
             ("n", "stop", "logprobs", "stream", "stream_options", "temperature", "nobody_knows_this"), None
         ),
@@ -94,6 +116,61 @@ def test_what_asks_for_nothing_changes_nothing(running: Served) -> None:
         assert answer.status_code == 200, answer.text
         texts.append(answer.json()["choices"][0]["message"])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("request_type", [CompletionRequest, ChatRequest, ResponseRequest])
+def test_what_may_only_say_one_thing_may_say_it(request_type: type[Generation]) -> None:
+    base: dict[str, Any] = {"prompt": "a"} if request_type is CompletionRequest else {}
+    base |= {"messages": CHAT} if request_type is ChatRequest else {}
+    base |= {"input": "a"} if request_type is ResponseRequest else {}
+    asked = [
+        (name, value)
+        for name, field in request_type.model_fields.items()
+        for only in field.metadata
+        if isinstance(only, Only)
+        for value in only.values
+    ]
+    assert {("detokenize", True), ("priority", 0), ("best_of", 1)} <= set(map(_frozen, asked))
+    for name, value in asked:
+        assert getattr(request_type.model_validate({**base, name: value}), name) is value
+        with pytest.raises(ValidationError, match=f"{name}\n.*not supported"):
+            request_type.model_validate({**base, name: "something else"})
+
+
+def _frozen(pair: tuple[str, Any]) -> tuple[str, Any]:
+    return pair[0], tuple(pair[1]) if isinstance(pair[1], list) else pair[1]
+
+
+def test_a_prompts_log_probabilities(running: Served) -> None:
+    """vLLM's ``prompt_logprobs``: what ``echo`` gives, by token, in every output."""
+    asked = {"prompt": ["one two three", "one"], "max_tokens": 1, "temperature": 0}
+    said: list[Any] = []
+    for more in ({"prompt_logprobs": 1, "n": 2}, {"echo": True, "logprobs": 1}):
+        answer = httpx.post(f"{running.url}/v1/completions", json=asked | more, timeout=120)
+        assert answer.status_code == 200, answer.text
+        said.append(answer.json()["choices"])
+    tokens = httpx.post(f"{running.url}/tokenize", json={"prompt": "one two three"}).json()["tokens"]
+    assert said[0][0]["prompt_logprobs"] == said[0][1]["prompt_logprobs"]
+    first, *others = said[0][0]["prompt_logprobs"]
+    assert first is None
+    assert len(others) == len(tokens) - 1
+    for token, found, logprob in zip(tokens[1:], others, said[1][0]["logprobs"]["token_logprobs"][1:], strict=False):
+        assert found[str(token)]["logprob"] == logprob
+        assert {one["rank"] for one in found.values()} == {1, found[str(token)]["rank"]}
+    chat = {"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0}
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=chat, timeout=120).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert [one and len(one) for one in answer["prompt_logprobs"]] == [
+        None,
+        *[1] * (len(answer["prompt_logprobs"]) - 1),
+    ]
+    for path, wrong in (
+        ("/v1/completions", {**asked, "prompt_logprobs": 1, "stream": True}),
+        ("/v1/completions", {**asked, "prompt_logprobs": 1, "echo": True, "logprobs": 1}),
+        ("/v1/responses", {"input": "a", "prompt_logprobs": 1}),
+    ):
+        answer = httpx.post(running.url + path, json=wrong, timeout=120)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_logprobs"), answer.text
 
 
 def test_usage_may_come_with_every_chunk(client: openai.OpenAI) -> None:
@@ -258,6 +335,85 @@ def test_a_response_is_what_a_chat_says(client: openai.OpenAI) -> None:
     assert events[0].type == "response.created"
     assert events[-1].type == f"response.{made.status}"
     assert events[-1].response.output_text == made.output_text  # type: ignore[union-attr]
+
+
+def test_a_response_may_call_tools(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
+    asked: Any = {"model": NAME, "tools": tools, "temperature": 0}
+    named = {"type": "function", "name": "lose"}
+    made = client.responses.create(input="one two", tool_choice=named, **asked)
+    (call,) = made.output
+    assert call.type == "function_call"
+    assert (call.name, call.status, made.status, made.output_text) == ("lose", "completed", "completed", "")
+    assert set(json.loads(call.arguments)) == {"kind", "words"}
+    assert [tool.name for tool in made.tools] == ["keep", "lose"]  # type: ignore[union-attr]
+    assert made.tool_choice.name == "lose"  # type: ignore[union-attr]
+
+    events = list(client.responses.create(input="one two", tool_choice=named, stream=True, **asked))
+    last: Any = events[-1]
+    assert last.response.output[0].arguments == call.arguments
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = kinds.count("function_call_arguments.delta")
+    assert kinds == [
+        *("created", "in_progress", "output_item.added"),
+        *["function_call_arguments.delta"] * deltas,
+        *("function_call_arguments.done", "output_item.done", "completed"),
+    ]
+    assert "".join(getattr(event, "delta", "") for event in events) == call.arguments
+    assert len({event.item_id for event in events if hasattr(event, "item_id")}) == 1
+
+    chat = client.chat.completions.create(
+        model=NAME,
+        temperature=0,
+        tools=TOOLS,
+        max_tokens=4,
+        messages=[
+            *CHAT,
+            {
+                "role": "assistant",
+                "content": "well",
+                "tool_calls": [
+                    {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                    for name in ("1", "2")
+                ],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "done"},
+        ],
+    )
+    calls: Any = [
+        {"type": "function_call", "call_id": name, "name": call.name, "arguments": call.arguments}
+        for name in ("1", "2")
+    ]
+    given: Any = [*CHAT, {"role": "assistant", "content": "well"}, *calls]
+    given.append({"type": "function_call_output", "call_id": "1", "output": "done"})
+    again = client.responses.create(input=given, max_output_tokens=4, **asked)
+    assert again.output_text == chat.choices[0].message.content
+    assert again.usage is not None
+    assert chat.usage is not None
+    assert again.usage.input_tokens == chat.usage.prompt_tokens
+
+
+def test_a_responses_items_are_told_as_they_come() -> None:
+    """What is said before calls is a message, and each call an item of its own."""
+    text = "well <tool_call>\n" + "\n</tool_call>\n<tool_call>\n".join(
+        f'{{"name": "keep", "arguments": {arguments}}}' for arguments in ARGUMENTS
+    )
+    for size in (1, 3, len(text)):
+        output = Output(Calling(HERMES, FUNCTIONS, forced=False, parallel=True))
+        parts = [text[at : at + size] for at in range(0, len(text), size)]
+        events = [event for part in parts for event in output.push(part, None)]
+        events += output.push("", "length")
+        message, *calls = output.items
+        assert isinstance(message, OutputMessage)
+        assert (message.content[0].text, message.status) == ("well ", "completed")
+        assert [(call.arguments, call.status) for call in calls if isinstance(call, OutputCall)] == [
+            (ARGUMENTS[0], "completed"),
+            (ARGUMENTS[1], "incomplete"),
+        ]
+        ends = [fields["item"] for kind, fields in events if kind == "response.output_item.done"]
+        assert ends == [item.model_dump() for item in output.items]
+        places = [fields["output_index"] for _, fields in events]
+        assert places == sorted(places)
 
 
 def test_a_response_that_fails_says_so(client: openai.OpenAI) -> None:

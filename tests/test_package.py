@@ -47,7 +47,7 @@ for name in ("huggingface_hub", "hf_xet", "pygments", "markdown_it"):
 from specexport.cli import main
 sys.exit(main(sys.argv[1:]))
 """
-"""What dependencies depend on, a third of what pip adds to onnxruntime, is not needed to run bundles."""
+"""What dependencies depend on, nearly half of what pip adds to onnxruntime, is not needed to run bundles."""
 
 
 def environment() -> dict[str, str]:

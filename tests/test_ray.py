@@ -46,6 +46,22 @@ def test_wrong_flags_are_named(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("backend", "given", "gpus"),
+    [
+        ("onnxruntime", {}, 0),
+        ("tensorrt", {}, 1),
+        ("tensorrt", {"backend": "onnxruntime"}, 0),
+        ("onnxruntime", {"backend": "onnxruntime-cuda"}, 1),
+        ("tensorrt", {"gpus": 0.5}, 0.5),
+    ],
+)
+def test_a_replica_gets_a_gpu_where_one_runs_the_bundle(backend: str, given: dict[str, Any], gpus: float) -> None:
+    from specexport.server.ray import Settings
+
+    assert Settings(bundle="a", threads=3, **given).actor(backend) == {"num_cpus": 3, "num_gpus": gpus}
+
+
 def test_a_key_is_what_a_prompt_begins_with() -> None:
     from specexport.server.ray import prompt_key
 
@@ -350,6 +366,7 @@ def test_a_config_file_scales_with_the_requests_that_wait(
     }
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     words = [sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "config.json"), "--address"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
     with subprocess.Popen([*words, cluster.address]) as process:
         try:
             wait(lambda: _replicas(cluster) == 1, "the application does not start")

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request, Response
 from pydantic import BaseModel
 
+from specexport.async_engine import AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.runtime import Chunk, TokenLogprobs
 from specexport.runtime.chat import Message
@@ -31,14 +32,14 @@ from specexport.server.schema import (
     Usage,
     plain_text,
 )
-from specexport.server.service import Service, least, respond
-from specexport.server.tools import Calling, CallReader, calling, whole_calls
+from specexport.server.service import Service, least, prompt_logprobs, respond
+from specexport.server.tools import Calling, CallReader, calling, known_tools, whole_calls
 
 
 async def chat(service: Service, request: Request, given: ChatRequest) -> Response:
     """Answers a conversation."""
     head = service.head(given, "chatcmpl")
-    if given.top_logprobs is not None and not given.logprobs:
+    if given.top_logprobs and not given.logprobs:
         raise RequestError("top_logprobs: given without logprobs", param="top_logprobs")
     if given.max_tokens is not None and given.max_completion_tokens is not None:
         raise RequestError("max_tokens: given beside max_completion_tokens; give one of them", param="max_tokens")
@@ -46,7 +47,7 @@ async def chat(service: Service, request: Request, given: ChatRequest) -> Respon
     calls = calling(given, "" if template is None else template.source)
     variables: dict[str, Any] = {} if given.reasoning_effort is None else {"reasoning_effort": given.reasoning_effort}
     if calls is not None:
-        variables["tools"] = [tool.model_dump(exclude_unset=True) for tool in given.tools]
+        variables["tools"] = known_tools(given.offered)
     messages = list(map(known_message, given.messages))
     prompt = await chat_tokens(service, messages, variables | given.chat_template_kwargs, given.add_generation_prompt)
     most = given.max_completion_tokens if given.max_tokens is None else given.max_tokens
@@ -58,8 +59,9 @@ async def chat(service: Service, request: Request, given: ChatRequest) -> Respon
         schema = json.dumps(wanted.json_schema.schema_) if isinstance(wanted, JsonSchema) else ANY_OBJECT
         bound = {"json_schema": schema}
     params = service.params(given, most, (given.top_logprobs or 0) if given.logprobs else None, bound)
-    streams = await service.start([prompt], params, given)
-    form = _Format(service, head, calls, given.include_steps)
+    streams = await service.start([prompt], params.replace(prompt_logprobs=given.prompt_logprobs), given)
+    scored = streams[0] if given.prompt_logprobs is not None else None
+    form = _Format(service, head, calls, scored, given.include_steps)
     return await respond(service, request, given, streams, form, len(prompt))
 
 
@@ -84,12 +86,17 @@ def known_message(message: ChatMessage) -> Message:
 
 
 class _Format:
-    """Chat completions, whose first piece says that it is the assistant's."""
+    """Chat completions, whose first piece says that it is the assistant's.
 
-    def __init__(self, service: Service, head: dict[str, Any], calls: Calling | None, steps: bool) -> None:
+    ``scored`` is a stream whose prompt's log-probabilities belong to the answer.
+    """
+
+    def __init__(
+        self, service: Service, head: dict[str, Any], calls: Calling | None, scored: AsyncStream | None, steps: bool
+    ) -> None:
         self._token_text = service.engine.frontend.token_text
         self._head = head
-        self._calls, self._steps = calls, steps
+        self._calls, self._scored, self._steps = calls, scored, steps
         self._readers: dict[int, CallReader | None] = {}
 
     def choice(self, index: int, chunk: Chunk, streamed: bool) -> Choice | None:
@@ -119,6 +126,8 @@ class _Format:
         fields = self._head | {"choices": choices} | ({} if usage is None else {"usage": usage})
         if streamed:
             return ChatChunk(object="chat.completion.chunk", **fields)
+        if self._scored is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(self._scored, self._token_text)
         return ChatResponse(object="chat.completion", **fields)
 
     def _logprob(self, entry: TokenLogprobs) -> ChatLogprob:

@@ -12,9 +12,10 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from specexport.async_engine import AsyncStream
+from specexport.contract.errors import RequestError
 from specexport.runtime import Chunk, TokenLogprobs
 from specexport.server.schema import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse, Usage
-from specexport.server.service import Service, least, respond
+from specexport.server.service import Service, least, prompt_logprobs, respond
 
 
 async def complete(service: Service, request: Request, given: CompletionRequest) -> Response:
@@ -29,14 +30,19 @@ async def complete(service: Service, request: Request, given: CompletionRequest)
     tokens = [await asyncio.to_thread(read, prompt) for prompt in prompts]
     params = service.params(given, given.max_tokens, given.logprobs)
     echoed: list[str] = []
+    scores = given.echo and given.logprobs is not None
+    if scores and given.prompt_logprobs is not None:
+        raise RequestError(
+            "prompt_logprobs: given beside echo and logprobs, which say the same", param="prompt_logprobs"
+        )
+    params = params.replace(prompt_logprobs=given.logprobs if scores else given.prompt_logprobs)
     if given.echo:
-        params = params.replace(prompt_logprobs=given.logprobs)
         decode = engine.tokenizer.decode
         texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
         echoed = [text for text in texts for _ in range(given.n)]
-    scored = [one[0] for one in tokens for _ in range(given.n)] if params.prompt_logprobs is not None else []
+    scored = [one[0] for one in tokens for _ in range(given.n)] if scores else []
     streams = await service.start(tokens, params, given)
-    form = _Format(service, head, streams, echoed, scored)
+    form = _Format(service, head, streams, echoed, scored, given.prompt_logprobs is not None)
     return await respond(service, request, given, streams, form, sum(map(len, tokens)))
 
 
@@ -49,6 +55,7 @@ class _Format:
         streams: the outputs.
         echoed: what each output begins with, if anything.
         scored: the first token of each prompt whose log-probabilities come with its output.
+        apart: whether they come apart, in vLLM's form.
     """
 
     def __init__(
@@ -58,21 +65,27 @@ class _Format:
         streams: Sequence[AsyncStream],
         echoed: Sequence[str],
         scored: Sequence[int],
+        apart: bool,
     ) -> None:
         self._token_text = service.engine.frontend.token_text
         self._head, self._streams = head, streams
         self._echoed, self._scored = dict(enumerate(echoed)), dict(enumerate(scored))
         self._said = [0] * len(streams)
+        self._apart = apart
 
     def choice(self, index: int, chunk: Chunk, streamed: bool) -> CompletionChoice:
         first, entries = self._scored.pop(index, None), chunk.logprobs
         if first is not None:
             entries = (*self._streams[index].prompt_logprobs, *entries)
+        apart: dict[str, Any] = (
+            {"prompt_logprobs": prompt_logprobs(self._streams[index], self._token_text)} if self._apart else {}
+        )
         return CompletionChoice(
             index=index,
             text=self._echoed.pop(index, "") + chunk.text,
             logprobs=self._logprobs(index, first, entries),
             finish_reason=cast(Any, chunk.finish_reason),
+            **apart,
         )
 
     def answer(self, choices: list[Any], usage: Usage | None, streamed: bool) -> BaseModel:

@@ -63,7 +63,7 @@ class Settings(BaseModel):
         replicas: engines, each with a copy of the model.
         max_replicas: more than ``replicas`` lets Ray add some while requests wait, and take them away again.
         threads: CPU cores of a replica.
-        gpus: GPUs of a replica.
+        gpus: GPUs of a replica; None for one where a GPU runs the bundle.
         served_model_name: the model's names in the API; the bundle's path without it.
         max_queue: most requests that wait at a front for a replica.
         timeout: seconds a request may take at a replica; None for no limit.
@@ -81,7 +81,7 @@ class Settings(BaseModel):
     replicas: PositiveInt = 1
     max_replicas: PositiveInt | None = None
     threads: PositiveInt = 1
-    gpus: float = Field(0.0, ge=0)
+    gpus: float | None = Field(None, ge=0)
     served_model_name: tuple[str, ...] = ()
     max_queue: int = Field(DEFAULT_MAX_QUEUE, ge=0)
     timeout: float | None = Field(600.0, gt=0)
@@ -97,6 +97,11 @@ class Settings(BaseModel):
     backend: str | None = None
     calibrate: bool = True
     exactness: Exactness | None = None
+
+    def actor(self, backend: str) -> dict[str, float]:
+        """What Ray keeps for a replica, whose bundle was built for a backend."""
+        device = 0.0 if (self.backend or backend) == "onnxruntime" else 1.0
+        return {"num_cpus": self.threads, "num_gpus": device if self.gpus is None else self.gpus}
 
 
 _OF_ENGINE = {
@@ -306,7 +311,8 @@ def app(settings: Settings) -> serve.Application:
         BundleError: there is no bundle of this name on this machine.
         BuildError: the numbers of replicas contradict each other.
     """
-    slots = max(read_manifest(Path(settings.bundle)).batch_sizes)
+    manifest = read_manifest(Path(settings.bundle))
+    slots = max(manifest.batch_sizes)
     most = settings.max_replicas or settings.replicas
     if most < settings.replicas:
         raise BuildError(f"max_replicas is {most}; expected at least replicas, {settings.replicas}")
@@ -321,7 +327,7 @@ def app(settings: Settings) -> serve.Application:
         request_router_config=RequestRouterConfig(
             request_router_class="specexport.server.ray:PrefixRouter", max_backoff_s=_BACKOFF
         ),
-        ray_actor_options={"num_cpus": settings.threads, "num_gpus": settings.gpus},
+        ray_actor_options=settings.actor(manifest.backend),
         **replaced,
         **count,
     )

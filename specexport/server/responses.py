@@ -1,4 +1,4 @@
-"""``POST /v1/responses``, for text. Responses are not stored, so none can be retrieved or continued."""
+"""``POST /v1/responses``. Responses are not stored, so none can be retrieved or continued."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from fastapi import Request, Response
@@ -14,12 +14,20 @@ from fastapi import Request, Response
 from specexport.async_engine import AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.runtime import SamplingParams
-from specexport.server.chat import chat_tokens
+from specexport.server.chat import chat_tokens, known_message
 from specexport.server.errors import api_error
 from specexport.server.schema import (
     ANY_OBJECT,
+    AssistantCall,
+    CalledFunction,
+    ChatMessage,
+    Content,
     IncompleteDetails,
+    InputCall,
     InputDetails,
+    InputItem,
+    InputMessage,
+    OutputCall,
     OutputDetails,
     OutputMessage,
     OutputText,
@@ -27,9 +35,10 @@ from specexport.server.schema import (
     ResponseRequest,
     ResponseUsage,
     SchemaFormat,
-    plain_text,
+    ToolCall,
 )
 from specexport.server.service import GONE, EventStream, Service, finished, merged, one_line, usage_of
+from specexport.server.tools import Calling, CallReader, calling, known_tools
 
 
 async def answer_response(service: Service, request: Request, given: ResponseRequest) -> Response:
@@ -37,29 +46,121 @@ async def answer_response(service: Service, request: Request, given: ResponseReq
     if given.n != 1:
         raise RequestError(f"n is {given.n}; a response is one output", param="n")
     model = service.require_model(given.model)
-    messages = [{"role": "system", "content": given.instructions}] if given.instructions is not None else []
+    messages = [] if given.instructions is None else [_message("system", given.instructions)]
     if isinstance(given.input, str):
-        messages.append({"role": "user", "content": given.input})
+        messages.append(_message("user", given.input))
     else:
-        messages += [{"role": message.role, "content": plain_text(message.content)} for message in given.input]
+        for item in given.input:
+            _add(messages, item)
     effort = None if given.reasoning is None else given.reasoning.effort
-    variables = {} if effort is None else {"reasoning_effort": effort}
-    prompt = await chat_tokens(service, messages, variables | given.chat_template_kwargs)
-    form = None if given.text is None else given.text.format
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    template = service.engine.frontend.engine.chat_template
+    calls = calling(given, "" if template is None else template.source)
     bound = {}
+    if calls is not None:
+        variables["tools"] = known_tools(given.offered)
+        bound["grammar"] = calls.grammar()
+    prompt = await chat_tokens(service, list(map(known_message, messages)), variables | given.chat_template_kwargs)
+    form = None if given.text is None else given.text.format
     if form is not None and form.type != "text":
+        if bound:
+            raise RequestError("text.format: given beside tools; give one of them", param="text.format")
         bound["json_schema"] = json.dumps(form.schema_) if isinstance(form, SchemaFormat) else ANY_OBJECT
     params = service.params(given, given.max_output_tokens, None, bound)
     (stream,) = await service.start([prompt], params, given)
     made = _Made(model, given, params, stream, len(prompt))
+    output = Output(calls)
     if given.stream:
-        return EventStream(_events(service, made))
+        return EventStream(_events(service, made, output))
     outputs = await finished(service, request, [stream])
     if outputs is None:
         return Response(status_code=GONE)
-    return Response(
-        made.answer(outputs[0].text, outputs[0].finish_reason).model_dump_json(), media_type="application/json"
-    )
+    for _ in output.push(outputs[0].text, outputs[0].finish_reason):
+        pass
+    return Response(made.answer(output, outputs[0].finish_reason).model_dump_json(), media_type="application/json")
+
+
+def _add(messages: list[ChatMessage], item: InputItem) -> None:
+    """Adds an item of the input to a conversation; calls belong to what the assistant said before them."""
+    if isinstance(item, InputMessage):
+        messages.append(_message(item.role, item.content))
+    elif isinstance(item, InputCall):
+        said = messages.pop() if messages and messages[-1].role == "assistant" else _message("assistant", None)
+        call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+        messages.append(said.model_copy(update={"tool_calls": [*said.tool_calls, call]}))
+    else:
+        messages.append(_message("tool", item.output, tool_call_id=item.call_id))
+
+
+def _message(role: str, content: Content | None, **more: Any) -> ChatMessage:
+    return ChatMessage.model_validate({"role": role, "content": content, **more})
+
+
+class Output:
+    """What a response says, item by item, and the events of a stream that tell of it."""
+
+    def __init__(self, calls: Calling | None) -> None:
+        self.items: list[OutputMessage | OutputCall] = []
+        self._reader = None if calls is None else CallReader(calls)
+
+    def push(self, text: str, reason: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Takes more text, and why it ended if it did; gives names and fields of events."""
+        said, pieces = (text, []) if self._reader is None else self._reader.push(text, reason is not None)
+        ended = reason is not None
+        if said or (ended and not pieces and not self.items):
+            yield from self._say(said)
+        for piece in pieces:
+            yield from self._call(piece)
+        if ended:
+            yield from self._close("incomplete" if reason == "length" else "completed")
+
+    def _say(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        if not self.items or not isinstance(self.items[-1], OutputMessage):
+            message = OutputMessage(id=f"msg_{uuid.uuid4().hex}", status="in_progress", content=[])
+            yield from self._open(message)
+            message.content.append(OutputText(text=""))
+            yield "response.content_part.added", {**self._part(), "part": message.content[0].model_dump()}
+        item = self.items[-1]
+        assert isinstance(item, OutputMessage)
+        item.content[0].text += text
+        if text:
+            yield "response.output_text.delta", {**self._part(), "delta": text, "logprobs": []}
+
+    def _call(self, piece: AssistantCall) -> Iterator[tuple[str, dict[str, Any]]]:
+        if piece.id is not None:
+            name = piece.function.name or ""
+            call = OutputCall(id=f"fc_{uuid.uuid4().hex}", call_id=piece.id, name=name, status="in_progress")
+            yield from self._open(call)
+        item = self.items[-1]
+        assert isinstance(item, OutputCall)
+        item.arguments += piece.function.arguments
+        if piece.function.arguments:
+            yield "response.function_call_arguments.delta", {**self._place(), "delta": piece.function.arguments}
+
+    def _open(self, item: OutputMessage | OutputCall) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield from self._close("completed")
+        self.items.append(item)
+        yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": item.model_dump()}
+
+    def _close(self, status: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        if not self.items:
+            return
+        item = self.items[-1]
+        item.status = status
+        if isinstance(item, OutputMessage):
+            part = item.content[0]
+            yield "response.output_text.done", {**self._part(), "text": part.text, "logprobs": []}
+            yield "response.content_part.done", {**self._part(), "part": part.model_dump()}
+        else:
+            told = {"name": item.name, "arguments": item.arguments}
+            yield "response.function_call_arguments.done", {**self._place(), **told}
+        yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": item.model_dump()}
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
+
+    def _part(self) -> dict[str, Any]:
+        return {**self._place(), "content_index": 0}
 
 
 class _Made:
@@ -69,7 +170,6 @@ class _Made:
         self, model: str, given: ResponseRequest, params: SamplingParams, stream: AsyncStream, prompt_tokens: int
     ) -> None:
         self.stream = stream
-        self.item = f"msg_{uuid.uuid4().hex}"
         self._given, self._prompt_tokens = given, prompt_tokens
         form = None if given.text is None else given.text.format
         self._fields: dict[str, Any] = {
@@ -82,14 +182,13 @@ class _Made:
             "temperature": params.temperature,
             "top_p": params.top_p,
             "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True)},
+            "parallel_tool_calls": given.parallel_tool_calls,
+            "tool_choice": given.tool_choice or "auto",
+            "tools": given.tools,
         }
 
-    def message(self, text: str | None, status: Any) -> OutputMessage:
-        """The message; None for one without a text yet."""
-        return OutputMessage(id=self.item, status=status, content=[] if text is None else [OutputText(text=text)])
-
-    def answer(self, text: str | None, reason: str | None) -> ResponseAnswer:
-        """The response with a text and why it ended; None where it has not begun or ended."""
+    def answer(self, output: Output, reason: str | None) -> ResponseAnswer:
+        """The response with what it says and why it ended; None where it has not begun."""
         if reason is None:
             return ResponseAnswer(status="in_progress", output=[], **self._fields)
         status: Any = "incomplete" if reason == "length" else "completed"
@@ -103,11 +202,12 @@ class _Made:
             speculation=counted.speculation,
         )
         details = IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
-        output = [self.message(text, status)]
-        return ResponseAnswer(status=status, output=output, usage=usage, incomplete_details=details, **self._fields)
+        return ResponseAnswer(
+            status=status, output=output.items, usage=usage, incomplete_details=details, **self._fields
+        )
 
 
-async def _events(service: Service, made: _Made) -> AsyncGenerator[str, None]:
+async def _events(service: Service, made: _Made, output: Output) -> AsyncGenerator[str, None]:
     count = 0
 
     def event(kind: str, **fields: Any) -> str:
@@ -116,27 +216,20 @@ async def _events(service: Service, made: _Made) -> AsyncGenerator[str, None]:
         count += 1
         return f"event: {kind}\ndata: {one_line(json.dumps(told, ensure_ascii=False))}\n\n"
 
-    part = {"item_id": made.item, "output_index": 0, "content_index": 0}
-    text, reason = "", None
-    begun = made.answer(None, None).model_dump()
+    reason = None
+    begun = made.answer(output, None).model_dump()
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
-    yield event("response.output_item.added", output_index=0, item=made.message(None, "in_progress").model_dump())
-    yield event("response.content_part.added", **part, part=OutputText(text="").model_dump())
     try:
         async with contextlib.aclosing(merged(service, [made.stream])) as chunks:
             async for _, chunk in chunks:
-                text += chunk.text
                 reason = chunk.finish_reason
-                if chunk.text:
-                    yield event("response.output_text.delta", **part, delta=chunk.text, logprobs=[])
+                for kind, fields in output.push(chunk.text, reason):
+                    yield event(kind, **fields)
     except Exception as error:  # the answer has begun, so that its end has to say what went wrong
         wrong = api_error(error).body.error
         told = {"code": wrong.code or wrong.type, "message": wrong.message}
         yield event("response.failed", response={**begun, "status": "failed", "error": told})
         return
-    answer = made.answer(text, reason)
-    yield event("response.output_text.done", **part, text=text, logprobs=[])
-    yield event("response.content_part.done", **part, part=OutputText(text=text).model_dump())
-    yield event("response.output_item.done", output_index=0, item=answer.output[0].model_dump())
+    answer = made.answer(output, reason)
     yield event(f"response.{answer.status}", response=answer.model_dump())

@@ -10,7 +10,16 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Tag,
+    model_validator,
+)
 from pydantic_core import core_schema
 
 from specexport.runtime.params import MAX_LOGPROBS
@@ -19,7 +28,7 @@ MAX_CHOICES = 128
 _LARGEST = 2**31 - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal ones would be one: ``Annotated`` keeps what it was given, and 0 equals False
 class Only:
     """A field that may only state the default: one of ``values``, or nothing; anything else is refused."""
 
@@ -47,9 +56,11 @@ Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 Tokens = Annotated[list[Count], Field(min_length=1, fail_fast=True)]
 Others = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+PromptOthers = Annotated[Others | None, Field(description="The same of the prompt's tokens; not streamed.")]
 Text = Annotated[str, Field(max_length=4_000_000)]
 TokenId = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+ToolMode = Literal["none", "auto", "required"]
 
 
 def _nullable(schema: dict[str, Any]) -> None:
@@ -95,6 +106,7 @@ class Accepted(_Request):
     function_call: Annotated[Any, Only(("none",))] = None
     functions: Unsupported = None
     include: Unsupported = None
+    include_reasoning: Annotated[Any, Only((True,))] = None
     include_stop_str_in_output: Annotated[Any, Only((False,))] = None
     length_penalty: Annotated[Any, Only((1.0,))] = None
     logits_processors: Unsupported = None
@@ -130,7 +142,7 @@ class SpeculativeOptions(_Request):
 
 
 class StructuredOutputs(_Request):
-    """vLLM's ways to constrain an output, one of them."""
+    """vLLM's ways to constrain an output: one of them, or none."""
 
     json_: dict[str, Any] | Text | None = Field(None, alias="json", description="A JSON schema.")
     json_object: bool = Field(False, description="Any JSON object.")
@@ -143,7 +155,7 @@ class StructuredOutputs(_Request):
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
-        if len(self.bounds()) != 1:
+        if len(self.bounds()) > 1:
             raise ValueError("give one of json, json_object, choice, regex and grammar")
         return self
 
@@ -225,6 +237,7 @@ class CompletionRequest(GenerationRequest):
     ) = Field(description="Text or token ids; several of either are several prompts.")
     max_tokens: Count | None = Field(16, description="None for what the context holds.")
     logprobs: Others | None = Field(None, description="Return log-probabilities, with this many others each.")
+    prompt_logprobs: PromptOthers = None
     echo: bool = Field(False, description="Begin the text with the prompt.")
     add_special_tokens: bool = Field(True, description="Of a text: those the tokenizer adds by itself.")
 
@@ -345,6 +358,7 @@ class ChatRequest(GenerationRequest):
     max_tokens: Count | None = Field(None, description="The older name of max_completion_tokens.")
     logprobs: bool = Field(False, description="Return each token's log-probability.")
     top_logprobs: Others | None = Field(None, description="And those of this many others.")
+    prompt_logprobs: PromptOthers = None
     chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Any] = Field(
         {}, description="Variables the model's chat template knows."
     )
@@ -353,9 +367,7 @@ class ChatRequest(GenerationRequest):
     )
     prediction: Prediction | None = Field(None, description="The expected answer, verified as a draft.")
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] = Field([], description="What may be called.")
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = Field(
-        None, description="Whether one is called; auto if there are any."
-    )
+    tool_choice: ToolMode | ChosenTool | None = Field(None, description="Whether one is called; auto if there are any.")
     parallel_tool_calls: bool = Field(True, description="Whether there may be several calls.")
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(
         None, description="A variable of the model's chat template."
@@ -367,6 +379,16 @@ class ChatRequest(GenerationRequest):
     @property
     def hypothesis(self) -> str | None:
         return plain_text(self.prediction.content) if self.prediction is not None else None
+
+    @property
+    def offered(self) -> list[Function]:
+        """What may be called."""
+        return [tool.function for tool in self.tools]
+
+    @property
+    def choice(self) -> ToolMode | FunctionName | None:
+        """Whether one is called."""
+        return self.tool_choice.function if isinstance(self.tool_choice, ChosenTool) else self.tool_choice
 
 
 class SchemaFormat(NamedSchema):
@@ -401,10 +423,51 @@ class InputMessage(_Request):
     phase: str | None = Field(None, max_length=64)
 
 
+class InputCall(_Request):
+    """A call of the assistant's, in a response's input."""
+
+    type: Literal["function_call"]
+    call_id: str = Field(max_length=256)
+    name: ToolName
+    arguments: Text
+    id: str | None = Field(None, max_length=256)
+    status: str | None = Field(None, max_length=64)
+
+
+class InputCallOutput(_Request):
+    """What a call gave, in a response's input."""
+
+    type: Literal["function_call_output"]
+    call_id: str = Field(max_length=256)
+    output: Content
+    id: str | None = Field(None, max_length=256)
+    status: str | None = Field(None, max_length=64)
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCallOutput, Tag("function_call_output")],
+    Discriminator(lambda item: item.get("type", "message") if isinstance(item, dict) else item.type),
+]
+
+
+class ResponseTool(Function):
+    """A tool, as responses have it."""
+
+    type: Literal["function"]
+
+
+class ChosenFunction(FunctionName):
+    """The tool to call, as responses have it."""
+
+    type: Literal["function"]
+
+
 class ResponseRequest(GenerationRequest):
     """``POST /v1/responses``."""
 
-    input: Text | Annotated[list[InputMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
+    input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=4096, fail_fast=True)]
     instructions: Text | None = Field(None, description="A system message before the input.")
     max_output_tokens: Count | None = Field(None, description="None for what the context holds.")
     text: TextConfig | None = None
@@ -413,12 +476,26 @@ class ResponseRequest(GenerationRequest):
     conversation: Unsupported = None
     include_steps: Annotated[Any, Only((False,))] = None
     max_tool_calls: Unsupported = None
-    parallel_tool_calls: Annotated[Any, Only((True, False))] = None
+    parallel_tool_calls: bool = Field(True, description="Whether there may be several calls.")
     previous_response_id: Unsupported = None
     prompt: Unsupported = None
-    tool_choice: Annotated[Any, Only(("auto", "none"))] = None
-    tools: Unsupported = None
+    tool_choice: ToolMode | ChosenFunction | None = Field(
+        None, description="Whether one is called; auto if there are any."
+    )
+    tools: Annotated[list[ResponseTool], Field(max_length=128, fail_fast=True)] = Field(
+        [], description="What may be called."
+    )
     top_logprobs: Annotated[Any, Only((0,))] = None
+
+    @property
+    def offered(self) -> list[ResponseTool]:
+        """What may be called."""
+        return self.tools
+
+    @property
+    def choice(self) -> ToolMode | FunctionName | None:
+        """Whether one is called."""
+        return self.tool_choice
 
 
 class TokenizeRequest(_Request):
@@ -507,6 +584,20 @@ class Step(BaseModel):
     seconds: float = Field(description="When the step ended, since the request came.")
 
 
+class PromptLogprob(BaseModel):
+    """A token that might have been in the prompt, or was."""
+
+    logprob: float
+    rank: int = Field(description="Its place among all tokens, 1 for the most probable.")
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[int, PromptLogprob] | None],
+    Field(description="vLLM's: for each token of the prompt that and the most probable ones; null for the first."),
+]
+
+
 class Choice(BaseModel):
     """What all outputs have in common."""
 
@@ -536,6 +627,7 @@ class CompletionChoice(Choice):
 
     text: str
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionResponse(_Answer):
@@ -601,6 +693,7 @@ class ChatResponse(_Answer):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatChunkChoice(Choice):
@@ -633,6 +726,17 @@ class OutputMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     status: Literal["in_progress", "completed", "incomplete"]
     content: list[OutputText]
+
+
+class OutputCall(BaseModel):
+    """A response's call of a function."""
+
+    type: Literal["function_call"] = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: Literal["in_progress", "completed", "incomplete"]
 
 
 class IncompleteDetails(BaseModel):
@@ -677,14 +781,14 @@ class ResponseAnswer(BaseModel):
     max_output_tokens: int | None = None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
-    parallel_tool_calls: bool = False
+    output: list[OutputMessage | OutputCall]
+    parallel_tool_calls: bool
     previous_response_id: None = None
     store: bool = False
     temperature: float
     text: dict[str, Any]
-    tool_choice: Literal["none"] = "none"
-    tools: list[Any] = []
+    tool_choice: ToolMode | ChosenFunction
+    tools: list[ResponseTool]
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None

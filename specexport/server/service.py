@@ -18,6 +18,7 @@ from starlette.types import Send
 
 from specexport.async_engine import AsyncEngine, AsyncStream
 from specexport.contract.errors import RequestError
+from specexport.outputs import by_token
 from specexport.runtime import Chunk, SamplingParams, Stream
 from specexport.runtime.speculative import Speculative
 from specexport.server.errors import ApiError, api_error
@@ -26,6 +27,8 @@ from specexport.server.schema import (
     Choice,
     CompletionTokensDetails,
     GenerationRequest,
+    PromptLogprob,
+    PromptLogprobs,
     SpeculationUsage,
     Step,
     StreamOptions,
@@ -145,6 +148,10 @@ class Service:
         for name in ("stream_options", "include_steps"):
             if getattr(given, name) and not given.stream:
                 raise RequestError(f"{name}: given without stream", param=name)
+        if given.prompt_logprobs is not None and given.stream:
+            raise RequestError(
+                "prompt_logprobs: given with stream; they come with whole answers", param="prompt_logprobs"
+            )
         frontend = self.engine.frontend
         chosen = speculation(given, frontend.speculative)
         limits = [limit for limit in (self.timeout, given.timeout) if limit is not None]
@@ -189,7 +196,8 @@ async def respond(
         parts = (one.model_dump_json(exclude_unset=True) for one in made if one is not None)
         return f"{before}{empty[:-1]}{','.join(parts)}]{after}"
 
-    text = await asyncio.to_thread(written) if any(chunk.logprobs for chunk in outputs) else written()
+    long = any(chunk.logprobs for chunk in outputs) or given.prompt_logprobs is not None
+    text = await asyncio.to_thread(written) if long else written()
     return Response(text, media_type="application/json")
 
 
@@ -248,6 +256,17 @@ async def _events(
     except Exception as error:  # the answer has begun, so that its end has to say what went wrong
         yield event(api_error(error).body)
     yield "data: [DONE]\n\n"
+
+
+def prompt_logprobs(stream: AsyncStream, token_text: Callable[[int], str]) -> PromptLogprobs:
+    """Those of a stream's prompt, by token."""
+    return [None] + [
+        {
+            token: PromptLogprob(logprob=least(one.logprob), rank=one.rank, decoded_token=one.decoded_token)
+            for token, one in by_token(entry, token_text).items()
+        }
+        for entry in stream.prompt_logprobs
+    ]
 
 
 def step_of(chunk: Chunk, token_text: Callable[[int], str], arrived: float) -> Step:

@@ -7,9 +7,18 @@ import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from specexport.contract.errors import RequestError
-from specexport.server.schema import AssistantCall, ChatRequest, ChosenTool, Function, FunctionCall, quoted
+from specexport.server.schema import (
+    AssistantCall,
+    ChatRequest,
+    Function,
+    FunctionCall,
+    FunctionName,
+    ResponseRequest,
+    quoted,
+)
 
 
 @dataclass(frozen=True)
@@ -89,24 +98,30 @@ class Calling:
         return f'{{"name": "{name}", "{self.format.arguments}": '
 
 
-def calling(given: ChatRequest, template: str) -> Calling | None:
+def known_tools(tools: Sequence[Function]) -> list[dict[str, Any]]:
+    """Tools as chat templates know them."""
+    plain = (tool.model_dump(exclude_unset=True, exclude={"type"}) for tool in tools)
+    return [{"type": "function", "function": tool} for tool in plain]
+
+
+def calling(given: ChatRequest | ResponseRequest, template: str) -> Calling | None:
     """How a request's answer may call tools; None where it may not.
 
     Raises:
         RequestError: a tool is chosen that there is not, a tool's parameters are no object's, or the model is to choose
             by itself and how it calls tools is not known.
     """
-    choice = given.tool_choice or ("auto" if given.tools else "none")
-    if choice == "none":
+    tools: Sequence[Function] = given.offered
+    choice = given.choice or "auto"
+    if choice == "none" or (choice == "auto" and not tools):
         return None
-    tools = [tool.function for tool in given.tools]
     if len({tool.name for tool in tools}) < len(tools):
         raise RequestError("tools: two have the same name", param="tools")
     wrong = next((tool.name for tool in tools if tool.parameters.get("type", "object") != "object"), None)
     if wrong is not None:
         raise RequestError(f"tools: the parameters of {wrong} are not those of an object", param="tools")
-    if isinstance(choice, ChosenTool):
-        tools = [tool for tool in tools if tool.name == choice.function.name]
+    if isinstance(choice, FunctionName):
+        tools = [tool for tool in tools if tool.name == choice.name]
     if not tools:
         raise RequestError("tool_choice: there is no such tool in tools", param="tool_choice")
     form = call_format(template)
@@ -116,7 +131,7 @@ def calling(given: ChatRequest, template: str) -> Calling | None:
             "or to one of the tools, or to none",
             param="tools",
         )
-    several = given.parallel_tool_calls and not isinstance(choice, ChosenTool)
+    several = given.parallel_tool_calls and not isinstance(choice, FunctionName)
     return Calling(form or _PLAIN, tools, choice != "auto", several)
 
 
