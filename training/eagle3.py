@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import LlamaConfig
 
-from specexport.checkpoints.eagle3 import load_eagle3, read_eagle3, require_fit, save_eagle3, usual_states
+from specexport.checkpoints.eagle3 import read_eagle3, save_eagle3, usual_states
 from specexport.checkpoints.medusa import HeadAccuracy
 from specexport.contract.errors import TrainError
 from specexport.graphs.attention import AttentionCall, lowering
@@ -97,7 +97,7 @@ def given_draft(options: Eagle3Options, target: TrainingModel, layers: int) -> t
         TrainError: it is not of the kind that is written, or its MLP is not as wide as asked for.
     """
     (table, head), outline = target.tables(), read_eagle3(str(options.draft))
-    require_fit(outline, hidden=head.shape[1], vocab=head.shape[0], layers=layers)
+    outline.require_fit(hidden=head.shape[1], vocab=head.shape[0], layers=layers)
     layer = outline.layer
     more = outline.switches | {name: getattr(layer, name) for name in ("attention_bias", "mlp_bias")}
     more |= {
@@ -111,7 +111,7 @@ def given_draft(options: Eagle3Options, target: TrainingModel, layers: int) -> t
         raise TrainError(
             f"{outline.path}: has {found}; expected what is written: one plain layer of a llama, as wide as the target"
         )
-    draft = load_eagle3(outline, target.path, layers, target.max_positions).to(head.device)
+    draft = outline.load(target.path, layers, target.max_positions).to(head.device)
     draft.embed_tokens.weight = torch.nn.Parameter(table.detach(), requires_grad=False)
     if options.tie_lm_head:
         rows = head.detach() if draft.target_ids is None else head.detach()[draft.target_ids]
