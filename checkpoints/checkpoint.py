@@ -74,7 +74,7 @@ class Checkpoint:
     @property
     def layers(self) -> int:
         """How many decoder layers it has."""
-        return int(self.model.config.get_text_config().num_hidden_layers)
+        return int(self.model.config.num_hidden_layers)
 
 
 def load_checkpoint(source: str) -> Checkpoint:
@@ -85,7 +85,6 @@ def load_checkpoint(source: str) -> Checkpoint:
     """
     path = locate(source)
     config = read_model_config(path)
-    text = config.get_text_config()
     generation, eos = read_generation(path, config)
     require_stored(path, config)
     family = str(config.model_type)
@@ -114,7 +113,7 @@ def load_checkpoint(source: str) -> Checkpoint:
             f"{path}: the weights lack {min(loaded['missing_keys'])!r}, which {path / 'config.json'} asks for; "
             "expected the configuration that they were saved with"
         )
-    max_positions = getattr(text, "max_position_embeddings", None)
+    max_positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(max_positions, int):
         raise BuildError(f"{path / 'config.json'}: no max_position_embeddings; model family '{family}' is unsupported")
     max_positions = freeze_frequencies(model, max_positions)
@@ -147,7 +146,7 @@ def load_checkpoint(source: str) -> Checkpoint:
 def plain_transformers(model: Any) -> Iterator[None]:
     """While active, a loaded model's attention and experts are transformers' own."""
     model.set_attn_implementation("eager")
-    mixture = model.config.get_text_config()._experts_implementation == EXPERTS_NAME
+    mixture = model.config._experts_implementation == EXPERTS_NAME
     if mixture:
         model.set_experts_implementation("eager")
     try:
@@ -161,7 +160,7 @@ def plain_transformers(model: Any) -> Iterator[None]:
 def _probe(model: Any, family: str, max_positions: int) -> tuple[tuple[CacheLayer, ...], dict[int, StateLayer]]:
     """Runs two tokens to learn what each layer keeps: works for every family, whatever its config calls things."""
     probe, states = Probe(), StateProbe()
-    layers = int(model.config.get_text_config().num_hidden_layers)
+    layers = int(model.config.num_hidden_layers)
     ids = torch.zeros(1, 2, dtype=torch.int64)
     try:
         with torch.no_grad(), lowering(probe), recurrent(states), sample_masks(max_positions):

@@ -9,6 +9,7 @@ import copy
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -16,6 +17,7 @@ import msgspec
 import torch
 from msgspec import Meta
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specexport.checkpoints.quantized import Kind, QuantizedTensor, Scales, dequantized, quantization
 from specexport.checkpoints.quiet import quiet
@@ -31,6 +33,9 @@ _MAX_INDEX = 64 << 20
 _MOST_PARTS, _LARGEST, _MAX_INT = 4096, 1 << 24, 1 << 53
 _PARTS = re.compile(r"(^|_)(layers?|experts?|heads?|blocks?|stages?)($|_)")
 _SIZES = re.compile(r"size|dim|vocab|position|embd|inner|ctx")
+_TEXT_PART = "text_config"
+_TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_head.": "lm_head.", "mtp.": "mtp."}
+"""Where models that read more than text keep their language model, and what a checkpoint of that alone says instead."""
 
 Token = Annotated[int, Meta(ge=0)]
 Tokens = Token | list[Token] | None
@@ -62,7 +67,10 @@ def meta_model(source: str | Path) -> Any:
     """
     path = Path(source).expanduser()
     try:
-        config = read_model_config(path) if path.is_dir() else AutoConfig.from_pretrained(source)
+        if path.is_dir():
+            config = read_model_config(path)
+        else:
+            config = _language_model(AutoConfig.from_pretrained(source), AutoConfig.get_config_dict(source)[0])
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except (ValueError, OSError, KeyError) as error:
@@ -71,6 +79,9 @@ def meta_model(source: str | Path) -> Any:
 
 def read_model_config(folder: Path) -> Any:
     """The configuration of a checkpoint's folder, as transformers reads it; code beside it is never run.
+
+    Of a model that reads pictures or sound as well it is that of the language model, whose tensors
+    :func:`checkpoint_tensors` yields.
 
     Raises:
         BuildError: it is no JSON object, of a family that transformers does not know, or a number in it is absurd;
@@ -84,9 +95,27 @@ def read_model_config(folder: Path) -> Any:
             raise BuildError(f"{path}: {name} is {str(value)[:20]}; expected at most {most}")
     try:
         with quiet():
-            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            return _language_model(AutoConfig.from_pretrained(folder, trust_remote_code=False), document)
     except Exception as error:  # transformers raises whatever the family's code raises
         raise BuildError(f"{path}: {error or type(error).__name__}") from error
+
+
+def _language_model(config: Any, document: dict[str, Any]) -> Any:
+    """The configuration of the language model: the whole one, or the part of a model that reads more than text.
+
+    Args:
+        config: as transformers reads it.
+        document: the file, which tells what was stated from what is a default.
+    """
+    if not isinstance(document.get(_TEXT_PART), dict):
+        return config
+    text = config.get_text_config()
+    if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"{_TEXT_PART} is of the family '{text.model_type}', of which transformers has no causal LM")
+    for name in ("dtype", "eos_token_id", "tie_word_embeddings"):
+        if {name, f"torch_{name}"} & document.keys():  # what the whole model says holds for its parts
+            setattr(text, name, getattr(config, name))
+    return text
 
 
 class TextSizes(NamedTuple):
@@ -99,18 +128,17 @@ class TextSizes(NamedTuple):
 
 def text_sizes(config: Any) -> TextSizes:
     """What a configuration says of them, or else what is usual; transformers' ``attribute_map`` knows other names."""
-    text = config.get_text_config()
-    heads, hidden = text.num_attention_heads, text.hidden_size
+    heads, hidden = config.num_attention_heads, config.hidden_size
     return TextSizes(
-        getattr(text, "num_key_value_heads", None) or heads,
-        getattr(text, "head_dim", None) or hidden // heads,
-        getattr(text, "intermediate_size", None) or 4 * hidden,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or hidden // heads,
+        getattr(config, "intermediate_size", None) or 4 * hidden,
     )
 
 
 def layers_in(folder: Path) -> int:
     """How many decoder layers a checkpoint's configuration says it has."""
-    return int(read_model_config(folder).get_text_config().num_hidden_layers)
+    return int(read_model_config(folder).num_hidden_layers)
 
 
 def read_generation(folder: Path, config: Any) -> tuple[dict[str, float], tuple[int, ...]]:
@@ -133,7 +161,7 @@ def read_generation(folder: Path, config: Any) -> tuple[dict[str, float], tuple[
     except msgspec.ValidationError as error:
         raise BuildError(f"{path}: eos_token_id is {tokens!r}: {error}") from error
     tokens = [] if tokens is None else [tokens] if isinstance(tokens, int) else tokens
-    vocab_size = getattr(config.get_text_config(), "vocab_size", None) or _LARGEST
+    vocab_size = getattr(config, "vocab_size", None) or _LARGEST
     beyond = [token for token in tokens if token >= vocab_size]
     if beyond:
         raise BuildError(f"{path}: eos_token_id is {beyond[0]}; expected a token of the model, which has {vocab_size}")
@@ -149,7 +177,7 @@ def require_stored(folder: Path, config: Any) -> None:
     """
     stored = {tensor.name: tensor for tensor in checkpoint_tensors(folder)}
     path = folder / CONFIG
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    layers = getattr(config, "num_hidden_layers", None)
     numbered = [int(match[1]) for name in stored if (match := re.search(r"\.(\d+)\.", f".{name}"))]
     there = 1 + max(numbered, default=-1)
     if isinstance(layers, int) and layers > there:
@@ -218,7 +246,7 @@ def load_causal_lm(
     Raises:
         BuildError: the files are wrong; transformers raises whatever else there is.
     """
-    if quantized_in(folder) is not None:
+    if quantized_in(folder) is not None and hasattr(config, "quantization_config"):
         config = copy.deepcopy(config)
         del config.quantization_config  # else transformers would ask for the library that made it
     with quiet():
@@ -240,9 +268,25 @@ def load_causal_lm(
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
-    """The tensors of the files that transformers reads, quantized matrices as those they stand for."""
+    """The tensors of the files that transformers reads, quantized matrices as those they stand for.
+
+    Of a model that reads pictures or sound as well only those of the language model, under the names that they have in
+    a checkpoint of that alone.
+    """
     path = folder / CONFIG
-    return dequantized(path, _document(path, _MAX_BYTES), _files(folder))
+    document = _document(path, _MAX_BYTES)
+    tensors = dequantized(path, document, _files(folder))
+    if not isinstance(document.get(_TEXT_PART), dict):
+        return tensors
+    return (replace(one, name=name) for one in tensors if (name := _name_in_text(one.name)) is not None)
+
+
+def _name_in_text(name: str) -> str | None:
+    """The name of a language model's tensor in a checkpoint of that alone; None for what is no part of it."""
+    for prefix, own in _TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return None
 
 
 def _files(folder: Path) -> Iterator[StoredTensor]:

@@ -28,7 +28,6 @@ from specexport.graphs.attention import ATTENTION_NAME
 from specexport.graphs.experts import EXPERTS_NAME
 from specexport.graphs.mtp import MTPDraft
 
-_ROOTS = ("model.language_model.", "model.")
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _QWEN = {"mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.", "mtp.": ""}
 _DEEPSEEK = {
@@ -84,15 +83,14 @@ def read_mtp(source: str) -> MTPOutline:
         BuildError: it holds none, or several; names the field or the tensors.
     """
     folder = locate(source)
-    config = copy.deepcopy(read_model_config(folder).get_text_config())
+    config = copy.deepcopy(read_model_config(folder))
     layers = int(config.num_hidden_layers)
     for field in _COUNTS:
         count = getattr(config, field, None)
         if isinstance(count, int) and count > 1:
             raise BuildError(f"{folder / CONFIG}: {field} is {count}; expected 1, as one layer drafts every token")
     names = [tensor.name for tensor in checkpoint_tensors(folder)]
-    root = next((root for root in _ROOTS if f"{root}norm.weight" in names), _ROOTS[-1])
-    behind = f"{root}layers.{layers}."
+    behind = f"model.layers.{layers}."
     if any(name.startswith("mtp.") for name in names):
         known = dict(_QWEN)
     elif any(name.startswith(behind) for name in names):
@@ -114,7 +112,7 @@ def read_mtp(source: str) -> MTPOutline:
         vocab=config.vocab_size,
         draft_vocab=config.vocab_size,
         target_hidden=config.hidden_size,
-        names=known | {f"{root}norm.": "target_norm."},
+        names=known | {"model.norm.": "target_norm."},
     )
 
 

@@ -198,9 +198,8 @@ def plan(
 
 def expert_shares(model: Any, config: Any) -> dict[int, float]:
     """The share of a mixture's weights that a token uses, top-k of all experts: by the id of their parameter."""
-    text = config.get_text_config()
     stacks = [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
-    return {id(p): min(1.0, text.num_experts_per_tok / len(p)) for module in stacks for p in module.parameters()}
+    return {id(p): min(1.0, config.num_experts_per_tok / len(p)) for module in stacks for p in module.parameters()}
 
 
 def active_parameters(model: Any, config: Any) -> int:
@@ -212,12 +211,11 @@ def active_parameters(model: Any, config: Any) -> int:
 
 def _row(config: Any) -> int:
     """Bytes of a token's keys and values in all layers of a configuration."""
-    text = config.get_text_config()
-    sizes = text_sizes(text)
+    sizes = text_sizes(config)
     both = 2 * sizes.head_dim
-    if (latent := getattr(text, "qk_nope_head_dim", None)) is not None:
-        both = latent + text.qk_rope_head_dim + text.v_head_dim
-    return int(text.num_hidden_layers * sizes.key_value_heads * both * 2)
+    if (latent := getattr(config, "qk_nope_head_dim", None)) is not None:
+        both = latent + config.qk_rope_head_dim + config.v_head_dim
+    return int(config.num_hidden_layers * sizes.key_value_heads * both * 2)
 
 
 def _model(
@@ -234,8 +232,7 @@ def _model(
 
     ``nodes`` are those of all trees that acceptance is decided for, of a target.
     """
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
+    kinds = set(getattr(config, "layer_types", None) or ())
     if without := sorted(kinds & {"conv", "linear_attention", "mamba"}):
         raise BuildError(
             f"{source}: has {', '.join(without)} layers; layers without attention run on the CPU alone yet, and this "
@@ -262,14 +259,14 @@ def _model(
             read += stored
             # A head of 16 bits that is tied to the embedding is the same matrix; onnxruntime keeps it transposed too.
             weights += 0 if is_table and _BITS[precision] == 16 and not by_onnxruntime else stored
-    wide = max(text_sizes(text).intermediate_size, text.hidden_size)
+    wide = max(text_sizes(config).intermediate_size, config.hidden_size)
     # Gate, up and their product; logits, p and what is left of it at the nodes of a tree.
-    scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * text.hidden_size) + 4 * (MOST_DRAFTS + 1) * text.vocab_size * 4
+    scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * config.hidden_size) + 4 * (MOST_DRAFTS + 1) * config.vocab_size * 4
     if by_onnxruntime:
-        scratch += _DECIDING * nodes * text.vocab_size * 4
+        scratch += _DECIDING * nodes * config.vocab_size * 4
     if by_onnxruntime and precision in _UNDONE:
-        widest = max(2 * wide, text.vocab_size if _UNDONE[precision] <= MOST_DRAFTS else 0)
-        scratch += 2 * 2 * widest * text.hidden_size
+        widest = max(2 * wide, config.vocab_size if _UNDONE[precision] <= MOST_DRAFTS else 0)
+        scratch += 2 * 2 * widest * config.hidden_size
     return ModelPlan(
         source=source,
         parameters=sum(parameter.numel() for parameter in model.parameters()),

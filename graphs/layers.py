@@ -16,7 +16,7 @@ def _decoder_layers(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleLi
     Raises:
         ValueError: the model keeps them in no list, or in several.
     """
-    total = model.config.get_text_config().num_hidden_layers
+    total = model.config.num_hidden_layers
     lists = [
         (parent, name, child)
         for parent in model.modules()
@@ -73,7 +73,7 @@ def keep_first_layers(model: Any, count: int) -> Callable[[], None]:
     Raises:
         ValueError: the model has no more layers than that, or keeps them in no list, or in several.
     """
-    total = model.config.get_text_config().num_hidden_layers
+    total = model.config.num_hidden_layers
     if not 1 <= count < total:
         raise ValueError(f"it has {total} layers; expected 1 to {total - 1} of them")
     parent, name, layers = _decoder_layers(model)

@@ -48,7 +48,7 @@ def train_dflash(options: DFlashOptions, watch: Watch) -> dict[str, Any]:
     options.check()
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
-    layers = int(target.model.config.get_text_config().num_hidden_layers)
+    layers = int(target.model.config.num_hidden_layers)
     states = seen_states(options.states or usual_states(options.layers, layers), layers)
     within("states", min(states), 1, layers, "the target's layers")
     with open_run("train dflash", options, place, target, watch) as run:

@@ -47,7 +47,7 @@ def train_eagle3(options: Eagle3Options, watch: Watch) -> dict[str, Any]:
     options.check()
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
-    layers = int(target.model.config.get_text_config().num_hidden_layers)
+    layers = int(target.model.config.num_hidden_layers)
     states = seen_states(options.states or usual_states(layers), layers)
     with open_run("train eagle3", options, place, target, watch) as run:
         within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")

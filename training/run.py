@@ -125,9 +125,9 @@ def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
         with quiet():
             config = read_model_config(path)
             require_stored(path, config)
-            stored, text = config.dtype, config.get_text_config()
+            stored = config.dtype
             # torch's own attention would leave Gemma 2's soft cap out without a word.
-            attention = "eager" if getattr(text, "attn_logit_softcapping", None) else "sdpa"
+            attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
             dtype = place.frozen_dtype if frozen else torch.float32
             model, *_ = load_causal_lm(path, config, dtype=dtype, attn_implementation=attention)
     except BuildError:
@@ -145,7 +145,7 @@ def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
     ends = model.generation_config.eos_token_id
     if ends is None:
         ends = tokenizer.eos_token_id
-    longest = getattr(text, "max_position_embeddings", None)
+    longest = getattr(config, "max_position_embeddings", None)
     return TrainingModel(
         path=path,
         model=model.to(place.device).eval().requires_grad_(False),
@@ -172,17 +172,17 @@ def seen_states(states: Sequence[int], layers: int) -> tuple[int, ...]:
 
 def layer_sizes(target: TrainingModel, intermediate_size: int | None) -> dict[str, Any]:
     """Fields of a configuration of layers with the attention heads of a target, and, unless told, as wide an MLP."""
-    text, (vocab, hidden) = target.model.config.get_text_config(), target.tables()[1].shape
-    sizes, rotary = text_sizes(text), getattr(text, "rope_parameters", None) or {}
+    config, (vocab, hidden) = target.model.config, target.tables()[1].shape
+    sizes, rotary = text_sizes(config), getattr(config, "rope_parameters", None) or {}
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": intermediate_size or sizes.intermediate_size,
-        "num_attention_heads": text.num_attention_heads,
+        "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": sizes.key_value_heads,
         "head_dim": sizes.head_dim,
         "max_position_embeddings": min(target.max_positions, 1 << 17),
-        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
         "rope_parameters": {"rope_type": "default", "rope_theta": float(rotary.get("rope_theta", 10000.0))},
         "attn_implementation": ATTENTION_NAME,
     }

@@ -94,7 +94,7 @@ class StatesDraftExporter(ChainDraftExporter[S]):
 
     def heads(self, method: S, target: Checkpoint) -> MedusaHeads | None:
         """See :class:`MethodExporter`; it adds none, but must fit."""
-        hidden = target.model.config.get_text_config().hidden_size
+        hidden = target.model.config.hidden_size
         self.require_fit(
             self.read(self.source(method, target.source)),
             hidden=hidden,
@@ -123,9 +123,9 @@ class StatesDraftExporter(ChainDraftExporter[S]):
         return msgspec.structs.replace(method, draft=model, **named)
 
     def meta_draft(self, method: S, target: str, model: Any) -> MetaDraft:
-        source, text = self.source(method, target), model.config.get_text_config()
-        outline, layers = self.read(source), text.num_hidden_layers
-        self.require_fit(outline, hidden=text.hidden_size, vocab=text.vocab_size, layers=layers)
+        source, config = self.source(method, target), model.config
+        outline, layers = self.read(source), config.num_hidden_layers
+        self.require_fit(outline, hidden=config.hidden_size, vocab=config.vocab_size, layers=layers)
         draft = self.make(outline, layers)
         with torch.device("meta"):
             cache = outline.cache(draft)
