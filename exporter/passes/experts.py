@@ -27,7 +27,7 @@ def lower_experts(model: ir.Model, *, branches: bool) -> None:
     """
     for graph in (model.graph, *model.graph.subgraphs()):
         for node in [one for one in graph if one.domain == EXPERTS_DOMAIN]:
-            total = _branches(graph, node) if branches else node.inputs[0]
+            total = _branches(graph, node) if branches else _there(node.inputs[0])
             ir.convenience.replace_all_uses_with(node.outputs[0], total, replace_graph_outputs=True)
             graph.remove(node, safe=True)
     model.opset_imports.pop(EXPERTS_DOMAIN, None)
@@ -45,7 +45,8 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
     name, tape = node.outputs[0].name, Tape()
 
     def add(nodes: Tape, what: str, op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
-        return nodes.op(op_type, inputs, attributes, output=ir.val(f"{name}.{what}"))
+        made_by: ir.Value = nodes.op(op_type, inputs, attributes, output=ir.val(f"{name}.{what}"))
+        return made_by
 
     def number(*numbers: int) -> ir.Value:
         return constant(graph, f"experts.{'.'.join(map(str, numbers))}", np.array(numbers))
@@ -111,13 +112,13 @@ def _stack(value: ir.Value | None) -> ir.Value | None:
 
 def _expert(stack: ir.Value, tensor: ir.TensorProtocol, expert: int, read: Any) -> ir.Value:
     """The matrix ``[K,N]`` of one expert, or its bias ``[1,N]``."""
-    _, *shape = tensor.shape.numpy()
-    name = f"{stack.name}[{expert}]"
+    _, *sizes = tensor.shape.numpy()
+    sizes = sizes if len(sizes) > 1 else [1, *sizes]
+    name, shape = f"{stack.name}[{expert}]", ir.Shape(sizes)
 
     def slice_of() -> ir.TensorProtocol:
-        return ir.Tensor(read(stack)[expert].reshape(shape if len(shape) > 1 else [1, *shape]), name=name)
+        return ir.Tensor(read(stack)[expert].reshape(sizes), name=name)
 
-    shape = ir.Shape(shape if len(shape) > 1 else [1, *shape])
     return ir.val(name, shape=shape, const_value=ir.LazyTensor(slice_of, dtype=tensor.dtype, shape=shape, name=name))
 
 
