@@ -26,6 +26,7 @@ pytestmark = pytest.mark.exporter  # as are the benchmarks, which make models
         (["a", "--model", "b"], "give a bundle or a model"),
         (["a", "--timeout", "-1"], "--timeout is -1.0; expected at least 0"),
         (["a", "--max-queue", "-1"], "--max-queue is -1"),
+        (["a", "--port", "99999"], "--port is 99999; expected 0 to 65535"),
         (["./nowhere"], "no such folder"),
         (["{}", "-tp", "2"], "tensor_parallel_size is 2, but"),
         (["{}", "--gpu_memory_utilization", "2"], "gpu_memory_utilization is 2.0"),

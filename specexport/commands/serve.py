@@ -115,6 +115,8 @@ def main(arguments: argparse.Namespace) -> int:
     for name, least in (("timeout", 0), ("shutdown_timeout", 0), ("max_queue", 0), ("max_body_bytes", 1)):
         if getattr(arguments, name) < least:
             raise BuildError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; expected at least {least}")
+    if not 0 <= arguments.port < 2**16:  # uvloop takes the last 16 bits of any other
+        raise BuildError(f"--port is {arguments.port}; expected 0 to 65535")
     if arguments.ray:
         return _on_ray(arguments)
     for name in ("replicas", "max_replicas"):
