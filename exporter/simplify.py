@@ -71,7 +71,7 @@ def simplify(model: ir.Model) -> None:
         if not (folded.modified or changed):
             break
     ir.passes.Sequential(
-        passes.RemoveUnusedFunctionsPass(),
+        passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
         passes.RemoveUnusedOpsetsPass(),
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         passes.LiftSubgraphInitializersToMainGraphPass(),

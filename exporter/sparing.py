@@ -7,7 +7,7 @@ transformer are translated under their own names.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,8 +26,8 @@ _CONVERTS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
 
+_Passes: Any = _fx_passes
 _Promotion: Any = type_promotion._TypePromotionInterpreter
-_Decompose = Callable[[torch.export.ExportedProgram, Any], torch.export.ExportedProgram]
 
 
 @contextmanager
@@ -36,15 +36,15 @@ def sparing() -> Iterator[None]:
 
     To promote types it runs only operators that have a rule for them; what others make is known.
     """
-    decompose: _Decompose = _fx_passes.decompose_with_registry
-    run_node = _Promotion.run_node
+    decompose, run_node = _Passes.decompose_with_registry, _Promotion.run_node
 
     def spare(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         graph = program.graph_module.graph
         inner = len(list(program.graph_module.modules())) > 1  # of cond and its like
         whole = torch.export.default_decompositions()
         if inner or not all(_stays(node, registry, whole) for node in graph.nodes):
-            return decompose(program, registry)
+            decomposed: torch.export.ExportedProgram = decompose(program, registry)
+            return decomposed
         for node in list(graph.nodes):
             _lower(graph, node)
         graph.eliminate_dead_code()
@@ -55,11 +55,11 @@ def sparing() -> Iterator[None]:
         known = node.op == "call_function" and "val" in node.meta
         return node.meta["val"] if known and rule is None else run_node(self, node)
 
-    _fx_passes.decompose_with_registry, _Promotion.run_node = spare, promote
+    _Passes.decompose_with_registry, _Promotion.run_node = spare, promote
     try:
         yield
     finally:
-        _fx_passes.decompose_with_registry, _Promotion.run_node = decompose, run_node
+        _Passes.decompose_with_registry, _Promotion.run_node = decompose, run_node
 
 
 def _stays(node: torch.fx.Node, registry: Any, whole: Container[Any]) -> bool:
