@@ -62,7 +62,8 @@ def apply_experts(
     total = weighted[:, 0]
     for rank in range(1, chosen):
         total = total + weighted[:, rank]
-    return sum_of_experts(total, hidden_states, rows, made, top_k_index, top_k_weights)
+    summed: torch.Tensor = sum_of_experts(total, hidden_states, rows, made, top_k_index, top_k_weights)
+    return summed
 
 
 def _linear(module: Any, name: str, rows: torch.Tensor, used: torch.Tensor) -> torch.Tensor:

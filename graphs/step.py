@@ -60,7 +60,7 @@ def run_model(
     # Of both inputs transformers takes one.
     read = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    cache = PassThroughCache(model.config.num_hidden_layers)  # type: ignore[operator, union-attr]
+    cache = PassThroughCache(model.config.num_hidden_layers)  # type: ignore[arg-type, union-attr]
     hook = head.register_forward_pre_hook(take)
     try:
         with lowering(active):
