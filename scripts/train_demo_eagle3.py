@@ -3,8 +3,7 @@
     python scripts/train_demo_eagle3.py        # what made examples/models/demo-eagle3
 
 The data are those of `train_demo_models.py`: of the standard library's files the ones that are not held out give the
-prompts, and the target's own texts are learnt. A draft with a wide MLP learns first; then it goes on with the strongest
-units of that, which make its passes cheaper. A second run with the same options goes on from the `--work` folder.
+prompts, and the target's own texts are learnt. A second run with the same options goes on from the `--work` folder.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import json
 import platform
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -63,11 +61,8 @@ def acceptance_table(models: Path, work: Path, prompts: Path) -> str:
 def main() -> None:
     """Trains, and writes the draft with its card."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--wide-steps", type=int, default=450, help="of 16 texts of 48 and 144 tokens")
-    parser.add_argument("--steps", type=int, default=160, help="of the narrow draft after them")
-    parser.add_argument("--wide-sampled", type=int, default=1536, help="texts sampled from the target")
-    parser.add_argument("--sampled", type=int, default=1024, help="those that the narrow draft goes on with")
-    parser.add_argument("--wide", type=Path, help="a wide draft that is there already")
+    parser.add_argument("--steps", type=int, default=450, help="of 16 texts of 48 and 144 tokens")
+    parser.add_argument("--sampled", type=int, default=1536, help="texts sampled from the target")
     parser.add_argument("--ttt-steps", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -75,39 +70,30 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="to go on from (default: a temporary folder by options)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    work = args.work or Path(tempfile.gettempdir()) / f"demo-eagle3-{args.wide_steps}-{args.steps}-{args.seed}"
+    work = args.work or Path(tempfile.gettempdir()) / f"demo-eagle3-{args.steps}-{args.sampled}-{args.seed}"
     work.mkdir(parents=True, exist_ok=True)
     files = read_corpus()
-    watch = Watch(lambda line: print(line, flush=True))
-    shared = Eagle3Options(
+    options = Eagle3Options(
         target=str(args.models / "demo-target"),
         data=[write_texts(work / "learnt.jsonl", [file for file in files if not file.held_out])],
         held_out=str(write_texts(work / "held-out.jsonl", [file for file in files if file.held_out])),
-        output=work / "wide",
+        output=args.models / "demo-eagle3",
         overwrite=True,
+        work=work / "training",
         seq_len=192,
         prompt_len=48,
+        self_distill=args.sampled,
         batch_size=16,
+        steps=args.steps,
         warmup=0.03,
+        states=(2, 4, 7),
+        intermediate_size=1024,
         tie_lm_head=True,
         ttt_steps=args.ttt_steps,
         optimizer="muon",
         seed=args.seed,
     )
-    if args.wide is None:
-        wide = replace(shared, self_distill=args.wide_sampled, steps=args.wide_steps, states=(2, 4, 7))
-        train_eagle3(replace(wide, work=work / "training-wide", intermediate_size=1024), watch)
-    options = replace(
-        shared,
-        output=args.models / "demo-eagle3",
-        work=work / "training",
-        self_distill=args.sampled,
-        steps=args.steps,
-        draft=str(args.wide or work / "wide"),
-        intermediate_size=384,
-        lr=2e-3,
-    )
-    record = train_eagle3(options, watch)
+    record = train_eagle3(options, Watch(lambda line: print(line, flush=True)))
     ranks = (1, 2, 3, 5, 10)
     table = [f"| token | {' | '.join(f'top-{rank}' for rank in ranks)} |", "|---" * (len(ranks) + 1) + "|"]
     table += [
@@ -117,9 +103,7 @@ def main() -> None:
     readme = card(
         "eagle3",
         python=platform.python_version(),
-        wide_sampled=args.wide_sampled,
         sampled=args.sampled,
-        wide_steps=args.wide_steps,
         steps=args.steps,
         ttt_steps=args.ttt_steps,
         minutes=f"{record['draft']['seconds'] / 60:.0f}",
