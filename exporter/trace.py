@@ -38,7 +38,7 @@ from specexport.graphs.step import StepModule
 
 PROGRAM_OPSET = 18
 """Of the accept and fill graphs. ONNX Runtime registers CUDA kernels by operator version, and of this one it has those
-of all their operators; for Equal, ReduceMax and ReduceMin newer ones came late (``docs/gpu.md``)."""
+of all their operators; Equal changed in 19, ReduceMax and ReduceMin in 20, and kernels came late."""
 
 # Sizes to trace with: all different from one another and from 0 and 1, which torch.export would specialise on.
 _B, _T, _S, _DONE = 2, 5, 24, 4
