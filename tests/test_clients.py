@@ -20,7 +20,7 @@ from specexport.server.schema import (
     ChatRequest,
     CompletionRequest,
     Function,
-    Generation,
+    GenerationRequest,
     Only,
     OutputCall,
     OutputMessage,
@@ -119,7 +119,7 @@ def test_what_asks_for_nothing_changes_nothing(running: Served) -> None:
 
 
 @pytest.mark.parametrize("request_type", [CompletionRequest, ChatRequest, ResponseRequest])
-def test_what_may_only_say_one_thing_may_say_it(request_type: type[Generation]) -> None:
+def test_what_may_only_say_one_thing_may_say_it(request_type: type[GenerationRequest]) -> None:
     base: dict[str, Any] = {"prompt": "a"} if request_type is CompletionRequest else {}
     base |= {"messages": CHAT} if request_type is ChatRequest else {}
     base |= {"input": "a"} if request_type is ResponseRequest else {}

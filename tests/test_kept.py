@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from specexport.contract.model import CacheLayer
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams, kept
-from specexport.runtime import ort as runtime_ort
+from specexport.runtime.ort_cache import Rows
 from specexport.runtime.speculative import PLAIN
 from tests.checkpoints import make_checkpoint
 from tests.ways import ways
@@ -103,9 +104,8 @@ def test_what_was_not_opened_for_long_goes(cache: Path, tmp_path: Path) -> None:
 
 
 def test_a_cache_of_many_slots_takes_memory_for_rows_that_are_there() -> None:
-    shape = (4, 8, 2, 256, 16)
-    zeros = runtime_ort._zeros(shape)
-    assert zeros.shape == shape
+    (zeros,) = Rows([CacheLayer(heads=2, key_size=16, value_size=16)] * 2, slots=8, rows=256).blocks
+    assert zeros.shape == (4, 8, 2, 256, 16)
     assert not zeros.any()
     zeros[:, 1] = 1.0  # it can be written
     assert zeros.sum() == 4 * 2 * 256 * 16

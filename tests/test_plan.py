@@ -13,14 +13,14 @@ from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import Method, read_method
 from specexport.contract.shapes import cache_buckets
-from specexport.exporter.plan import DEVICES, EFFICIENCY, PREFILL_CHUNK, Device, plan
+from specexport.exporter.plan import DEVICES, EFFICIENCY, PREFILL_CHUNK, DeviceLimits, plan
 from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_heads, make_mtp
 from tests.test_mixtures import MIXTURES
 
 pytestmark = pytest.mark.exporter
 
 CONTEXT = 300
-DEVICE = Device(memory=10**9, bandwidth=10**9, capability="8.7", reserved=10**8)
+DEVICE = DeviceLimits(memory=10**9, bandwidth=10**9, capability="8.7", reserved=10**8)
 
 
 def drafted(draft: Path) -> Method:
@@ -154,7 +154,7 @@ def test_the_cache_of_latent_attention_has_keys_and_values_of_their_own_sizes(tm
 
 
 def test_what_does_not_fit_says_so(tied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = Device(memory=10**6, bandwidth=10**9, capability="8.7", reserved=10**6 - 10)
+    small = DeviceLimits(memory=10**6, bandwidth=10**9, capability="8.7", reserved=10**6 - 10)
     assert not plan(str(tied), None, small, precision="fp16", context=CONTEXT, acceptance=0.5).fits
     line = ["plan", "--target", str(tied), "--device", "orin-nano-8gb", "--max-seq-len", str(CONTEXT)]
     assert main([*line, "--draft", str(tied), "--json"]) == 0
