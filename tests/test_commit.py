@@ -61,7 +61,7 @@ def random_path(tree: TokenTree, random: np.random.Generator) -> list[int]:
 
 
 def rows_of(graph: Graph, count: int) -> list[np.ndarray]:
-    return [cache[0, :, :count].copy() for cache in graph._caches.values()]  # type: ignore[attr-defined]
+    return [cache[0, :, :count].copy() for cache in graph._cache.now.parts.values()]  # type: ignore[attr-defined]
 
 
 def test_rows_of_accepted_paths_are_those_of_the_text(graphs: tuple[Graph, Graph]) -> None:
@@ -116,7 +116,7 @@ def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Call
     both_slots = range(2)
     given = graph.inputs(NODES, NODES, slots=both_slots)
     given[tensors.INPUT_IDS][:] = np.arange(2 * NODES).reshape(2, NODES) + 5
-    caches = graph._caches  # type: ignore[attr-defined]
+    caches = graph._cache.now.parts  # type: ignore[attr-defined]
     for cache in caches.values():
         cache[:, :, NODES:] = POISON
     graph.run(NODES, NODES, slots=both_slots)
@@ -124,7 +124,7 @@ def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Call
     made = {name: cache.copy() for name, cache in caches.items()}
     if portable:
         assert all((cache[:, :, :NODES] == 0).all() for cache in caches.values()), "a run alone wrote rows"
-        for block, rows in zip(graph._blocks, graph._last[1].made, strict=True):  # type: ignore[attr-defined]
+        for block, rows in zip(graph._cache.now.blocks, graph._last[1].made, strict=True):  # type: ignore[attr-defined]
             for name, cache in caches.items():
                 layer = next((at for at, part in enumerate(block) if np.shares_memory(part, cache)), None)
                 if layer is not None:
@@ -149,13 +149,13 @@ def test_a_portable_draft_commits_what_it_was_fed_and_nothing_else(bundle: Calla
     (method,) = opened.manifest.methods
     assert isinstance(method, DraftModel)
     graph = open_graph(opened, method.draft, 1, buffers(method.signatures["draft"]), 1)
-    for cache in graph._caches.values():  # type: ignore[attr-defined]
+    for cache in graph._cache.now.parts.values():  # type: ignore[attr-defined]
         cache[:] = POISON
     proposer = DraftModelProposer(graph, opened.manifest)
     tree = method.token_trees()[0]
     view = SlotView(0, list(range(5, 25)), SamplingParams(temperature=0.0), np.random.default_rng(0), tree)
     proposer.propose([view])
-    for cache in graph._caches.values():  # type: ignore[attr-defined]
+    for cache in graph._cache.now.parts.values():  # type: ignore[attr-defined]
         written = (cache[0, 0] != POISON).any(-1)
         assert written.sum() == len(view.tokens) + tree.depth - 1
         assert written[: written.sum()].all()

@@ -35,6 +35,7 @@ from tests.ways import ways
 
 TREE = TokenTree((-1, 0, 1, 2, 0, 4, 0, 6, 7, 1, 9))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
+QUANTIZED = ["int8", "int4", "int4 in blocks of 128"]
 SHIPPED = ["gpt2-tree", "llama-near-batch", "qwen3-medusa", "qwen3-mlp", "qwen3-lookahead"]
 
 
@@ -43,7 +44,7 @@ def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture(scope="module", params=["int8", "int4", "int4 in blocks of 128", "fp32 mixture", "int4 mixture"])
+@pytest.fixture(scope="module", params=QUANTIZED)
 def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft that is the target, so that long paths are accepted, and heads, both with trees."""
     from specexport.exporter.build import build
@@ -109,6 +110,7 @@ def test_texts_are_plain_decodings_bit_for_bit(bundle: Callable[[str], Path], na
 
 
 @pytest.mark.exporter
+@pytest.mark.parametrize("quantized", [*QUANTIZED, "fp32 mixture", "int4 mixture"], indirect=True)
 def test_quantized_texts_are_plain_decodings_bit_for_bit(quantized: Path) -> None:
     assert _differing(quantized) == 0
 

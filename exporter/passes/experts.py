@@ -86,7 +86,7 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
         own = add(branch, f"{at}own", "Mul", mapped[made], add(branch, f"{at}shares", "Unsqueeze", own, number(2)))
         place = add(branch, f"{at}place", "Unsqueeze", token, number(2))
         grown = branch.op("ScatterND", [total, place, own], {"reduction": "add"}, output=ir.val(f"{name}.{at}grown"))
-        kept = ir.node("Identity", [total], name=f"{name}.{at}kept")
+        kept = ir.node("Identity", [total], outputs=[ir.val(f"{name}.{at}kept")])
         then = ir.Graph([], [grown], nodes=branch.nodes, initializers=list(matrices.values()), name="chosen")
         other = ir.Graph([], kept.outputs, nodes=[kept], name="not_chosen")
         attributes = {
