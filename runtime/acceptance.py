@@ -6,12 +6,12 @@ import itertools
 import operator
 from collections.abc import Hashable
 
-PRIOR = 0.65
+PRIOR = 0.7
 """The chance that a draft token is accepted, before anything is known."""
-WEIGHT, WEIGHT_OF_ALL = 4.0, 16.0
+WEIGHT, WEIGHT_OF_ALL = 4.0, 6.0
 """Draft tokens that this is worth, and that what is known of other requests is worth: a request's own first dozen say
 little, and following them closely loses more than a text that is unlike the others does."""
-KEEP, KEEP_OF_ALL = 0.97, 0.99
+KEEP, KEEP_OF_ALL = 0.95, 0.99
 """Of what is known of a request, and of all, after each step that verified draft tokens: texts change."""
 
 

@@ -23,7 +23,7 @@ MARGIN = 1.02
 """By how much speculation must promise to be faster than plain decoding: a measured curve is not exact."""
 PROBE_SHARE = 0.01
 """The share of time that trying to speculate again may cost where it did not pay."""
-READ_SHARE = 0.005
+READ_SHARE = 0.01
 """The share beside it where a draft has to read what it missed first."""
 _STEPS_AHEAD = 64
 """Most steps that what a draft reads is expected to be of use in."""
