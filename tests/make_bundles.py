@@ -35,6 +35,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from specexport.contract.engines import BackendName
 from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
@@ -111,6 +112,7 @@ class Recipe:
         mtp: whether its checkpoint holds an MTP layer, which drafts.
         batch: most requests that run at once.
         embeds: whether prompts may hold embeddings.
+        backend: what it is meant to run on.
     """
 
     family: str
@@ -130,6 +132,7 @@ class Recipe:
     mtp: bool = False
     batch: int = 1
     embeds: bool = False
+    backend: BackendName = "onnxruntime"
 
 
 HEADS = 3
@@ -172,6 +175,9 @@ RECIPES = {
     "dice-eagle3": Recipe("llama", None, config=DICE, trees=(_SPINE, _SMALL_SPINE), eagle3=True),
     "dice-dflash": Recipe("llama", None, config=DICE, trees=(_BUSHY, _SMALL), dflash=True),
     "dice-mtp": Recipe("glm4_moe", None, config=DICE_EXPERTS, trees=(_SPINE, _SMALL_SPINE), mtp=True),
+    "dice-mtp-cuda": Recipe(
+        "glm4_moe", None, config=DICE_EXPERTS, trees=(_SPINE, _SMALL_SPINE), mtp=True, backend="onnxruntime-cuda"
+    ),
     "dice-hybrid": Recipe("qwen3_5_text", None, (1, 3), 5, DICE_HYBRID, mtp=True),
     "dice-hybrid-draft": Recipe("qwen3_5_text", "near", (1, 3), 5, DICE_HYBRID, mtp=True),
     **{
@@ -298,6 +304,7 @@ def _options(name: str, root: Path, recipe: Recipe) -> BuildOptions:
         ),
         inputs_embeds=recipe.embeds,
         lowering=recipe.lowering,
+        backend=recipe.backend,
         max_batch_size=recipe.batch,
         draft_precision="fp32",  # where the draft is the target, everything must be accepted
     )

@@ -26,7 +26,7 @@ WAYS = {
     "dice-mlp": ("mlp_speculator",),
     "dice-eagle3": ("eagle3",),
     "dice-dflash": ("dflash",),
-    "dice-mtp": ("mtp",),
+    "dice-mtp-cuda": ("mtp",),
 }
 """Bundles, and the methods of theirs whose steps stay on the device."""
 

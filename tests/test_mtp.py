@@ -336,7 +336,11 @@ def test_build_inspect_and_verify(
 def test_its_graph_becomes_an_engine(tmp_path: Path) -> None:
     config = {**PUBLISHED["glm4_moe"], **SMALL}
     target, out = make_mtp(tmp_path / "target", "glm4_moe", **config), tmp_path / "bundle"
-    build(BuildOptions(str(target), out, methods=ways(mtp=True), max_seq_len=192, max_batch_size=2))
+    build(
+        BuildOptions(
+            str(target), out, methods=ways(mtp=True), max_seq_len=192, max_batch_size=2, backend="tensorrt-rtx"
+        )
+    )
     manifest, library = read_manifest(out), load_library("tensorrt-rtx")
     for role, widths in (("target", {1, 2, 3, 5, 7, 9, 64}), ("mtp", {1, 9, 64})):
         model = manifest.models[role]

@@ -60,7 +60,7 @@ class Load(Protocol):
 @pytest.mark.parametrize("name", WAYS)
 def test_says_what_the_cpu_says(name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
     # Both new, as heads propose nothing where the whole prompt is in the cache.
-    with load(name) as there, Engine.load(bundle(name), threads=1, exactness="fast") as cpu:
+    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1, exactness="fast") as cpu:
         assert there.backend.execution == "graph per step", there.backend.fallback
         with gpu.cuda.sealed():
             says_what_it_says(there, cpu, WAYS[name], "graph per step")
@@ -75,7 +75,7 @@ def test_says_what_the_cpu_says(name: str, load: Load, bundle: Callable[[str], P
         ("dice-mlp", 0),
         ("dice-eagle3", 1),
         ("dice-dflash", 1),
-        ("dice-mtp", 1),
+        ("dice-mtp-cuda", 1),
     ],
 )
 def test_a_step_is_one_launch_and_one_wait(name: str, read_again: int, load: Load, gpu: TensorRT) -> None:
@@ -160,7 +160,7 @@ def test_nothing_is_left_over_from_the_step_before(
     name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT
 ) -> None:
     """Every input, output and scratch byte on the device is poisoned before each step, the caches alone are kept."""
-    with load(name) as there, Engine.load(bundle(name), threads=1, exactness="fast") as cpu:
+    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1, exactness="fast") as cpu:
         _poison(there)
         for params in (GREEDY, SAMPLED):
             same(there.generate([7, 9, 11], params), cpu.generate([7, 9, 11], params))
