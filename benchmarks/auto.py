@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from benchmarks.common import add_common_arguments, machine, new_table, open_console, write_report
+from benchmarks.common import add_common_arguments, machine, new_table, write_report
 from benchmarks.pair import bundle, inflated_pair
 from specexport.runtime import Engine, SamplingParams, Stream
 from specexport.runtime.speculative import DEFAULT, PLAIN, Speculative
+from specexport.tables import show
 from specexport.tuning import workloads
 
 SIZES = (4, 1, 2, 3, 6, 8)
@@ -193,4 +194,4 @@ def _print(rows: list[Row]) -> None:
             ", ".join(f"{method} {count}" for method, count in row.steps.items()),
             "-" if row.same_text is None else "yes" if row.same_text else "no",
         )
-    open_console().print(table)
+    show(table)

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from rich.console import Console
-from rich.table import Table
 
 from specexport.runtime import Completion
 from specexport.runtime.machine import cpu_features, cpu_name
+from specexport.tables import Table
 
 FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm", "sve")
 
@@ -32,12 +31,6 @@ def add_common_arguments(parser: argparse.ArgumentParser, **counts: int) -> None
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     for name, default in counts.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-
-
-def open_console() -> Console:
-    """Standard output, wide enough for the tables where it is a file."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
 
 
 def read_texts(prompts: Path) -> list[str]:
@@ -75,12 +68,7 @@ def same_texts(done: Sequence[Completion], others: Sequence[Completion]) -> int:
 
 def new_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
     """A table with columns of words, then of numbers."""
-    table = Table(title=title, title_justify="left")
-    for name in words:
-        table.add_column(name)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
+    return Table(title, (*words, *numbers), "l" * len(words) + "r")
 
 
 def write_report(path: Path | None, report: Any) -> None:

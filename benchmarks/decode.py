@@ -14,9 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from tqdm import tqdm
 
 from benchmarks import common
 from benchmarks.pair import bundle, inflated_pair
@@ -25,6 +23,7 @@ from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.graph import Array, Graph
 from specexport.runtime.proposers.draft_model import DraftModelProposer
 from specexport.runtime.speculative import PLAIN
+from specexport.tables import Table, show
 
 CHOICES = tuple(range(1, 9))
 
@@ -74,7 +73,6 @@ class Point:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints its tables."""
-    console = common.open_console()
     target, draft = inflated_pair(args.models, args.work)
     ks = tuple(int(k) for k in args.k.split(","))
     texts = common.read_texts(args.prompts)[: args.num_prompts]
@@ -88,13 +86,13 @@ def main(args: argparse.Namespace) -> int:
             over_bare[precision] = _plain_over_bare(engine, prompts)
         measured += points
         way = f"temperature {args.temperature:g}" if args.temperature else "greedy"
-        console.print(
-            _table(f"{precision}, {way}, {len(prompts)} prompts", points, len(prompts) * (not args.temperature))
+        show(
+            _table(f"{precision}, {way}, {len(prompts)} prompts", points, len(prompts) * (not args.temperature)),
+            f"a plain step takes {over_bare[precision]:.3f}x as long as its bare graph",
         )
-        console.print(f"a plain step takes {over_bare[precision]:.3f}x as long as its bare graph")
     long = _long_context(target, draft, texts, args) if args.long_context else None
     if long is not None:
-        console.print(
+        print(
             f"300 tokens into the text, a declared context of {args.long_context} against 512: "
             f"a plain step takes {long['plain']:.3f}x, a verify step {long['verify']:.3f}x as long"
         )
@@ -124,7 +122,7 @@ def _decode(
     costs: dict[int, list[tuple[float, float]]] = {k: [] for k in runs}
     for k in runs:  # warm every shape up
         engine.generate(prompts[0], params.replace(max_tokens=2 * k + 2), {"num_speculative_tokens": k})
-    for prompt in track(prompts * args.repeats, f"decoding at {precision}", console=Console(stderr=True)):
+    for prompt in tqdm(prompts * args.repeats, f"decoding at {precision}", disable=None):
         for k, done in runs.items():
             half = args.new_tokens // (2 * k + 2) + 1  # of the steps that K tokens and the bonus token would need
             costs[k] += step_costs(engine._target, proposer.graph, k, rows, half)

@@ -20,13 +20,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.common import machine, new_table, open_console, read_texts, write_report
+from benchmarks.common import machine, new_table, read_texts, write_report
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Completion, Engine, SamplingParams, Stream
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.stream import completed
 from specexport.runtime.widths import EXACTNESS
+from specexport.tables import show
 
 Sizes = dict[str, int]
 Texts = list[tuple[tuple[int, ...], list[float]]]
@@ -268,6 +269,4 @@ def _print(rows: Sequence[Row], exactness: str) -> None:
         )
         name = str(Cell(row.precision, row.method, row.tokens, row.load))
         table.add_row(name, difference, *map(str, (row.equal, row.texts, row.accepted, row.drafted)))
-    console = open_console()
-    console.print(table)
-    console.print(f"{sum(row.equal for row in rows)} of {sum(row.texts for row in rows)} texts are equal")
+    show(table, f"{sum(row.equal for row in rows)} of {sum(row.texts for row in rows)} texts are equal")

@@ -22,13 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from benchmarks.common import machine, new_table, open_console, write_report
+from benchmarks.common import machine, new_table, write_report
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.cuda.program import DeviceProgram
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.stream import completed
+from specexport.tables import Table, show
 from tests.null_cuda.bindings import NullRuntime, install, speculate_always
 from tests.null_cuda.install import ONNXRUNTIME, environment
 
@@ -67,9 +66,8 @@ def main(args: argparse.Namespace) -> int:
     )
     *profiles, last = done.stdout.splitlines()
     rows = [Row(**row) for row in json.loads(last)]
-    console = open_console()
-    console.print("\n".join(profiles), markup=False, highlight=False)
-    _print(console, rows)
+    print("\n".join(profiles))
+    show(_table(rows))
     write_report(
         args.json, {"machine": machine(1) | {"onnxruntime": ONNXRUNTIME}, "rows": [asdict(row) for row in rows]}
     )
@@ -206,7 +204,7 @@ def _slowest(profile: cProfile.Profile) -> str:
     return text.getvalue()
 
 
-def _print(console: Console, rows: Sequence[Row]) -> None:
+def _table(rows: Sequence[Row]) -> Table:
     table = new_table(
         "host microseconds a step over null CUDA",
         ("step", "sampling"),
@@ -216,7 +214,7 @@ def _print(console: Console, rows: Sequence[Row]) -> None:
         low, median, high = row.whole
         parts = (f"{part:.0f}" for part in (median, row.before, row.device, row.after))
         table.add_row(row.way, row.sampling, str(row.batch), str(row.steps), f"{low:.0f} to {high:.0f}", *parts)
-    console.print(table)
+    return table
 
 
 if __name__ == "__main__":

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.progress import track
-from rich.table import Table
+from tqdm import tqdm
 
 from benchmarks import common
 from benchmarks.pair import built, inflated_pair
 from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
+from specexport.tables import Table, show
 from specexport.tuning import workloads
 
 SIZES = (8, 16, 4, 2)
@@ -77,7 +77,6 @@ class Row:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints its table."""
-    console = common.open_console()
     target, _ = inflated_pair(args.models, args.work)
     folder = built(
         (args.bundles or args.work) / f"lookup.{target.name}.{args.precision}",
@@ -94,7 +93,8 @@ def main(args: argparse.Namespace) -> int:
             runs: list[list[Completion]] = [[] for _ in ways]
             for warm in (True, False):
                 prompts = workload.prompts[:1] if warm else workload.prompts
-                for prompt in track(prompts, f"{workload.name}: {'warming up' if warm else 'decoding'}"):
+                doing = f"{workload.name}: {'warming up' if warm else 'decoding'}"
+                for prompt in tqdm(prompts, doing, disable=None):
                     for way, done in zip(ways, runs, strict=True):
                         made = _decode(engine, way, prompt, workload.params, WARM_UP if warm else args.new_tokens)
                         if not warm:
@@ -103,9 +103,9 @@ def main(args: argparse.Namespace) -> int:
             if workload.params.greedy:
                 pairs = zip(workload.prompts, runs[0], strict=True)
                 branching[workload.name] = gained_by_branching([(p, run.token_ids) for p, run in pairs])
-    console.print(_table(args, rows))
+    show(_table(args, rows))
     for name, gained in branching.items():
-        console.print(f"{name}: a second chain of 8 beside the first would add {gained:.3f} tokens a step")
+        print(f"{name}: a second chain of 8 beside the first would add {gained:.3f} tokens a step")
     options = ("precision", "num_prompts", "prompt_tokens", "new_tokens")
     common.write_report(
         args.json,
@@ -205,6 +205,5 @@ def _table(args: argparse.Namespace, rows: list[Row]) -> Table:
             f"{row.tokens_per_second:.1f}",
             f"{row.speed_up:.2f}x",
             "" if "T =" in row.workload else f"{row.same_text}/{args.num_prompts}",
-            end_section=row.method == METHODS[-1] and row.k == min(int(k) for k in args.k.split(",")),
         )
     return table

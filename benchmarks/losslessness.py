@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import machine, new_table, open_console, write_report
+from benchmarks.common import machine, new_table, write_report
 from specexport.contract.manifest import Manifest
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
@@ -41,6 +41,7 @@ from specexport.runtime.costs import CostCurve
 from specexport.runtime.sampling import Distributions, accept_sampled
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.stats import Stats
+from specexport.tables import show
 
 PROMPT = (5, 8, 5, 8)
 LENGTH = 3
@@ -374,10 +375,9 @@ def _print(rows: list[Row]) -> int:
             f"{row.drafted / max(1, row.steps):.2f}",
             *(f"{count / max(1, row.steps):.3f}" for count in row.accepted_at),
         )
-    console = open_console()
-    console.print(table)
+    show(table)
     found = verdict(rows)
     for name, together in found.items():
-        console.print(name, together)
+        print(name, together)
     wrong = [name for name, together in found.items() if (together["overall"] < LEVEL) is not (name != "lossless")]
     return int(bool(wrong))

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.progress import track
-from rich.table import Table
+from tqdm import tqdm
 
 from benchmarks import common
 from benchmarks.inflate import inflate_speculator, inflate_states_draft
@@ -26,6 +25,7 @@ from specexport.exporter.retree import set_default_tree
 from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import PLAIN
+from specexport.tables import Table, show
 from specexport.tuning.tree import candidates, observe, step_costs
 
 SIZES = (2, 3, 4, 5, 6, 8, 12, 16)
@@ -96,7 +96,6 @@ class Row:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints its table."""
-    console = common.open_console()
     texts = common.read_texts(args.prompts)
     if args.num_prompts + args.tuning_prompts > len(texts):
         raise SystemExit(f"{args.prompts} has {len(texts)} prompts, fewer than are to be decoded and tuned with")
@@ -123,13 +122,13 @@ def main(args: argparse.Namespace) -> int:
     }
     prompts = [engines["draft"].encode(text)[: args.prompt_tokens] for text in texts[: args.num_prompts]]
     for warm in (True, False):
-        for prompt in track(prompts[:1] if warm else prompts, "warming up" if warm else "decoding"):
+        for prompt in tqdm(prompts[:1] if warm else prompts, "warming up" if warm else "decoding", disable=None):
             for way, done in zip(ways, runs, strict=True):
                 made = _decode(engines[way.bundle], way, prompt, WARM_UP if warm else args.new_tokens)
                 if not warm:
                     done.append(made)
     rows = [_row(way, done, ways, runs, costs[way.bundle]) for way, done in zip(ways, runs, strict=True)]
-    console.print(_table(args, rows))
+    show(_table(args, rows))
     names = ("precision", "num_prompts", "tuning_prompts", "prompt_tokens", "new_tokens", "temperature")
     common.write_report(
         args.json,

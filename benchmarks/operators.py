@@ -28,6 +28,7 @@ from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.graph import Graph
 from specexport.runtime.opening import open_graph
+from specexport.tables import show
 
 PAST, CHOICES = 100, (4, 1, 2, 3, 6, 8)
 PRODUCTS = ("MatMulNBits", "MatMul", "Gemm")
@@ -43,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Prints a table a precision."""
-    console = common.open_console()
     target, draft = inflated_pair(args.models, args.work)
     widths, found = tuple(map(int, args.tokens.split(","))), {}
     for precision in args.precisions.split(","):
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
             if max(taken) > 0.005 * max(rows["the step"]):
                 ratios = [f"{one / taken[0]:.2f}" for one in taken[1:]]
                 table.add_row(name, *(f"{one:.0f}" for one in taken), *ratios)
-        console.print(table)
+        show(table)
     common.write_report(args.json, {"machine": common.machine(args.threads), "tokens": widths, "found": found})
     return 0
 

@@ -11,6 +11,7 @@ from benchmarks.pair import built, inflated_pair
 from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.opening import open_backend
+from specexport.tables import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +51,6 @@ def main(args: argparse.Namespace) -> int:
             taken = [1e3 * statistics.median(of_width) for of_width in of_graph]
             found[f"{precision}, {count}"] = taken
             table.add_row(precision, str(count), *(f"{one:.1f}" for one in taken))
-    common.open_console().print(table)
+    show(table)
     common.write_report(args.json, {"machine": common.machine(args.threads), "tokens": widths, "found": found})
     return 0

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -34,6 +33,7 @@ from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposers.draft_model import DraftModelProposer
 from specexport.runtime.speculative import PLAIN
+from specexport.tables import Table, show
 
 VOCAB = 151_936
 SHAPES: dict[str, dict[str, int]] = {
@@ -97,14 +97,13 @@ class Report:
 
 def main(args: argparse.Namespace) -> int:
     """Makes what is missing, and measures pair by pair."""
-    console = common.open_console()
     args.work.mkdir(parents=True, exist_ok=True)
     draft, reports = checkpoint(args.draft, args.work), []
     for shape in args.targets.split(","):
         target = checkpoint(shape, args.work)
         for precision in args.precisions.split(","):
             reports.append(_measure(args, shape, precision, target, draft))
-            _print(console, reports[-1])
+            show(_table(reports[-1]))
             common.write_report(
                 args.json,
                 {"machine": common.machine(args.threads), "draft": args.draft, "pairs": [asdict(r) for r in reports]},
@@ -277,13 +276,13 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _print(console: Console, report: Report) -> None:
+def _table(report: Report) -> Table:
     title = f"Qwen3-{report.target}, {report.precision}"
     table = common.new_table(title, ("what",), ("value",))
     for name, value in asdict(report).items():
         if name not in ("target", "precision"):
             table.add_row(name, json.dumps(_rounded(value)))
-    console.print(table)
+    return table
 
 
 def _rounded(value: Any) -> Any:

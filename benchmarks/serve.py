@@ -14,13 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import openai
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.common import add_common_arguments, machine, read_texts, write_report
+from benchmarks.common import add_common_arguments, machine, new_table, read_texts, write_report
 from benchmarks.pair import bundle as pair_bundle
 from benchmarks.pair import inflated_pair
 from benchmarks.serving import Process, quantile, server
+from specexport.tables import Table, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
     for name, draft_tokens in (("speculation", None), ("plain", 0)):
         with server(served, "--max-queue", str(arguments.requests), threads=arguments.threads) as running:
             rows.append(asyncio.run(_load(name, draft_tokens, running, prompts, arguments)))
-    Console().print(_table(rows, arguments))
+    show(_table(rows, arguments))
     write_report(arguments.json, {"machine": machine(arguments.threads), "rows": [asdict(row) for row in rows]})
     return 0
 
@@ -151,9 +150,9 @@ def _bucket(before: dict[str, float], after: dict[str, float], name: str, share:
 
 
 def _table(rows: list[Row], arguments: argparse.Namespace) -> Table:
-    table = Table(title=f"{arguments.requests} requests, {arguments.concurrency} at once; milliseconds, p50 / p99")
-    for heading in ("", "tokens/s", "first token", "between tokens", "first, server", "between, server", "tokens/step"):
-        table.add_column(heading)
+    title = f"{arguments.requests} requests, {arguments.concurrency} at once; milliseconds, p50 / p99"
+    numbers = ("tokens/s", "first token", "between tokens", "first, server", "between, server", "tokens/step")
+    table = new_table(title, ("",), numbers)
     for row in rows:
         pairs = [(row.first_p50, row.first_p99), (row.token_p50, row.token_p99), *row.server.values()]
         cells = [f"{low * 1e3:.1f} / {high * 1e3:.1f}" for low, high in pairs]

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from rich.console import Console
 
 from benchmarks.decode import step_costs
 from benchmarks.peers.convert import convert
@@ -38,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Prints the time of a plain step of either graph, and their ratio."""
     pair = {"target": args.target, "draft": args.draft}
-    console = Console()
     for precision in args.precisions.split(","):
         ours = convert("specexport", precision, pair, args.cache, args.threads)["target"]
         theirs = convert("ort", precision, pair, args.cache, args.threads)["target"]
@@ -54,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
                     run()
                 others.append((time.perf_counter() - start) / STEPS * 1e3)
         ratio = statistics.median(a / b for a, b in zip(mine, others, strict=True))
-        console.print(
+        print(
             f"{precision}: specexport {statistics.median(mine):.2f} ms, ONNX Runtime GenAI's graph "
             f"{statistics.median(others):.2f} ms a plain step: {ratio:.2f}x the time"
         )

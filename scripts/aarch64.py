@@ -29,7 +29,8 @@ import onnxruntime
 ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / "build" / "aarch64"
 SYSTEM, SITE, BUNDLES, HOST = HOME / "root", HOME / "site", HOME / "bundles", HOME / "host"
-PACKAGES = ("onnxruntime", "numpy", "msgspec", "tokenizers", "filelock", "jinja2", "rich", "pytest", "hypothesis")
+PACKAGES = ("onnxruntime", "numpy", "msgspec", "tokenizers", "filelock", "jinja2", "tabulate", "tqdm")
+FOR_TESTS = ("pytest", "hypothesis")
 PROCESSORS = {"cortex-a76": "as Jetson Orin's: dot products of int8, fp16", "max": "all that qemu emulates"}
 FEATURES = (
     {1: "asimd", 8: "atomics", 10: "asimdhp", 20: "asimddp", 22: "sve"},
@@ -134,7 +135,7 @@ def install() -> None:
     platforms = (f"--platform=manylinux_2_{minor}_aarch64" for minor in (17, 24, 26, 27, 28, 31, 34))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(SITE)]
     pip += ["--only-binary=:all:", "--implementation=cp", f"--python-version={version}", *platforms]
-    subprocess.run([*pip, *PACKAGES], check=True)
+    subprocess.run([*pip, *PACKAGES, *FOR_TESTS], check=True)
     done.touch()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import platform
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,6 @@ from demo_corpus import card, read_corpus
 from train_demo_eagle3 import write_texts
 
 from specexport.training.dflash import train_dflash
-from specexport.training.loop import Watch
 from specexport.training.options import DFlashOptions
 
 
@@ -58,7 +58,7 @@ def main() -> None:
         optimizer="muon",
         seed=args.seed,
     )
-    record = train_dflash(options, Watch(lambda line: print(line, flush=True)))
+    record = train_dflash(options, partial(print, flush=True))
     ranks = (1, 2, 3, 5, 10)
     table = [f"| token | {' | '.join(f'top-{rank}' for rank in ranks)} |", "|---" * (len(ranks) + 1) + "|"]
     table += [

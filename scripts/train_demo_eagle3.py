@@ -12,6 +12,7 @@ import argparse
 import json
 import platform
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,6 @@ from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.training.eagle3 import train_eagle3
-from specexport.training.loop import Watch
 from specexport.training.options import Eagle3Options
 
 
@@ -93,7 +93,7 @@ def main() -> None:
         optimizer="muon",
         seed=args.seed,
     )
-    record = train_eagle3(options, Watch(lambda line: print(line, flush=True)))
+    record = train_eagle3(options, partial(print, flush=True))
     ranks = (1, 2, 3, 5, 10)
     table = [f"| token | {' | '.join(f'top-{rank}' for rank in ranks)} |", "|---" * (len(ranks) + 1) + "|"]
     table += [

@@ -40,7 +40,7 @@ from specexport.training.distill import (
 )
 from specexport.training.draft import new_llama
 from specexport.training.hidden import hidden_loss
-from specexport.training.loop import Loss, Schedule, Trained, Watch, adamw, muon_and_adamw, train
+from specexport.training.loop import Loss, Schedule, Trained, adamw, muon_and_adamw, train
 from specexport.training.medusa import head_accuracy, heads_loss, new_heads
 from specexport.training.options import DIVERGENCES
 from specexport.training.run import Place
@@ -186,7 +186,7 @@ class Demo:
             schedule,
             loss_at,
             checkpoint=self.args.work / f"{name}.pt",
-            watch=Watch(self.log),
+            log=self.log,
             evaluate=evaluate,
         )
 
@@ -278,7 +278,7 @@ class Demo:
                 place,
             ),
             checkpoint=args.work / f"{name}-{args.medusa_layers}-{args.medusa_steps}.pt",
-            watch=Watch(self.log),
+            log=self.log,
         )
         generator = seeded(args.seed, 800_000)
         temperatures = mixed_temperatures(len(self.prompts), generator)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    Task,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.table import Column
-from rich.text import Text
+from tqdm import tqdm
 
 from specexport.checkpoints.quiet import uncollected
 from specexport.contract.errors import BuildError
+
+_BYTES = 1 << 20
+"""Steps with as many parts count bytes."""
+_BAR = "{desc:36} {percentage:3.0f}% {elapsed} {bar}"
+_DONE = _BAR + " {n_fmt}B of {total_fmt}B"
+_LEFT = _DONE + ", {remaining} left"
 
 
 @contextmanager
@@ -56,36 +53,40 @@ def exporter() -> types.ModuleType:
     return build
 
 
-class _Bytes(DownloadColumn):
-    """How many bytes are done, and how long the rest takes, of steps whose count can only be one of bytes."""
-
-    def render(self, task: Task) -> Text:
-        if (task.total or 0) < 1 << 20:
-            return Text()
-        left = "" if task.finished or task.time_remaining is None else f", {_clock(task.time_remaining)} left"
-        return super().render(task).append(left)
-
-
-def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
-
-
 @contextmanager
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Gives a function that shows progress on standard error: a step's name, how much is done, how much there is."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        _Bytes(table_column=Column(no_wrap=True)),
-    )
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    """Gives a function that shows progress on standard error: a step's name, how much is done, how much there is.
 
-        def report(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = progress.add_task(name, total=total)
-            progress.update(tasks[name], completed=done, total=total)
+    A terminal shows a bar for each step; anywhere else there is a line for each that is done.
+    """
+    terminal, size = sys.stderr.isatty(), shutil.get_terminal_size()
+    bars: dict[str, tqdm[NoReturn]] = {}
 
+    def report(name: str, done: int, total: int) -> None:
+        bar = bars.get(name)
+        if bar is None or (bar.disable and done < total):
+            bar = bars[name] = tqdm(
+                desc=name,
+                total=total,
+                unit_scale=True,
+                unit_divisor=1024,
+                bar_format=_LEFT if total >= _BYTES else _BAR,
+                file=sys.stderr if terminal else io.StringIO(),
+                ncols=min(80, size.columns),
+                nrows=size.lines,
+            )
+        if bar.disable:  # it was done before
+            return
+        bar.total = total
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.bar_format = _DONE if total >= _BYTES else _BAR
+            if not terminal:
+                print(bar, file=sys.stderr)
+            bar.close()
+
+    try:
         yield report
+    finally:
+        for bar in bars.values():
+            bar.close()

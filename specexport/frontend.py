@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -273,8 +274,6 @@ def _built(
 
 
 def _build(options: dict[str, Any], output: Path) -> None:
-    from rich.console import Console
-
     from specexport.building import exporter, progress_bars
 
     module = exporter()
@@ -282,7 +281,7 @@ def _build(options: dict[str, Any], output: Path) -> None:
         wanted = module.BuildOptions(output=output, resume=True, engines=_engines(options.get("backend")), **options)
     except TypeError as error:
         raise BuildError(f"{str(error).rpartition(') ')[2] or error}") from error
-    Console(stderr=True).print(f"building {output}")
+    print(f"building {output}", file=sys.stderr)
     with progress_bars() as progress:
         module.build(wanted, progress)
 

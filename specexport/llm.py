@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+
+from tqdm import tqdm
 
 from specexport.contract.errors import RequestError
 from specexport.frontend import Frontend, SpeculativeConfig
@@ -204,12 +205,13 @@ class LLM:
     def _complete(self, streams: list[Stream], use_tqdm: bool) -> dict[int, Completion]:
         """Runs streams, as many at once as the engine has slots; by their identity."""
         done: dict[int, Completion] = {}
-        with ThreadPoolExecutor(self._frontend.slots) as pool, _progress(len(streams), use_tqdm) as advance:
+        bar = tqdm(total=len(streams), desc="generating", leave=False, disable=None if use_tqdm and streams else True)
+        with ThreadPoolExecutor(self._frontend.slots) as pool, bar:
             running = {pool.submit(completed, stream): stream for stream in streams}
             try:
                 for future in as_completed(running):
                     done[id(running[future])] = future.result()
-                    advance()
+                    bar.update()
             except BaseException:
                 # Leaving the block waits for the threads: what has begun must end soon.
                 for future, stream in running.items():
@@ -261,18 +263,3 @@ def _text_and_tokens(prompt: Prompt) -> tuple[str | None, engine.Prompt]:
     raise RequestError(
         f"a prompt has the keys {sorted(prompt)}; expected one of prompt, prompt_token_ids and prompt_embeds"
     )
-
-
-@contextlib.contextmanager
-def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
-    if not shown or total == 0:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress
-
-    with Progress(
-        *Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True), transient=True
-    ) as bar:
-        task = bar.add_task("generating", total=total)
-        yield lambda: bar.advance(task)

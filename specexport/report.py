@@ -9,11 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
 from specexport.contract.errors import RequestError
+from specexport.tables import Styled, Table
 from specexport.version import described
 
 
@@ -24,7 +21,7 @@ class Figure(NamedTuple):
     svg: str
 
 
-Part = Group | Table | Text | str | Figure
+Part = Table | Styled | str | Figure
 """What a page may hold: what the command prints, and pictures."""
 Points = Sequence[tuple[float, float]]
 """(x, y), in the order of x; finite and not negative."""
@@ -99,26 +96,26 @@ def write(path: Path, title: str, parts: Iterable[Part]) -> None:
     path.write_text(page, encoding="utf-8")
 
 
-def _html(shown: object) -> str:
-    """What rich would show on a terminal. Texts are taken as they are: nothing in them is markup."""
-    if isinstance(shown, Group):
-        return "\n".join(map(_html, shown.renderables))
+def _html(shown: Part) -> str:
     if isinstance(shown, Figure):
         return f"<figure><figcaption>{escape(shown.caption)}</figcaption>{shown.svg}</figure>"
     if not isinstance(shown, Table):
-        style = shown.style if isinstance(shown, Text) else ""
-        return f'<p class="{escape(str(style))}">{escape(str(shown))}</p>' if str(shown) else ""
-    columns = [(column.justify, list(column.cells)) for column in shown.columns]
-    made = ["<div><table>", f"<caption>{escape(str(shown.title))}</caption>" if shown.title else ""]
-    if shown.show_header:
-        heads = (f'<th scope="col" class="{one.justify}">{escape(str(one.header))}</th>' for one in shown.columns)
+        said = shown if isinstance(shown, Styled) else Styled(shown)
+        return f'<p class="{said.style}">{escape(said.text)}</p>' if said.text else ""
+    sides = shown.sides()
+    made = ["<div><table>", f"<caption>{escape(shown.title)}</caption>" if shown.title else ""]
+    if shown.columns:
+        heads = (
+            f'<th scope="col" class="{side}">{escape(name)}</th>'
+            for side, name in zip(sides, shown.columns, strict=True)
+        )
         made.append(f"<thead><tr>{''.join(heads)}</tr></thead>")
     made.append("<tbody>")
-    for at, row in enumerate(shown.rows):
-        cells = ((justify, cells[at]) for justify, cells in columns)
-        shapes = ((f"{justify} {cell.style if isinstance(cell, Text) else ''}", cell) for justify, cell in cells)
-        row_html = "".join(f'<td class="{escape(names)}">{escape(str(cell))}</td>' for names, cell in shapes)
-        made.append(f'<tr class="{escape(str(row.style or ""))}">{row_html}</tr>')
+    for row in shown.rows:
+        cells = (
+            f'<td class="{side} {cell.style}">{escape(cell.text)}</td>' for side, cell in zip(sides, row, strict=True)
+        )
+        made.append(f"<tr>{''.join(cells)}</tr>")
     return "\n".join([*made, "</tbody></table></div>"])
 
 

@@ -11,13 +11,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from specexport import report
 from specexport.cli import main
 from specexport.contract.reading import read_manifest
+from specexport.tables import Styled, Table
 from tests.browser import CHROMIUM, browser
 
 Bundles = Callable[[str], Path]
@@ -178,16 +176,14 @@ def test_a_report_that_cannot_be_written_costs_no_time(
         assert said.out == ""
 
 
-def test_what_rich_shows_is_shown(tmp_path: Path) -> None:
-    table = Table(title="a < b")
-    table.add_column("name")
-    table.add_column("value", justify="right")
-    table.add_row(Text("x", "bold red"), "1\n2", style="bold")
-    report.write(tmp_path / "page.html", HOSTILE, [Group(table, "", Text("done", "green"))])
+def test_what_a_terminal_shows_is_shown(tmp_path: Path) -> None:
+    table = Table("a < b", ("name", "value"), "lr")
+    table.add_row(Styled("x", "bold red"), "1\n2")
+    report.write(tmp_path / "page.html", HOSTILE, [table, "", Styled("done", "green")])
     page = Page(tmp_path / "page.html")
     page.asks_for_nothing()
     assert page.tables == [[["name", "value"], ["x", "1\n2"]]]
-    for one in (("tr", "bold"), ("td", "left bold red"), ("td", "right "), ("p", "green")):
+    for one in (("td", "left bold red"), ("td", "right "), ("p", "green")):
         assert (one[0], {"class": one[1]}) in page.elements
     assert "<caption>a &lt; b</caption>" in page.source
 

@@ -27,7 +27,7 @@ from specexport.training.options import DFlashOptions
 from specexport.training.run import load_model
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.test_dflash import Paper
-from tests.training import CPU, SAVE_EVERY, SILENT, train_whole_and_parted, write_words
+from tests.training import CPU, SAVE_EVERY, silent, train_whole_and_parted, write_words
 
 pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
@@ -124,7 +124,7 @@ def test_a_draft_learns_blocks(target: Path, options: Callable[..., DFlashOption
         Schedule(100, 10),
         loss_at,
         checkpoint=tmp_path / "draft.pt",
-        watch=SILENT,
+        log=silent,
     )
     batch = windows.rows(torch.arange(8))
     following = batch.ids.roll(-1, dims=1)[batch.learnt_from(1)]
@@ -189,7 +189,7 @@ def test_options_out_of_range_are_refused_by_name(
 ) -> None:
     asked = options(**changed)
     with pytest.raises(SpecExportError, match=expected):
-        train_dflash(asked, SILENT)
+        train_dflash(asked, silent)
     assert not asked.output.exists()
 
 

@@ -27,7 +27,7 @@ from specexport.training.draft import train_draft
 from specexport.training.loop import Schedule, adamw, load_tensors, train
 from specexport.training.options import DraftOptions
 from tests.checkpoints import VOCAB, make_checkpoint, make_model
-from tests.training import SILENT
+from tests.training import silent
 
 pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
@@ -112,7 +112,7 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_leaves_the_last_checkpo
         train(
             "run", {"weight": weight}, [adamw([([weight], 0.1)])], Schedule(9, 1),
             lambda step: ((weight * (torch.inf if step == 3 else 1)).sum(), {}),
-            checkpoint=checkpoint, watch=SILENT, every=2,
+            checkpoint=checkpoint, log=silent, every=2,
         )  # fmt: skip
     assert load_tensors(checkpoint)["step"] == 2
 
@@ -130,7 +130,7 @@ def test_a_draft_comes_nearer_to_its_target(
         steps=40, batch_size=4, seq_len=32, lr=1e-2, save_every=5, precision="fp32",
         **({"texts": 48} if samples == "target" else {}),
     )  # fmt: skip
-    record = train_draft(options, SILENT)
+    record = train_draft(options, silent)
     losses = [entry["loss"][0] for entry in record["draft"]["history"]]
     assert losses[-1] < 0.95 * losses[0], losses
     loaded = load_checkpoint(str(options.output))
@@ -167,7 +167,7 @@ def test_options_that_do_not_fit_are_refused(
 ) -> None:
     given = {"target": str(pair[0]), "draft": str(pair[1]), "data": [text], "output": tmp_path / "out"}
     with pytest.raises(SpecExportError, match=expected):
-        train_draft(DraftOptions(**(given | changed)), SILENT)  # type: ignore[arg-type]
+        train_draft(DraftOptions(**(given | changed)), silent)  # type: ignore[arg-type]
 
 
 def test_a_draft_of_another_tokenizer_is_refused(pair: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
@@ -178,4 +178,4 @@ def test_a_draft_of_another_tokenizer_is_refused(pair: tuple[Path, Path], text: 
     file.write_text(json.dumps(content), encoding="utf-8")
     options = DraftOptions(target=str(pair[0]), draft=str(other), data=[text], output=tmp_path / "out")
     with pytest.raises(SpecExportError, match="different tokenizers: token 'a' is"):
-        train_draft(options, SILENT)
+        train_draft(options, silent)

@@ -36,7 +36,7 @@ from specexport.training.options import Eagle3Options
 from specexport.training.run import load_model
 from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_eagle3
 from tests.test_eagle3 import Paper
-from tests.training import CPU, SAVE_EVERY, SILENT, train_whole_and_parted, write_words
+from tests.training import CPU, SAVE_EVERY, silent, train_whole_and_parted, write_words
 
 pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
@@ -136,7 +136,7 @@ def test_a_draft_learns_to_go_on_from_its_own_states(
     following = ids[:0, 0]
     optimizers = muon_and_adamw(parameters.values(), (draft.lm_head,), 1e-2)
     trained = train(
-        "test", parameters, optimizers, Schedule(60, 6), loss_at, checkpoint=tmp_path / "draft.pt", watch=SILENT
+        "test", parameters, optimizers, Schedule(60, 6), loss_at, checkpoint=tmp_path / "draft.pt", log=silent
     )
     hook.remove()
     accuracy = draft_accuracy(draft, loaded.model, STATES, 3, windows, CPU)
@@ -204,7 +204,7 @@ def test_a_draft_is_gone_on_from_with_the_strongest_units_of_its_mlp(
         with torch.no_grad(), lowering(_TrainingTimeTest()):
             said.append(draft.lm_head(draft(ids, hidden, torch.arange(6)[None])[1]))
     torch.testing.assert_close(said[1], said[0])
-    record = train_eagle3(asked, SILENT)
+    record = train_eagle3(asked, silent)
     written = read_eagle3(str(asked.output))
     assert (written.layer.intermediate_size, written.draft_vocab) == (32, kept or VOCAB)
     assert record["options"]["draft"] == str(folder)
@@ -221,10 +221,10 @@ def test_drafts_that_are_not_written_are_not_gone_on_from(
     )
     for changed, expected in refused:
         with pytest.raises(SpecExportError, match=expected):
-            train_eagle3(options(**{"draft": str(folder), "states": None} | changed), SILENT)
+            train_eagle3(options(**{"draft": str(folder), "states": None} | changed), silent)
     plain = make_eagle3(tmp_path / "plain", target)
     with pytest.raises(SpecExportError, match=r"--intermediate-size: 64; .* at most 48 \(that of --draft\)"):
-        train_eagle3(options(draft=str(plain), states=None, intermediate_size=64), SILENT)
+        train_eagle3(options(draft=str(plain), states=None, intermediate_size=64), silent)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_options_out_of_range_are_refused_by_name(
 ) -> None:
     asked = options(**changed)
     with pytest.raises(SpecExportError, match=expected):
-        train_eagle3(asked, SILENT)
+        train_eagle3(asked, silent)
     assert not asked.output.exists()
 
 

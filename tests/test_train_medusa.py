@@ -21,7 +21,7 @@ from specexport.training.hidden import run_model
 from specexport.training.medusa import head_accuracy, heads_loss, new_heads, train_medusa
 from specexport.training.options import MedusaOptions
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint, make_model
-from tests.training import CPU, SAVE_EVERY, SILENT, train_over, train_whole_and_parted, write_words
+from tests.training import CPU, SAVE_EVERY, silent, train_over, train_whole_and_parted, write_words
 
 pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
@@ -104,9 +104,9 @@ def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(
     options: Callable[..., MedusaOptions], tmp_path: Path
 ) -> None:
     work = tmp_path / "kept"
-    train_medusa(options("first", work=work), SILENT)
+    train_medusa(options("first", work=work), silent)
     with pytest.raises(TrainError, match=r"kept: .* with lr 0\.001, and this one has 0\.002.*--work"):
-        train_medusa(options("second", work=work, lr=2e-3), SILENT)
+        train_medusa(options("second", work=work, lr=2e-3), silent)
     checkpoint = work / "heads.pt"
     whole = torch.load(checkpoint, weights_only=True)
     whole["parameters"]["0.0.linear.bias"] = torch.zeros(3)
@@ -122,13 +122,13 @@ def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(
         else:
             torch.save(content, checkpoint)
         with pytest.raises(TrainError, match=expected):
-            train_medusa(options("second", work=work), SILENT)
+            train_medusa(options("second", work=work), silent)
     assert not (tmp_path / "second").exists()
     stranger = tmp_path / "stranger"
     stranger.mkdir()
     (stranger / "thesis.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(TrainError, match="stranger: exists, and is not of a training"):
-        train_medusa(options("second", work=stranger), SILENT)
+        train_medusa(options("second", work=stranger), silent)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
@@ -136,8 +136,8 @@ def test_cached_states_train_the_same_heads_which_read_back_the_same_in_both_for
     options: Callable[..., MedusaOptions], tied: bool
 ) -> None:
     streamed, cached = options("streamed", tie_lm_head=tied), options("cached", tie_lm_head=tied, cache_hidden=True)
-    record = train_medusa(streamed, SILENT)
-    train_medusa(cached, SILENT)
+    record = train_medusa(streamed, silent)
+    train_medusa(cached, silent)
     name = "medusa_lm_head.safetensors"
     assert (streamed.output / name).read_bytes() == (cached.output / name).read_bytes()
 
@@ -162,7 +162,7 @@ def test_a_model_trained_with_its_heads_is_read_as_model_and_as_heads(
 ) -> None:
     how = {"stage": 2, "tune": tune, "tie_lm_head": tied, "self_distill": 16, "base_lr": 1e-3, "steps": 8}
     asked = options(**how)
-    record = train_medusa(asked, SILENT)
+    record = train_medusa(asked, silent)
     before, after = load_checkpoint(asked.target), load_checkpoint(str(asked.output))
     moved = [
         name
@@ -198,7 +198,7 @@ def test_options_out_of_range_are_refused_by_name(
 ) -> None:
     asked = options(**changed)
     with pytest.raises(SpecExportError, match=expected):
-        train_medusa(asked, SILENT)
+        train_medusa(asked, silent)
     assert not asked.output.exists()
 
 
@@ -219,7 +219,7 @@ def test_the_command_prints_accuracies_or_the_record(
 
 def test_heads_of_another_shape_are_refused_by_name(options: Callable[..., MedusaOptions]) -> None:
     asked = options()
-    train_medusa(asked, SILENT)
+    train_medusa(asked, silent)
     file = asked.output / "medusa_lm_head.safetensors"
     save_file(load_file(file) | {"1.0.linear.bias": torch.zeros(7)}, file)
     with pytest.raises(SpecExportError, match=r"medusa_lm_head\.safetensors: tensor '1\.0\.linear\.bias' is \[7\]"):

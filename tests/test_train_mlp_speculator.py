@@ -26,7 +26,7 @@ from specexport.training.mlp_speculator import (
 )
 from specexport.training.options import SpeculatorOptions
 from tests.checkpoints import make_checkpoint, make_model
-from tests.training import CPU, SAVE_EVERY, SILENT, train_over, train_whole_and_parted, write_words
+from tests.training import CPU, SAVE_EVERY, silent, train_over, train_whole_and_parted, write_words
 
 pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
@@ -115,7 +115,7 @@ def test_options_out_of_range_are_refused_by_name(
 ) -> None:
     asked = options(**changed)
     with pytest.raises(SpecExportError, match=expected):
-        train_mlp_speculator(asked, SILENT)
+        train_mlp_speculator(asked, silent)
     assert not asked.output.exists()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import re
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from specexport.cli import main
 from specexport.commands.inspect import terminal_tree
@@ -118,12 +116,18 @@ def test_a_name_that_is_neither_file_nor_preset_is_refused() -> None:
 
 
 @given(trees())
-def test_drawings_show_every_node_once(tree: TokenTree) -> None:
-    console = Console(file=io.StringIO(), width=1000)
-    console.print(terminal_tree(tree))
-    assert isinstance(console.file, io.StringIO)
-    numbers = re.findall(r"(\d+)  (?:last token|rank \d+)", console.file.getvalue())
-    assert sorted(map(int, numbers)) == list(range(len(tree)))
+def test_drawings_show_every_node_once_below_its_parent(tree: TokenTree) -> None:
+    first, *lines = terminal_tree(tree).splitlines()
+    assert first == "0  last token"
+    path, seen = [0], [0]
+    for line in lines:
+        found = re.fullmatch(r"((?:│   |    )*)(?:├── |└── )(\d+)  rank (\d+)", line)
+        assert found is not None
+        node, depth = int(found[2]), 1 + len(found[1]) // 4
+        assert (tree.parents[node], tree.ranks[node]) == (path[depth - 1], int(found[3]))
+        path[depth:] = [node]
+        seen.append(node)
+    assert sorted(seen) == list(range(len(tree)))
 
 
 def test_inspect_draws_trees(capsys: pytest.CaptureFixture[str]) -> None:

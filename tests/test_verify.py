@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from rich.console import Console
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError, BundleError, RequestError
@@ -26,6 +26,7 @@ from specexport.exporter.options import BuildOptions
 from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import Speculative
+from specexport.tables import show
 from specexport.verify import bundle as module
 from specexport.verify.bundle import verify
 from specexport.verify.graphs import check_graphs
@@ -105,10 +106,10 @@ def _check(report: VerifyReport, name: str) -> Check:
 
 
 def _shown(report: VerifyReport) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    console.print(render(report))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        show(*render(report))
+    return shown.getvalue()
 
 
 def test_a_right_bundle_passes_every_check(fp32: Path) -> None:

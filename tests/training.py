@@ -12,16 +12,19 @@ from safetensors.torch import load_file
 
 from specexport.training.data import Windows
 from specexport.training.hidden import hidden_loss
-from specexport.training.loop import Loss, Schedule, Trained, Watch, adamw, train
+from specexport.training.loop import Log, Loss, Schedule, Trained, adamw, train
 from specexport.training.run import Place
 
 CPU = Place(torch.device("cpu"), bf16=False)
-SILENT = Watch(lambda line: None)
 SAVE_EVERY = 2
 """Steps from a checkpoint to the next in :func:`train_whole_and_parted`."""
 _WORDS = "the of and to in is that it was for on are as with his they at be this from have or by one had not but what"
 
-Train = Callable[[Any, Watch], dict[str, Any]]
+Train = Callable[[Any, Log], dict[str, Any]]
+
+
+def silent(line: str) -> None:
+    """A log that throws everything away."""
 
 
 def write_words(folder: Path) -> Path:
@@ -47,7 +50,7 @@ def train_over(
     optimizers = [adamw([(list(trained.parameters()), lr)])]
     schedule = Schedule(steps, steps // 10)
     parameters = dict(trained.named_parameters())
-    return train("test", parameters, optimizers, schedule, loss_at, checkpoint=checkpoint, watch=SILENT)
+    return train("test", parameters, optimizers, schedule, loss_at, checkpoint=checkpoint, log=silent)
 
 
 def train_whole_and_parted(
@@ -65,7 +68,7 @@ def train_whole_and_parted(
         The whole run's record, its output and that of the interrupted run.
     """
     whole, parted = options("whole", **how), options("parted", **how)
-    record = train(whole, SILENT)
+    record = train(whole, silent)
 
     def stop(line: str) -> None:
         # A checkpoint is written after its line.
@@ -73,10 +76,10 @@ def train_whole_and_parted(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(parted, Watch(stop))
+        train(parted, stop)
     assert not parted.output.exists()
     lines: list[str] = []
-    train(parted, Watch(lines.append))
+    train(parted, lines.append)
     stage, _, step = stopped_at.partition(": step ")
     assert f"{stage}: going on from step {(int(step) - 1) // SAVE_EVERY * SAVE_EVERY}" in lines
     weights = sorted(path.name for path in parted.output.glob("*.safetensors"))

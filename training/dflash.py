@@ -15,7 +15,7 @@ from specexport.graphs.dflash import DFlashDraft, DFlashShape, each_layer
 from specexport.graphs.layers import noted_states
 from specexport.training.data import Windows, seeded
 from specexport.training.hidden import measured, read_back, run_model, summed_loss, train_draft, weighted
-from specexport.training.loop import Loss, Watch
+from specexport.training.loop import Log, Loss
 from specexport.training.options import DFlashOptions, within
 from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
 
@@ -23,7 +23,7 @@ _AT_ONCE = 32
 """Blocks of a window that are measured together."""
 
 
-def train_dflash(options: DFlashOptions, watch: Watch) -> dict[str, Any]:
+def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
     """Trains a draft and writes it as ``z-lab`` publishes them, without embedding and head, which are the target's.
 
     An interrupted run resumes from its last checkpoint when it is started again with the same options.
@@ -41,7 +41,7 @@ def train_dflash(options: DFlashOptions, watch: Watch) -> dict[str, Any]:
     layers = int(target.model.config.num_hidden_layers)
     states = seen_states(options.states or usual_states(options.layers, layers), layers)
     within("states", min(states), 1, layers, "the target's layers")
-    with open_run("train dflash", options, place, target, watch) as run:
+    with open_run("train dflash", options, place, target, log) as run:
         within("draft_block", options.draft_block, 2, run.window - 1, "one less than --seq-len")
         if options.self_distill:
             run.self_distill(target, options.self_distill)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 
 from specexport.contract.errors import TrainError
 from specexport.training.data import seeded
@@ -117,7 +116,6 @@ def sample_texts(
     seed: int,
     work: Path,
     rows: int = 256,
-    console: Console | None = None,
 ) -> torch.Tensor:
     """Lets a model continue ``count`` prompts: int64 ``[count,P+new_tokens]``.
 
@@ -127,8 +125,7 @@ def sample_texts(
     device = next(model.parameters()).device
     batches = []
     work.mkdir(parents=True, exist_ok=True)
-    with progress_bar(console) as progress:
-        task = progress.add_task("sampling", total=count)
+    with progress_bar("sampling", count) as bar:
         for start in range(0, count, rows):
             path = work / f"sampled-{start}.pt"
             if not path.exists():
@@ -141,7 +138,7 @@ def sample_texts(
             if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.ndim != 2:
                 raise TrainError(f"{path}: holds no tokens [texts,length]; delete it to sample it again")
             batches.append(ids)
-            progress.update(task, completed=start + len(batches[-1]))
+            bar.update(len(batches[-1]))
     return torch.cat(batches)
 
 

@@ -18,7 +18,7 @@ from specexport.training.distill import (
     inherit_embedding,
     mixed_temperatures,
 )
-from specexport.training.loop import Loss, Watch, optimizers
+from specexport.training.loop import Log, Loss, optimizers
 from specexport.training.options import DraftOptions
 from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, save_model
 
@@ -27,7 +27,7 @@ _MEASURED_DEPTHS = range(1, 7)
 _SHOWN_DEPTH = 4
 
 
-def train_draft(options: DraftOptions, watch: Watch) -> dict[str, Any]:
+def train_draft(options: DraftOptions, log: Log) -> dict[str, Any]:
     """Trains a draft and writes it as a Hugging Face folder.
 
     An interrupted run resumes from its last checkpoint when it is started again with the same options.
@@ -44,7 +44,7 @@ def train_draft(options: DraftOptions, watch: Watch) -> dict[str, Any]:
     target = load_model(options.target, place, frozen=True)
     torch.manual_seed(options.seed)
     draft = _draft(options, target, place)
-    with open_run("train draft", options, place, target, watch, draft) as run:
+    with open_run("train draft", options, place, target, log, draft) as run:
         acceptance = _Acceptance(run, draft.model)
         before = acceptance.table()
         if options.samples == "target":

@@ -18,12 +18,12 @@ from specexport.graphs.eagle3 import Eagle3Draft, Eagle3Shape
 from specexport.graphs.layers import noted_states
 from specexport.training.data import Windows
 from specexport.training.hidden import measured, read_back, run_model, summed_loss, train_draft, weighted
-from specexport.training.loop import Loss, Watch
+from specexport.training.loop import Log, Loss
 from specexport.training.options import Eagle3Options, within
 from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
 
 
-def train_eagle3(options: Eagle3Options, watch: Watch) -> dict[str, Any]:
+def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
     """Trains a draft and writes it as ``SafeAILab`` publishes them, without the embedding, which is the target's.
 
     An interrupted run resumes from its last checkpoint when it is started again with the same options.
@@ -41,7 +41,7 @@ def train_eagle3(options: Eagle3Options, watch: Watch) -> dict[str, Any]:
     layers = int(target.model.config.num_hidden_layers)
     given = None if options.draft is None else given_draft(options, target, layers)
     states = seen_states(options.states or usual_states(layers), layers) if given is None else given[1]
-    with open_run("train eagle3", options, place, target, watch) as run:
+    with open_run("train eagle3", options, place, target, log) as run:
         within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")
         if options.self_distill:
             run.self_distill(target, options.self_distill)

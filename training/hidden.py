@@ -206,13 +206,12 @@ def _cached_hidden(run: Run[Any], path: Path) -> torch.Tensor:
         )
     writing = path.with_suffix(".tmp")
     states = mapped(writing)
-    with progress_bar(run.watch.console) as progress:
-        task = progress.add_task("hidden states", total=len(windows))
+    with progress_bar("hidden states", len(windows)) as bar:
         for rows in windows.in_order(run.options.batch_size):
             with place.autocast():
                 found, _ = run_model(model, windows.rows(rows).ids.to(place.device))
             states[rows[0] : rows[-1] + 1] = found.to(place.frozen_dtype).cpu()
-            progress.update(task, advance=len(rows))
+            bar.update(len(rows))
     writing.replace(path)
     return states
 

@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tqdm import tqdm
 
 from specexport.contract.errors import TrainError
 from specexport.contract.folders import writing
@@ -19,12 +18,14 @@ from specexport.training.options import LEARNING_RATES
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A scalar to minimise, and figures to show by name, each a vector, such as one number a head."""
+Log = Callable[[str], None]
+"""Is given lines that say how a training goes."""
 
 
-def progress_bar(console: Console | None, width: int = 20) -> Progress:
-    """Bars of so many characters, with what is done and how long the rest takes."""
-    columns = (TextColumn("{task.description}"), BarColumn(width), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console)
+def progress_bar(name: str, total: int, done: int = 0) -> tqdm[NoReturn]:
+    """A bar on standard error, if it is a terminal, with what is done and how long the rest takes."""
+    shape = "{desc} {bar:20} {n_fmt}/{total_fmt} {remaining} left{postfix}"
+    return tqdm(desc=name, total=total, initial=done, bar_format=shape, disable=None)
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,6 @@ def optimizers(
 
 
 @dataclass(frozen=True)
-class Watch:
-    """Where a training says how it goes: in lines, and in bars."""
-
-    log: Callable[[str], None]
-    console: Console | None = None
-
-
-@dataclass(frozen=True)
 class Trained:
     """What a training did.
 
@@ -114,7 +107,7 @@ def train(
     loss_at: Callable[[int], Loss],
     *,
     checkpoint: Path,
-    watch: Watch,
+    log: Log,
     evaluate: Callable[[], str] | None = None,
     every: int | None = None,
     accumulate: int = 1,
@@ -131,7 +124,7 @@ def train(
         schedule: factor on the learning rates the optimizers have now.
         loss_at: the loss of a batch, of which a step takes ``accumulate``.
         checkpoint: file, written beside its place and renamed.
-        watch: given a line at each checkpoint.
+        log: given a line at each checkpoint.
         evaluate: called for a line's last words.
         every: steps from a checkpoint to the next.
         accumulate: batches a step.
@@ -146,12 +139,11 @@ def train(
         state = _restore(checkpoint, parameters, optimizers, schedule)
         # The optimizers' groups are new ones now.
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        watch.log(f"{name}: going on from step {state['step']}")
+        log(f"{name}: going on from step {state['step']}")
     step, running, history = state["step"], state["running"], state["history"]
     every = every or max(10, min(50, schedule.steps // 10))
     began = time.monotonic() - state["seconds"]
-    with progress_bar(watch.console, width=12) as progress:
-        task = progress.add_task(name, total=schedule.steps, completed=step)
+    with progress_bar(name, schedule.steps, step) as bar:
         while step < schedule.steps:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * schedule(step)
@@ -176,11 +168,13 @@ def train(
                 figure: [0.95 * old + 0.05 * new for old, new in zip(running.get(figure, values), values, strict=True)]
                 for figure, values in seen.items()
             }
-            progress.update(task, completed=step, description=f"{name} {_words(running, narrow=True)}")
+            bar.set_postfix_str(_words(running), refresh=False)
+            bar.update()
             if step % every == 0 or step == schedule.steps:
                 said = evaluate() if evaluate is not None else ""
                 spent = time.monotonic() - began
-                watch.log(f"{name}: step {step} {_words(running)} {said + ' ' if said else ''}after {spent:.0f} s")
+                with bar.external_write_mode():  # above the bar
+                    log(f"{name}: step {step} {_words(running)} {said + ' ' if said else ''}after {spent:.0f} s")
                 history.append({"step": step, **running} | ({"evaluation": said} if said else {}))
                 state = {"step": step, "seconds": spent, "running": running, "history": history}
                 state["parameters"] = {key: value.detach() for key, value in parameters.items()}
@@ -189,12 +183,10 @@ def train(
     return Trained(round(state["seconds"], 1), history)
 
 
-def _words(running: Mapping[str, Sequence[float]], *, narrow: bool = False) -> str:
-    """Figures in a line, or, to leave a terminal room for the bar, with each vector in a line of its own."""
+def _words(running: Mapping[str, Sequence[float]]) -> str:
+    """Figures in a line."""
     return " ".join(
-        f"{figure} {values[0]:.3f}"
-        if len(values) == 1
-        else ("\n" if narrow else "") + f"{figure} " + " ".join(f"{x:.2f}" for x in values)
+        f"{figure} {values[0]:.3f}" if len(values) == 1 else f"{figure} " + " ".join(f"{x:.2f}" for x in values)
         for figure, values in running.items()
     )
 

@@ -29,7 +29,7 @@ from specexport.graphs.medusa import MedusaHeads
 from specexport.training.data import Windows
 from specexport.training.distill import divergence
 from specexport.training.hidden import measured, run_model, summed_loss, train_over_hidden, weighted
-from specexport.training.loop import Loss, Watch, adamw
+from specexport.training.loop import Log, Loss, adamw
 from specexport.training.options import MedusaOptions, within
 from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, save_model
 
@@ -37,7 +37,7 @@ _NOISE = 0.01
 """Standard deviation of what deep heads start with."""
 
 
-def train_medusa(options: MedusaOptions, watch: Watch) -> dict[str, Any]:
+def train_medusa(options: MedusaOptions, log: Log) -> dict[str, Any]:
     """Trains heads, or a model with heads, and writes the output.
 
     An interrupted run resumes from its last checkpoint when it is started again with the same options.
@@ -51,7 +51,7 @@ def train_medusa(options: MedusaOptions, watch: Watch) -> dict[str, Any]:
     options.check()
     place = choose_place(options)
     base = load_model(options.target, place, frozen=options.stage == 1)
-    with open_run("train medusa", options, place, base, watch) as run:
+    with open_run("train medusa", options, place, base, log) as run:
         within("heads", options.heads, 1, run.window - 2, "two less than --seq-len")
         if options.self_distill:
             # Weights to train are in float32; sampling reads them a token at a time, twice as fast in bfloat16.

@@ -13,12 +13,12 @@ from specexport.checkpoints.mlp_speculator import save_speculator
 from specexport.graphs.mlp_speculator import SpeculatorStages
 from specexport.training.data import Windows
 from specexport.training.hidden import measured, run_model, summed_loss, train_over_hidden, weighted
-from specexport.training.loop import Loss, Watch
+from specexport.training.loop import Log, Loss
 from specexport.training.options import SpeculatorOptions, within
 from specexport.training.run import Place, choose_place, load_model, open_run
 
 
-def train_mlp_speculator(options: SpeculatorOptions, watch: Watch) -> dict[str, Any]:
+def train_mlp_speculator(options: SpeculatorOptions, log: Log) -> dict[str, Any]:
     """Trains a speculator and writes it as ``ibm-fms`` publishes them.
 
     In two stages, as theirs were: the data as they are, then texts of the model itself. A run that was interrupted goes
@@ -33,7 +33,7 @@ def train_mlp_speculator(options: SpeculatorOptions, watch: Watch) -> dict[str, 
     options.check()
     place = choose_place(options)
     base = load_model(options.target, place, frozen=True)
-    with open_run("train mlp-speculator", options, place, base, watch) as run:
+    with open_run("train mlp-speculator", options, place, base, log) as run:
         within("n_predict", options.n_predict, 1, run.window - 2, "two less than --seq-len")
         total = options.total_steps(len(run.windows))
         first = round(options.data_first * total) if options.self_distill else total

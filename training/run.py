@@ -23,7 +23,7 @@ from specexport.contract.folders import written_beside
 from specexport.graphs.attention import ATTENTION_NAME
 from specexport.training.data import Windows, read_windows, sampled_windows
 from specexport.training.distill import sample_texts
-from specexport.training.loop import Loss, Schedule, Watch, train
+from specexport.training.loop import Log, Loss, Schedule, train
 from specexport.training.options import Options, RunOptions, within
 
 _MEASURED_TEXTS = 64
@@ -209,7 +209,7 @@ class Run(Generic[Options]):
     """
 
     options: Options
-    watch: Watch
+    log: Log
     place: Place
     target: TrainingModel
     window: int
@@ -222,7 +222,7 @@ class Run(Generic[Options]):
     def describe_data(self) -> None:
         """Logs what is learnt, and writes down what was first."""
         learnt, tokens = int(self.windows.learn.sum()), self.windows.ids.numel()
-        self.watch.log(
+        self.log(
             f"data: {len(self.windows)} windows of {self.window} tokens, {learnt / tokens:.0%} of them to learn; "
             f"{len(self.held_out)} windows held out"
         )
@@ -239,7 +239,6 @@ class Run(Generic[Options]):
             seed=self.options.seed,
             work=self.work / name,
             rows=self.options.sample_batch,
-            console=self.watch.console,
         )
         return sampled_windows(ids, self.prompt, model.ends)
 
@@ -271,7 +270,7 @@ class Run(Generic[Options]):
                 Schedule(steps, round(options.warmup * steps)),
                 loss_at,
                 checkpoint=self.work / f"{name}.pt",
-                watch=self.watch,
+                log=self.log,
                 evaluate=evaluate,
                 every=options.save_every,
                 accumulate=options.accumulate,
@@ -288,7 +287,7 @@ class Run(Generic[Options]):
 
 @contextlib.contextmanager
 def open_run(
-    command: str, options: Options, place: Place, target: TrainingModel, watch: Watch, *drafts: TrainingModel
+    command: str, options: Options, place: Place, target: TrainingModel, log: Log, *drafts: TrainingModel
 ) -> Iterator[Run[Options]]:
     """Reads the data and opens the work folder, from which a second run with the same options goes on.
 
@@ -307,7 +306,7 @@ def open_run(
         "bf16": place.bf16,
     }
     with _work_folder(options, settings) as work:
-        run = Run(options, watch, place, target, window, prompt, windows, held_out, work)
+        run = Run(options, log, place, target, window, prompt, windows, held_out, work)
         run.record |= {
             "command": command,
             "specexport": __version__,

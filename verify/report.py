@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
+from specexport.tables import Styled, Table
 
 Numbers = dict[str, float]
 
@@ -72,23 +70,17 @@ class VerifyReport:
 
 def numbers(report: VerifyReport) -> Table:
     """What every check measured."""
-    table = Table(title="what was measured", title_justify="left", show_edge=False)
-    for name, side in (("check", "left"), ("figure", "left"), ("value", "right")):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    table = Table("what was measured", ("check", "figure", "value"), "llr")
     for check in report.checks:
         for name, value in check.numbers.items():
             table.add_row(check.name, name.replace("_", " "), f"{value:.6g}" if value % 1 else f"{value:.0f}")
     return table
 
 
-def render(report: VerifyReport) -> Group:
+def render(report: VerifyReport) -> list[Table | Styled | str]:
     """The report as a table with a verdict below it."""
-    table = Table(title=Text(str(report.bundle)), title_justify="left", show_edge=False)
-    table.add_column("check")
-    table.add_column("result", no_wrap=True)
-    table.add_column("what was found")
+    table = Table(str(report.bundle), ("check", "result", "what was found"))
     for check in report.checks:
-        # As Text: a path may hold what rich would take for markup.
-        table.add_row(check.name, Text(check.result, _STYLES[check.result]), Text(check.sentence))
+        table.add_row(check.name, Styled(check.result, _STYLES[check.result]), check.sentence)
     style = _STYLES["failed" if not report.passed else "passed" if report.verdict == "passed" else "not run"]
-    return Group(table, "", Text(f"verdict: {report.verdict}", style))
+    return [table, "", Styled(f"verdict: {report.verdict}", style)]

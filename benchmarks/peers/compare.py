@@ -20,12 +20,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from benchmarks.common import machine, new_table, open_console, write_report
+from benchmarks.common import machine, new_table, write_report
 from benchmarks.peers.convert import OPTIONS, ROLES, convert, last_lines
 from benchmarks.peers.job import UNCOUNTED, Job, Settings, Way, thread_environment
 from benchmarks.peers.setup import SEPARATE, python_of
+from specexport.tables import Table, show
 
 REPO = Path(__file__).resolve().parents[2]
 NAMES = {
@@ -352,7 +351,7 @@ def compare(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     entries = report(cells_of(runs))
-    open_console().print(table(entries))
+    show(table(entries))
     if left:
         print(f"{left} turns are missing; the same command goes on with them")
     write_report(args.json, {**head, "cells": entries})

@@ -13,10 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from specexport import report
 from specexport.building import progress_bars
 from specexport.commands import add_calibrate, add_exactness, add_report, add_threads
@@ -24,11 +20,9 @@ from specexport.commands.draw import about
 from specexport.commands.inspect import bytes_text
 from specexport.contract.errors import RequestError
 from specexport.runtime import Engine
+from specexport.tables import Table, show
 from specexport.tuning import workloads
 from specexport.tuning.bench import DEFAULT, MethodRow, compare
-
-_UNATTENDED_WIDTH = 160
-"""Columns of the table without a terminal; rich would take 80."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"bundle": str(arguments.bundle), "rows": [_as_dict(row) for row in rows]}, indent=2))
     else:
-        console = Console(width=None if sys.stdout.isatty() else _UNATTENDED_WIDTH)
-        console.print(made)
+        show(made)
     if arguments.plot is not None:
         speed = _bars("tokens a second over plain decoding's", rows, "speed_up", ("plain", 1.0))
         charts = (report.Figure("Speed-up", speed), report.Figure("Acceptance length", _bars("tokens a step", rows)))
@@ -105,12 +98,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 def table(rows: list[MethodRow], names: list[str]) -> Table:
     """The rows, with tokens a step and the speed-up over plain decoding for each workload."""
-    made = Table(title="greedy, in turns with plain decoding: tokens a step, speed-up", title_justify="left")
-    for column in ("method", "training", "extra memory"):
-        made.add_column(column)
-    for name in names:
-        made.add_column(Text(name), justify="right")
-    made.add_column("lossless")
+    made = Table(
+        "greedy, in turns with plain decoding: tokens a step, speed-up",
+        ("method", "training", "extra memory", *names, "lossless"),
+        "lll" + "r" * len(names) + "l",
+    )
     for row in rows:
         cells = [
             f"{found.tokens_per_step:.2f}, {found.speed_up:.2f}x" if (found := row.results.get(name)) else "-"

@@ -8,10 +8,9 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
 
 from specexport.building import exporter, progress_bars
 from specexport.commands.compile import add_engine_arguments, asked_for, engine_options, render
@@ -20,6 +19,7 @@ from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 from specexport.method_flags import add_method_arguments, asked_methods
+from specexport.tables import show
 
 if TYPE_CHECKING:
     from specexport.exporter.engines.bundle import CompileReport
@@ -125,16 +125,15 @@ def main(arguments: argparse.Namespace) -> int:
     reports: list[CompileReport] = []
     with progress_bars() as progress:
         module.build(options, progress, reports.append)
-    for report in reports:
-        Console().print(render(report))
     manifest = read_manifest(arguments.output)
-    Console().print(summary(arguments.output, manifest))
+    show(*map(render, reports), *summary(arguments.output, manifest))
     for role, model in manifest.models.items():
         before = model.precision.quantized_before
         if before is not None and before.converted_rms_error is not None:
-            Console(stderr=True).print(
+            print(
                 f"warning: {before.converted} of the {role}'s {before.format} matrices were rounded again, to "
-                f"{model.precision.weights}, as their scales do not fit: error {before.converted_rms_error:.2%}"
+                f"{model.precision.weights}, as their scales do not fit: error {before.converted_rms_error:.2%}",
+                file=sys.stderr,
             )
     return 0
 

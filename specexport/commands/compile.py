@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from specexport.building import needs_extra, progress_bars
 from specexport.commands.inspect import bytes_text
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError
+from specexport.tables import Table, show
 
 if TYPE_CHECKING:
     from specexport.exporter.engines.bundle import CompileReport
@@ -64,7 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(report), indent=2))
     else:
-        Console().print(render(report))
+        show(render(report))
     return 0
 
 
@@ -107,12 +106,10 @@ def _batch_sizes(listed: str | None) -> tuple[int, ...]:
 def render(report: CompileReport) -> Table:
     """What was compiled, an engine a row."""
     table = Table(
-        title=f"engines of {report.runtime} {report.version} for {', '.join(report.compute_capabilities) or 'any GPU'}",
-        title_justify="left",
-        show_edge=False,
+        f"engines of {report.runtime} {report.version} for {', '.join(report.compute_capabilities) or 'any GPU'}",
+        ("engine", "profiles", "layers", "attention", "size", "time"),
+        "lrrlr",
     )
-    for name in ("engine", "profiles", "layers", "attention", "size", "time"):
-        table.add_column(name, justify="left" if name in ("engine", "attention") else "right")
     for engine in report.engines:
         attention = f"{engine.attentions} fused" if engine.attentions else "none, or spelt out in the graph"
         if engine.decomposed is not None:

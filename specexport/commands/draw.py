@@ -46,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
 def about(folder: Path, manifest: Manifest) -> list[report.Part]:
     """What a bundle holds, and the tree of each of its methods, for the end of a report."""
     trees = (report.Figure(f"Default tree of {one.name}", svg(one.token_trees()[0])) for one in manifest.methods)
-    return [summary(folder, manifest), *trees]
+    return [*summary(folder, manifest), *trees]
 
 
 def svg(tree: TokenTree) -> str:

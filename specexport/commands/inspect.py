@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
-from rich.tree import Tree
 
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import Manifest
@@ -23,6 +20,7 @@ from specexport.contract.methods import Method, method_name, text_methods
 from specexport.contract.model import Model
 from specexport.contract.reading import check_files, read_manifest
 from specexport.contract.tree import TokenTree
+from specexport.tables import Table, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(manifest), indent=2))
         return 0
-    console = Console()
-    console.print(summary(arguments.bundle, manifest))
-    console.print(_files(manifest))
+    show(*summary(arguments.bundle, manifest), _files(manifest))
     return 0
 
 
@@ -72,18 +68,22 @@ def tree_of(source: Path, method: str | None) -> TokenTree:
 
 def _draw(arguments: argparse.Namespace) -> int:
     tree = tree_of(arguments.bundle, arguments.method)
-    console = Console()
-    console.print(terminal_tree(tree))
-    console.print(f"{len(tree)} nodes with the root, depth {tree.depth}, {len(tree.leaf_paths)} paths")
+    show(terminal_tree(tree), f"{len(tree)} nodes with the root, depth {tree.depth}, {len(tree.leaf_paths)} paths")
     return 0
 
 
-def terminal_tree(tree: TokenTree) -> Tree:
-    """A rich tree: each node with its number in the step's order and its rank among its parent's continuations."""
-    branches = [Tree("0  last token")]
-    for node, parent in enumerate(tree.parents[1:], start=1):
-        branches.append(branches[parent].add(f"{node}  rank {tree.ranks[node]}"))
-    return branches[0]
+def terminal_tree(tree: TokenTree) -> str:
+    """A line a node, with its number in the step's order and its rank among its parent's continuations."""
+    lines = ["0  last token"]
+
+    def draw(children: Sequence[int], indent: str) -> None:
+        for child in children:
+            corner, below = ("└── ", "    ") if child == children[-1] else ("├── ", "│   ")
+            lines.append(f"{indent}{corner}{child}  rank {tree.ranks[child]}")
+            draw(tree.children[child], indent + below)
+
+    draw(tree.children[0], "")
+    return "\n".join(lines)
 
 
 def _bundled_tree(manifest: Manifest, name: str | None) -> TokenTree:
@@ -97,13 +97,10 @@ def _bundled_tree(manifest: Manifest, name: str | None) -> TokenTree:
     return method.token_trees()[0]
 
 
-def summary(folder: Path, manifest: Manifest) -> Group:
-    """What a bundle holds, as a table: one column a model."""
+def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
+    """What a bundle holds: a table with a column a model, and one of what they share."""
     models = manifest.models
-    table = Table(title=Text(f"{folder}"), title_justify="left", show_edge=False)
-    table.add_column("")
-    for role in models:
-        table.add_column(role)
+    table = Table(str(folder), ("", *models))
     for label, cell in _ROWS:
         table.add_row(label, *(cell(model) for model in models.values()))
     size = sum(entry.size for entry in manifest.files)
@@ -124,10 +121,10 @@ def summary(folder: Path, manifest: Manifest) -> Group:
         "built": f"{manifest.created} by specexport {manifest.specexport_version} (format {manifest.format_version}), "
         + ", ".join(f"{name} {version}" for name, version in manifest.built_with.items()),
     }
-    details = Table.grid(padding=(0, 2))
+    details = Table()
     for label, text in lines.items():
         details.add_row(label, text)
-    return Group(table, "", details)
+    return [table, "", details]
 
 
 def _speculation(method: Method) -> str:
@@ -205,10 +202,7 @@ _ROWS = (
 
 
 def _files(manifest: Manifest) -> Table:
-    table = Table(title="files", title_justify="left", show_edge=False)
-    table.add_column("path")
-    table.add_column("size", justify="right")
-    table.add_column("sha256")
+    table = Table("files", ("path", "size", "sha256"), "lrl")
     for entry in manifest.files:
         table.add_row(entry.path, bytes_text(entry.size), entry.sha256[:16] + "…")
     return table

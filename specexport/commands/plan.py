@@ -10,14 +10,13 @@ import argparse
 import json
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from specexport.building import exporter
 from specexport.commands.inspect import bytes_text
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import parse_method, read_method
+from specexport.tables import Table, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,9 +74,11 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(found) | {"fits": found.fits, "best_k": found.best_k}, indent=2))
         return 0 if found.fits else 1
-    table = Table(title=f"{arguments.device}, {arguments.precision}, {arguments.max_seq_len} tokens", show_edge=False)
-    for name in ("model", "parameters", "a token uses", "weights", "KV cache", "scratch", "all"):
-        table.add_column(name, justify="left" if name == "model" else "right")
+    table = Table(
+        f"{arguments.device}, {arguments.precision}, {arguments.max_seq_len} tokens",
+        ("model", "parameters", "a token uses", "weights", "KV cache", "scratch", "all"),
+        "lr",
+    )
     for model in found.models:
         sizes = map(bytes_text, (model.weights, model.cache, model.scratch, model.total))
         table.add_row(model.source, f"{model.parameters:,}", f"{model.active:,}", *sizes)
@@ -92,6 +93,5 @@ def main(arguments: argparse.Namespace) -> int:
     elif method is not None:
         said.append(f"the draft gains nothing {accepted}")
     said.append(f"estimated from {EFFICIENCY:.0%} of the memory's bandwidth; not measured")
-    console = Console()
-    console.print(table, "", *said, sep="\n")
+    show(table, "", *said)
     return 0 if found.fits else 1

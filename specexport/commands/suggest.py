@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
-
-from rich.console import Console
-from rich.table import Table
 
 from specexport.building import exporter
-
-_UNATTENDED_WIDTH = 160
+from specexport.tables import Table, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,22 +32,19 @@ def main(arguments: argparse.Namespace) -> int:
     from specexport.exporter.suggest import suggest
 
     advice = suggest(arguments.target, arguments.draft, arguments.device)
-    console = Console(width=None if sys.stdout.isatty() else _UNATTENDED_WIDTH)
-    table = Table(title=f"{arguments.target}: {advice.parameters:,} parameters, on a {arguments.device}")
-    for column in ("method", "settings", "why"):
-        table.add_column(column)
+    title = f"{arguments.target}: {advice.parameters:,} parameters, on a {arguments.device}"
+    table = Table(title, ("method", "settings", "why"))
     for one in advice.suggestions:
         table.add_row(one.method, one.settings, one.why)
-    console.print(table)
+    show(table)
     if advice.active < advice.parameters:
-        said = (
+        print(
             f"a token uses {advice.active:,} of the parameters: a step of several reads more experts than a plain one, "
             "so that speculation gains less than beside a dense model of that size; 'bench' measures it"
         )
-        console.print(said, soft_wrap=True)
     for name, reason in advice.refused.items():
-        console.print(f"not {name}: {reason}", soft_wrap=True)
+        print(f"not {name}: {reason}")
     flags = [flag for one in advice.suggestions for flag in one.flags]
     words = ["specexport", "build", "--target", arguments.target, *flags, "-o", "bundle/"]
-    console.print("\n" + shlex.join(words), soft_wrap=True)
+    print("\n" + shlex.join(words))
     return 0

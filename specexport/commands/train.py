@@ -10,15 +10,13 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from specexport.contract.errors import TrainError
+from specexport.tables import Table, show
 from specexport.training.options import (
     DFlashOptions,
     DraftOptions,
@@ -29,6 +27,8 @@ from specexport.training.options import (
     add_flags,
     from_flags,
 )
+
+Report = Iterator[Table | str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,62 +53,60 @@ def main(arguments: argparse.Namespace) -> int:
     name = arguments.kind.replace("-", "_")
     try:
         module = importlib.import_module(f"specexport.training.{name}")
-        from specexport.training.loop import Watch
     except ImportError as error:
         raise TrainError(
             f"training needs the [train] extra ({error}); install it with: pip install 'specexport[train]'"
         ) from error
-    shown = Console(stderr=True)
-    watch = Watch(lambda line: shown.print(line, markup=False, highlight=False, soft_wrap=True), shown)
-    record = getattr(module, f"train_{name}")(from_flags(kind.options, arguments), watch)
+    log = partial(print, file=sys.stderr)
+    record = getattr(module, f"train_{name}")(from_flags(kind.options, arguments), log)
     if arguments.json:
         print(json.dumps(record))
     else:
-        kind.report(record, Console())
+        show(*kind.report(record))
     return 0
 
 
 def _shares(what: str, accuracy: list[list[float]]) -> Table:
     """How often the token is among the first candidates."""
     ranks = (1, 2, 3, 5, 10)
-    table = Table(what, *(f"top-{rank}" for rank in ranks), box=None, pad_edge=False)
+    table = Table("", (what, *(f"top-{rank}" for rank in ranks)))
     for number, row in enumerate(accuracy):
         table.add_row(str(number), *(f"{sum(row[:rank]):.3f}" for rank in ranks))
     return table
 
 
-def _report_medusa(record: dict[str, Any], console: Console) -> None:
+def _report_medusa(record: dict[str, Any]) -> Report:
     heads = record["head_accuracy"]
-    console.print(f"{record['options']['output']}: {len(heads)} heads; share of held-out tokens they predict")
-    console.print(_shares("head", heads))
+    yield f"{record['options']['output']}: {len(heads)} heads; share of held-out tokens they predict"
+    yield _shares("head", heads)
     if "lm_loss" in record:
         before, after = record["lm_loss_before"], record["lm_loss"]
-        console.print(f"held-out loss of the model {before:.4f} before, {after:.4f} now, in nats a token")
+        yield f"held-out loss of the model {before:.4f} before, {after:.4f} now, in nats a token"
 
 
-def _report_chain(key: str, record: dict[str, Any], console: Console) -> None:
+def _report_chain(key: str, record: dict[str, Any]) -> Report:
     accuracy, length = record[key], record["acceptance_length"]
     output = record["options"]["output"]
-    console.print(f"{output}: {len(accuracy)} drafted tokens; share of held-out tokens they predict")
-    console.print(_shares("token", accuracy))
-    console.print(f"a chain of {len(accuracy)} would commit {length:.2f} tokens a step of these texts")
+    yield f"{output}: {len(accuracy)} drafted tokens; share of held-out tokens they predict"
+    yield _shares("token", accuracy)
+    yield f"a chain of {len(accuracy)} would commit {length:.2f} tokens a step of these texts"
 
 
-def _report_draft(record: dict[str, Any], console: Console) -> None:
+def _report_draft(record: dict[str, Any]) -> Report:
     options, acceptance = record["options"], record["acceptance"]
-    table = Table("draft tokens a step", *map(str, range(1, 7)), box=None, pad_edge=False)
+    table = Table("", ("draft tokens a step", *map(str, range(1, 7))))
     for name in acceptance["after"]:
         for when in ("before", "after"):
             table.add_row(f"{name}, {when}", *(f"{length:.2f}" for length in acceptance[when][name]))
-    console.print(f"{options['output']}: a draft of {options['target']}; acceptance length over held-out prompts")
-    console.print(table)
+    yield f"{options['output']}: a draft of {options['target']}; acceptance length over held-out prompts"
+    yield table
 
 
 @dataclass(frozen=True)
 class _Kind:
     summary: str
     options: type[RunOptions]
-    report: Callable[[dict[str, Any], Console], None]
+    report: Callable[[dict[str, Any]], Report]
     more: str = ""
 
 

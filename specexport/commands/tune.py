@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from specexport import report
 from specexport.building import exporter, progress_bars
@@ -27,6 +25,7 @@ from specexport.contract.errors import RequestError
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.costs import Cost, CostCurve
+from specexport.tables import Styled, Table, show
 from specexport.tuning.workloads import read_lines
 
 if TYPE_CHECKING:
@@ -138,9 +137,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_as_dict(name, found, costs), indent=2))
     else:
-        console = Console()
-        console.print(table)
-        console.print(terminal_tree(best.tree))
+        show(table, terminal_tree(best.tree))
     if arguments.plot is not None:
         parts = (device, table, *_figures(name, found, costs), *about(arguments.bundle, manifest))
         report.write(arguments.plot, f"tune tree: {arguments.bundle}", parts)
@@ -151,7 +148,7 @@ def main(arguments: argparse.Namespace) -> int:
     set_default_tree(arguments.bundle, name, best.tree)
     if not arguments.json:
         warning = "" if best.speed_up > 1 else "; plain decoding is faster on this device"
-        Console().print(f"{arguments.bundle}: {name} verifies {len(best.tree)} nodes a step by default now{warning}")
+        print(f"{arguments.bundle}: {name} verifies {len(best.tree)} nodes a step by default now{warning}")
     return 0
 
 
@@ -199,11 +196,13 @@ def _as_dict(name: str, found: list[TreeCandidate], costs: Sequence[float]) -> d
 
 
 def _table(name: str, found: list[TreeCandidate], costs: Sequence[float]) -> Table:
-    table = Table(title=f"{name}: the best tree of each size", title_justify="left", show_edge=False)
-    for column in ("nodes", "depth", "tokens a step", "c(T) ms", "step ms", "tokens/s", "against plain"):
-        table.add_column(column, justify="right")
+    table = Table(
+        f"{name}: the best tree of each size",
+        ("nodes", "depth", "tokens a step", "c(T) ms", "step ms", "tokens/s", "against plain"),
+        "r",
+    )
     for one in sorted(found, key=lambda one: len(one.tree)):
-        table.add_row(
+        cells = (
             str(len(one.tree)),
             str(one.tree.depth),
             f"{one.tokens:.2f}",
@@ -211,8 +210,8 @@ def _table(name: str, found: list[TreeCandidate], costs: Sequence[float]) -> Tab
             f"{one.seconds * 1e3:.2f}",
             f"{one.tokens_per_second:.1f}",
             f"{one.speed_up:.2f}x",
-            style="bold" if one is found[0] else None,
         )
+        table.add_row(*(Styled(cell, "bold" if one is found[0] else "") for cell in cells))
     return table
 
 
@@ -248,7 +247,7 @@ def tune_batch(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(curve), indent=2))
     else:
-        Console().print(device, *tables(curve), sep="\n")
+        show(device, *tables(curve))
     if arguments.plot is not None:
         steps = report.lines("T, tokens a slot", "ms", _by_slots(curve.steps))
         charts = [report.Figure("A step of the target", steps)]
@@ -278,10 +277,7 @@ def _by_slots(costs: Sequence[Cost]) -> dict[str, list[tuple[float, float]]]:
 def _costs_table(title: str, axis: str, costs: Sequence[Cost]) -> Table:
     at = {(cost.batch, cost.tokens): cost.seconds for cost in costs}
     batches, tokens = (sorted({key[place] for key in at}) for place in (0, 1))
-    table = Table(title=title, title_justify="left", show_edge=False)
-    table.add_column("slots", justify="right")
-    for count in tokens:
-        table.add_column(f"{axis} = {count}", justify="right")
+    table = Table(title, ("slots", *(f"{axis} = {count}" for count in tokens)), "r")
     for batch in batches:
         table.add_row(str(batch), *(f"{at[batch, count] * 1e3:.2f}" for count in tokens))
     return table

@@ -10,14 +10,13 @@ import argparse
 import json
 from pathlib import Path
 
-from rich.console import Console
-
 from specexport import report as page
 from specexport.building import exporter, progress_bars
 from specexport.commands import add_report
 from specexport.commands.draw import about
 from specexport.contract.errors import RequestError
 from specexport.contract.reading import read_manifest
+from specexport.tables import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,9 +64,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
-        Console().print(render(report))
+        show(*render(report))
     if arguments.report is not None:
-        parts: list[page.Part] = [render(report), numbers(report)]
+        parts: list[page.Part] = [*render(report), numbers(report)]
         agreement = {one.name: one.numbers["agreement"] for one in report.checks if "agreement" in one.numbers}
         if agreement:
             label = "share of positions at which the same token is preferred"

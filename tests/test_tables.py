@@ -1,0 +1,135 @@
+"""Tables, styles and progress, on terminals and in files."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from specexport.building import progress_bars
+from specexport.tables import Styled, Table, show
+
+MARKUP = "a [bold]b[/] {c} \\d %s <e>"
+
+
+def table() -> Table:
+    made = Table("title", ("name", "value", "what"), "lrl")
+    made.add_row(MARKUP, "1", "True")
+    made.add_row(Styled("x", "bold red"), "100", "one\ntwo")
+    return made
+
+
+def on_terminal(program: str, columns: int = 80, **environment: str) -> str:
+    """What a program writes to standard output and error if both are a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    setting = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    setting |= {"COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8", **environment}
+    subprocess.run([sys.executable, "-c", program], stdout=theirs, stderr=theirs, env=setting, check=True, timeout=60)
+    said = os.read(ours, 1 << 16).decode()
+    os.close(theirs)
+    os.close(ours)
+    return said.replace("\r\n", "\n")
+
+
+def test_a_table_is_text_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    show(table(), "", Styled("done", "green"))
+    indent = " " * (len(MARKUP) - 2)
+    assert capsys.readouterr().out.splitlines() == [
+        "title",
+        f"name{indent}value  what",
+        f"{'-' * len(MARKUP)}  -----  ----",
+        f"{MARKUP}      1  True",
+        f"x   {indent}  100  one",
+        f"    {indent}       two",
+        "",
+        "done",
+    ]
+
+
+def test_a_table_without_names_or_rows() -> None:
+    without = Table()
+    assert without.text(80) == ""
+    without.add_row("a", "long " * 40)
+    without.add_row("longer", "b")
+    assert without.text().splitlines() == [f"a       {('long ' * 40).strip()}", "longer  b"]
+    assert Table("title", ("a", "b")).text(80) == "title\na  b\n-  -"
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_long_cells_are_broken_where_a_line_ends(width: int) -> None:
+    made = Table("", ("name", "sentence", "n"), "llr")
+    words = [f"word{n}" for n in range(40)]
+    made.add_row("a/path/" * 4, " ".join(words), "123")
+    lines = made.text(width).splitlines()
+    assert width - len("word10") < max(map(len, lines)) <= width
+    assert re.findall(r"word\d+", " ".join(lines)) == words
+    assert "".join(re.findall(r"[a/pth]+/[a/pth]*", " ".join(line[: lines[1].index(" ")] for line in lines))) == (
+        "a/path/" * 4
+    )
+
+
+def test_a_terminal_shows_styles_and_its_width() -> None:
+    program = (
+        "from specexport.tables import Styled, Table, show\n"
+        "made = Table('title', ('name', 'what'))\n"
+        "made.add_row(Styled('[b]x[/b]', 'bold red'), 'word ' * 20)\n"
+        "show(made, Styled('fine', 'green'))\n"
+    )
+    said = on_terminal(program, 40)
+    assert "\x1b[1;31m[b]x[/b]\x1b[0m  word" in said
+    assert said.endswith("\x1b[32mfine\x1b[0m\n")
+    plain = on_terminal(program, 40, NO_COLOR="1")
+    assert re.sub("\x1b\\[[0-9;]*m", "", said) == plain
+    assert max(map(len, plain.splitlines())) <= 40
+
+
+def steps(pause: float = 0.0) -> None:
+    with progress_bars() as progress:
+        progress("[a] {step}", 0, 2)
+        progress("writing", 0, 3 << 20)
+        progress("[a] {step}", 1, 2)
+        time.sleep(pause)  # a terminal's bar is drawn ten times a second
+        progress("writing", 1 << 20, 3 << 20)
+        progress("[a] {step}", 2, 2)
+        for _ in range(2):
+            progress("writing", 3 << 20, 3 << 20)
+        progress("at once", 1, 1)
+        progress("never done", 1, 2)
+
+
+def test_a_line_a_step_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    steps()
+    said = capsys.readouterr()
+    assert said.out == ""
+    lines = said.err.splitlines()
+    assert [re.split("  +", line)[0] for line in lines] == ["[a] {step}", "writing", "at once"]
+    assert all("100%" in line for line in lines)
+    assert [line.endswith("3.00MB of 3.00MB") for line in lines] == [False, True, False]
+
+
+def test_a_terminal_shows_bars_as_they_grow() -> None:
+    said = on_terminal("from tests.test_tables import steps; steps(0.2)")
+    bars = re.split("[\r\n]+", said)
+    assert any(re.search(r"^writing +33% .* 1\.00MB of 3\.00MB, \S+ left", bar) for bar in bars)
+    assert any(re.search(r"^never done +50%", bar) for bar in bars)
+    assert [bar for bar in bars if "left" in bar and "100%" in bar] == []
+
+
+def test_a_step_may_be_done_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bars() as progress:
+        for done in (1, 2, 0, 2):
+            progress("twice", done, 2)
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_bars_end_with_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OSError, match="full"), progress_bars() as progress:
+        progress("begun", 0, 1)
+        raise OSError("full")
+    assert capsys.readouterr().err == ""
