@@ -14,8 +14,8 @@ from tabulate import SEPARATING_LINE, tabulate
 
 _CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
 """ANSI's numbers of styles."""
-_NARROWEST = 10
-"""Characters below which no column is shortened."""
+_WORD, _LEAST = 16, 10
+"""Characters below which a column is not shortened, if its words are as long, and below which none ever is."""
 
 
 class Styled(NamedTuple):
@@ -23,6 +23,16 @@ class Styled(NamedTuple):
 
     text: str
     style: str = ""
+
+    def drawn(self, width: int | None, colours: bool) -> str:
+        """Its lines for a terminal of so many characters; None: as long as they are."""
+        lines = self.text.split("\n")
+        if width is not None:
+            lines = [part for line in lines for part in textwrap.wrap(line, width) or [""]]
+        if colours and self.style:
+            codes = ";".join(_CODES[word] for word in self.style.split())
+            lines = [f"\x1b[{codes}m{line}\x1b[0m" for line in lines]
+        return "\n".join(lines)
 
 
 @dataclass
@@ -47,56 +57,46 @@ class Table:
     def sides(self) -> list[Literal["left", "right"]]:
         """Where the cells of each column are."""
         count = len(self.columns) or max(map(len, self.rows), default=0)
-        return ["right" if letter == "r" else "left" for letter in self.align.ljust(count, self.align[-1])]
+        return ["right" if letter == "r" else "left" for letter in self.align.ljust(count, self.align[-1])[:count]]
 
-    def text(self, width: int | None = None, colours: bool = False) -> str:
-        """Lines for a terminal.
-
-        Args:
-            width: characters of a line; longer cells, the widest first, are broken into several. None: of any length.
-            colours: whether styles are shown.
-        """
+    def drawn(self, width: int | None, colours: bool) -> str:
+        """Its lines for a terminal of so many characters, to which long cells are broken; None: as long as they are."""
         head = [[Styled(name) for name in self.columns]] if self.columns else []
-        grid = [*head, *self.rows]
-        widths = [
-            max(len(line) for cell in column for line in cell.text.split("\n")) for column in zip(*grid, strict=True)
-        ]
-        while width is not None and sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > _NARROWEST:
-            widths[widths.index(max(widths))] -= 1
+        grid, sides = [*head, *self.rows], self.sides()
+        widths = _widths([[cell.text for cell in column] for column in zip(*grid, strict=True)], sides, width)
         lines: list[Sequence[str]] = [
-            [
-                _painted(Styled(_broken(cell.text, most), cell.style), colours)
-                for cell, most in zip(row, widths, strict=True)
-            ]
-            for row in grid
+            [cell.drawn(most, colours) for cell, most in zip(row, widths, strict=True)] for row in grid
         ]
         # As a row: tabulate makes a column two characters wider than its header.
         lines[len(head) : len(head)] = [SEPARATING_LINE] * len(head)
-        drawn = tabulate(lines, tablefmt="simple", disable_numparse=True, colalign=self.sides())
-        title = [_painted(Styled(self.title, "bold"), colours)] if self.title else []
-        return "\n".join([*title, *(line.rstrip() for line in drawn.split("\n")[1:-1])])  # the first and last are rules
+        drawn = tabulate(lines, tablefmt="simple", disable_numparse=True, colalign=sides).split("\n")
+        title = [Styled(self.title, "bold").drawn(width, colours)] if self.title else []
+        return "\n".join([*title, *(line.rstrip() for line in drawn[1:-1])])  # the first and the last are rules
 
 
 def show(*parts: Table | Styled | str) -> None:
     """Prints one below the other: as wide as the terminal, and coloured if ``NO_COLOR`` is not set, if it is one."""
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else None
-    colours = terminal and not os.environ.get("NO_COLOR")
     for part in parts:
-        if isinstance(part, Table):
-            print(part.text(width, colours))
-        else:
-            print(_painted(part, colours) if isinstance(part, Styled) else part)
+        drawn = Styled(part) if isinstance(part, str) else part
+        print(drawn.drawn(width, terminal and not os.environ.get("NO_COLOR")))
 
 
-def _broken(text: str, width: int) -> str:
-    """A text in lines of at most so many characters."""
-    return "\n".join("\n".join(textwrap.wrap(line, width)) for line in text.split("\n"))
+def _widths(columns: Sequence[Sequence[str]], sides: Sequence[str], most: int | None) -> list[int]:
+    """Characters of each column.
 
-
-def _painted(said: Styled, colours: bool) -> str:
-    """A text with the codes of its style, in each of its lines by itself."""
-    if not colours or not said.style:
-        return said.text
-    codes = ";".join(_CODES[word] for word in said.style.split())
-    return "\n".join(f"\x1b[{codes}m{line}\x1b[0m" for line in said.text.split("\n"))
+    Where a line would be too long the widest are shortened: text, between its words; then numbers too; then anywhere.
+    """
+    widths = [max(1, *(len(line) for cell in cells for line in cell.split("\n"))) for cells in columns]
+    words = [min(_WORD, max((len(word) for cell in cells for word in cell.split()), default=1)) for cells in columns]
+    if most is None:
+        return widths
+    numbers = [had if side == "right" else word for had, word, side in zip(widths, words, sides, strict=True)]
+    for least in (numbers, words, [_LEAST] * len(widths)):
+        while sum(widths) + 2 * (len(widths) - 1) > most:
+            longer = [at for at, width in enumerate(widths) if width > least[at]]
+            if not longer:
+                break
+            widths[max(longer, key=widths.__getitem__)] -= 1
+    return widths

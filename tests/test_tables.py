@@ -54,11 +54,11 @@ def test_a_table_is_text_where_there_is_no_terminal(capsys: pytest.CaptureFixtur
 
 def test_a_table_without_names_or_rows() -> None:
     without = Table()
-    assert without.text(80) == ""
+    assert without.drawn(80, False) == ""
     without.add_row("a", "long " * 40)
     without.add_row("longer", "b")
-    assert without.text().splitlines() == [f"a       {('long ' * 40).strip()}", "longer  b"]
-    assert Table("title", ("a", "b")).text(80) == "title\na  b\n-  -"
+    assert without.drawn(None, False).splitlines() == [f"a       {('long ' * 40).strip()}", "longer  b"]
+    assert Table("title", ("a", "b")).drawn(80, False) == "title\na  b\n-  -"
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
@@ -66,7 +66,7 @@ def test_long_cells_are_broken_where_a_line_ends(width: int) -> None:
     made = Table("", ("name", "sentence", "n"), "llr")
     words = [f"word{n}" for n in range(40)]
     made.add_row("a/path/" * 4, " ".join(words), "123")
-    lines = made.text(width).splitlines()
+    lines = made.drawn(width, False).splitlines()
     assert width - len("word10") < max(map(len, lines)) <= width
     assert re.findall(r"word\d+", " ".join(lines)) == words
     assert "".join(re.findall(r"[a/pth]+/[a/pth]*", " ".join(line[: lines[1].index(" ")] for line in lines))) == (
