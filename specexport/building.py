@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -53,6 +55,8 @@ def exporter() -> types.ModuleType:
         )
     with needs_extra("building", "export"), uncollected():
         from specexport.exporter import build
+    # As it ends, Python would look through millions of objects for garbage, for more than a second.
+    atexit.register(gc.freeze)
     return build
 
 

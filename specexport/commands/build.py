@@ -18,7 +18,9 @@ from specexport.commands.compile import add_engine_arguments, asked_for, engine_
 from specexport.commands.inspect import summary
 from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError
+from specexport.contract.methods import Method
 from specexport.contract.reading import read_manifest
+from specexport.exporter.second_process import SecondProcess
 from specexport.method_flags import add_method_arguments, asked_methods
 
 if TYPE_CHECKING:
@@ -103,6 +105,12 @@ def main(arguments: argparse.Namespace) -> int:
     methods = asked_methods(arguments)
     if arguments.draft_precision is not None and not any(method.stores_weights for method in methods):
         raise BuildError("--draft-precision was given without a draft, heads or a speculator, which it is for")
+    with SecondProcess(methods) as second:
+        _build(arguments, methods, second)
+    return 0
+
+
+def _build(arguments: argparse.Namespace, methods: tuple[Method, ...], second: SecondProcess) -> None:
     module = exporter()
     options = module.BuildOptions(
         target=arguments.target,
@@ -124,7 +132,7 @@ def main(arguments: argparse.Namespace) -> int:
     )
     reports: list[CompileReport] = []
     with progress_bars() as progress:
-        module.build(options, progress, reports.append)
+        module.build(options, progress, reports.append, second)
     for report in reports:
         Console().print(render(report))
     manifest = read_manifest(arguments.output)
@@ -136,7 +144,6 @@ def main(arguments: argparse.Namespace) -> int:
                 f"warning: {before.converted} of the {role}'s {before.format} matrices were rounded again, to "
                 f"{model.precision.weights}, as their scales do not fit: error {before.converted_rms_error:.2%}"
             )
-    return 0
 
 
 def _engines(arguments: argparse.Namespace) -> EngineOptions | None:
