@@ -145,11 +145,12 @@ def _compared(checkpoint: Checkpoint) -> TokenTree:
 def _through_eager(
     model: torch.nn.Module, prompt: torch.Tensor, chain: torch.Tensor, tree: torch.Tensor, shape: TokenTree
 ) -> torch.Tensor:
-    """The same logits, each path of the tree as a text of its own."""
-    start = torch.cat([prompt, chain], dim=1)
-    logits = [model(start, use_cache=False).logits[0, _PROMPT - 1 :]]
-    for depth in range(shape.depth + 1):  # nodes lie level by level, and paths of one length run together
-        paths = torch.from_numpy(np.array([np.flatnonzero(row) for row in shape.mask[shape.depths == depth]]))
-        texts = torch.cat([start.expand(len(paths), -1), tree[0][paths]], dim=1)
-        logits.append(model(texts, use_cache=False).logits[:, -1])
-    return torch.cat(logits).float()
+    """The same logits, each path of the tree to a leaf as a text of its own, all in one run."""
+    start, paths = torch.cat([prompt, chain], dim=1), shape.leaf_paths
+    after = [[*path, *[0] * (shape.depth + 1 - len(path))] for path in paths]  # what is behind a leaf is not looked at
+    texts = torch.cat([start.expand(len(paths), -1), tree[0][torch.tensor(after)]], dim=1)
+    logits = model(texts, use_cache=False).logits[:, _PROMPT - 1 :]
+    place = {node: (text, 1 + chain.shape[1] + at) for text, path in enumerate(paths) for at, node in enumerate(path)}
+    return torch.cat(
+        [logits[0, : 1 + chain.shape[1]], *(logits[place[node]][None] for node in range(len(shape)))]
+    ).float()

@@ -6,6 +6,7 @@ import datetime
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import onnx
 import torch
@@ -26,20 +27,24 @@ from specexport.contract.manifest import (
 )
 from specexport.contract.methods import Method
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
-from specexport.exporter.build_plan import PREFILL_CHUNK
+from specexport.exporter.build_plan import PREFILL_CHUNK, BuildPlan
 from specexport.exporter.engines.bundle import CompileReport, compile_graphs
 from specexport.exporter.engines.compiler import load_library
 from specexport.exporter.engines.program import write_program
 from specexport.exporter.methods import Build, exporter_of
 from specexport.exporter.models import WrittenTarget, target_stage
 from specexport.exporter.options import BuildOptions
+from specexport.exporter.second_process import SecondProcess
 from specexport.exporter.sound import require_finite
 from specexport.exporter.stages import RECORDS, Stages
 from specexport.exporter.writing import Progress
 
 
 def build(
-    options: BuildOptions, progress: Progress | None = None, compiled: Callable[[CompileReport], None] | None = None
+    options: BuildOptions,
+    progress: Progress | None = None,
+    compiled: Callable[[CompileReport], None] | None = None,
+    second: SecondProcess | None = None,
 ) -> Path:
     """Builds a bundle.
 
@@ -50,6 +55,7 @@ def build(
         options: what to build.
         progress: see :data:`Progress`.
         compiled: called with what became of the engines, if the bundle is to have some.
+        second: exports drafts at the same time.
 
     Returns:
         The bundle's folder.
@@ -68,7 +74,7 @@ def build(
         load_library(options.engines.runtime)  # whether it is there should not be found out at the end
     with written_beside(output, overwrite=options.overwrite, resume=options.resume) as folder:
         stages = Stages(folder, _built_with())
-        manifest = _fill(folder, options, stages, report)
+        manifest = _fill(folder, options, stages, report, second)
         if options.engines is not None:
             found = compile_graphs(folder, manifest, options.engines, report)
             if compiled is not None:
@@ -77,7 +83,9 @@ def build(
     return output
 
 
-def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progress) -> Manifest:
+def _fill(
+    folder: Path, options: BuildOptions, stages: Stages, progress: Progress, second: SecondProcess | None
+) -> Manifest:
     path = locate(options.target)
     tokenizer = load_tokenizer(path)
     writers: dict[str, str] = {}
@@ -87,21 +95,20 @@ def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progres
             raise BuildError(f"{other!r} and {method.name!r} both have a {stage}; a bundle has one, so ask for one")
     for method in options.methods:
         exporter_of(method).check(method, path, tokenizer.tokenizer)
-    target = stages.run("target", WrittenTarget, lambda: target_stage(folder, options, tokenizer, progress))
-    plan = target.plan
-    building = Build(folder, options, plan, target.model, progress)
-    made: list[Method] = []
-    for method in plan.methods:
-        exporter = exporter_of(method)
-        if exporter.stage is not None:
-            export = functools.partial(exporter.export, method, building)
-            made.append(stages.run(exporter.stage, Entry, export))
-        else:
-            made.append(method)
-    written = [target.model, *(model for method in made for model in method.models.values())]
-    for index, model in enumerate(written):
+
+    def planned(plan: BuildPlan, vocab_size: int, max_positions: int) -> None:
+        if second is not None and writers:
+            second.begin(folder, options, plan, vocab_size, max_positions)
+
+    target = stages.run("target", WrittenTarget, lambda: target_stage(folder, options, tokenizer, progress, planned))
+    plan, model = target.plan, target.model
+    if second is not None:
+        second.finish(progress)
+    made = _export(Build(folder, options, plan, model.vocab_size, model.max_positions, progress), stages)
+    written = [model, *(one for method in made for one in method.models.values())]
+    for index, one in enumerate(written):
         progress("running the graphs once", index, len(written))
-        require_finite(folder, model, options.lowering)
+        require_finite(folder, one, options.lowering)
     progress("running the graphs once", len(written), len(written))
 
     (folder / "tokenizer").mkdir()
@@ -140,6 +147,25 @@ def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progres
     )
     write_manifest(folder, manifest)
     return read_manifest(folder)
+
+
+def export_beside(*build: Any) -> None:
+    """What a second process does: exports the models that are not the target's; takes what :class:`Build` takes."""
+    building = Build(*build)
+    _export(building, Stages(building.folder, _built_with(), tidy=False))
+
+
+def _export(build: Build, stages: Stages) -> list[Method]:
+    """The methods, with the models of their own; those that the stages have on record are not exported again."""
+    made: list[Method] = []
+    for method in build.plan.methods:
+        exporter = exporter_of(method)
+        if exporter.stage is not None:
+            export = functools.partial(exporter.export, method, build)
+            made.append(stages.run(exporter.stage, Entry, export))
+        else:
+            made.append(method)
+    return made
 
 
 def _built_with() -> dict[str, str]:

@@ -44,8 +44,22 @@ class WrittenTarget(Strict, frozen=True):
     generation: dict[str, float]
 
 
-def target_stage(folder: Path, options: BuildOptions, tokenizer: TokenizerFiles, progress: Progress) -> WrittenTarget:
-    """Loads, checks, plans, traces and writes the target."""
+def target_stage(
+    folder: Path,
+    options: BuildOptions,
+    tokenizer: TokenizerFiles,
+    progress: Progress,
+    planned: Callable[[BuildPlan, int, int], None],
+) -> WrittenTarget:
+    """Loads, checks, plans, traces and writes the target.
+
+    Args:
+        folder: the bundle's.
+        options: what to build.
+        tokenizer: the target's.
+        progress: see :data:`Progress`.
+        planned: called before anything takes long, with the plan, and the target's vocabulary and longest text.
+    """
     progress("loading the target", 0, 1)
     target = load_checkpoint(options.target)
     progress("loading the target", 1, 1)
@@ -60,6 +74,7 @@ def target_stage(folder: Path, options: BuildOptions, tokenizer: TokenizerFiles,
                 "alone yet; build it with --backend onnxruntime"
             )
     plan = BuildPlan.of(methods, options, _max_seq_len(options, target))
+    planned(plan, target.vocab_size, target.max_positions)
     sample = tokenizer.tokenizer.encode(quality.SAMPLE).ids
     exact = quality.reference(target, sample) if options.precision in QUANTIZED and sample else None
     written, methods = _write(folder, target, options, plan, heads, progress)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import shutil
 import sys
@@ -50,6 +52,8 @@ def exporter() -> types.ModuleType:
         )
     with needs_extra("building", "export"), uncollected():
         from specexport.exporter import build
+    # As it ends, Python would look through millions of objects for garbage, for more than a second.
+    atexit.register(gc.freeze)
     return build
 
 

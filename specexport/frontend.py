@@ -275,15 +275,19 @@ def _built(
 
 def _build(options: dict[str, Any], output: Path) -> None:
     from specexport.building import exporter, progress_bars
+    from specexport.exporter.second_process import SecondProcess
 
-    module = exporter()
-    try:
-        wanted = module.BuildOptions(output=output, resume=True, engines=_engines(options.get("backend")), **options)
-    except TypeError as error:
-        raise BuildError(f"{str(error).rpartition(') ')[2] or error}") from error
-    print(f"building {output}", file=sys.stderr)
-    with progress_bars() as progress:
-        module.build(wanted, progress)
+    with SecondProcess(options["methods"]) as second:
+        module = exporter()
+        try:
+            wanted = module.BuildOptions(
+                output=output, resume=True, engines=_engines(options.get("backend")), **options
+            )
+        except TypeError as error:
+            raise BuildError(f"{str(error).rpartition(') ')[2] or error}") from error
+        print(f"building {output}", file=sys.stderr)
+        with progress_bars() as progress:
+            module.build(wanted, progress, second=second)
 
 
 def _engines(backend: str | None) -> Any:

@@ -80,12 +80,18 @@ class TargetOutline:
 
 @dataclass(frozen=True)
 class Build:
-    """A build whose target is written."""
+    """A build whose target is known.
+
+    Attributes:
+        vocab_size: V of the target.
+        max_positions: longest text that the target was made for, in tokens.
+    """
 
     folder: Path
     options: BuildOptions
     plan: BuildPlan
-    target: Model
+    vocab_size: int
+    max_positions: int
     progress: Progress
 
 

@@ -81,7 +81,7 @@ class DraftModelExporter(ChainDraftExporter[DraftModel]):
 
     def export(self, method: DraftModel, build: Build) -> DraftModel:
         draft = load_draft(method.model, build)
-        vocab = min(draft.vocab_size, build.target.vocab_size)
+        vocab = min(draft.vocab_size, build.vocab_size)
         model = write_propose_graph(method, draft, vocab, build)
         return msgspec.structs.replace(method, candidates=min(MAX_CANDIDATES, vocab), draft=model, model=model.source)
 

@@ -60,7 +60,7 @@ class MedusaDraftExporter(MethodExporter[MedusaDraft]):
                 "another draft, or leave out its Medusa heads"
             )
         heads = heads_of(method.medusa, draft)
-        vocab, lowering = min(draft.vocab_size, build.target.vocab_size), build.options.lowering
+        vocab, lowering = min(draft.vocab_size, build.vocab_size), build.options.lowering
         known = min(MAX_TOP_K, vocab)
         points = self.points(method, build.plan)
         step = CandidatesModule(draft.model, heads, known, vocab, draft.input_vocab, lowering)

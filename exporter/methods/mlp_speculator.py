@@ -99,7 +99,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculator]):
         stages = load_speculator(outline)
         # Nobody would read what those behind the deepest tree say.
         stages.keep_first(max(tree.depth for tree in method.token_trees()))
-        checkpoint = as_checkpoint(outline, method.model, stages, build.target.max_positions)
+        checkpoint = as_checkpoint(outline, method.model, stages, build.max_positions)
         build.progress("loading the speculator", 1, 1)
         build.progress("tracing the speculator", 0, 1)
         graph = traced(checkpoint, lambda: trace.trace_speculator(stages, build.options.lowering))

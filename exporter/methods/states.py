@@ -87,7 +87,7 @@ class StatesDraftExporter(ChainDraftExporter[S]):
 
     def export(self, method: S, build: Build) -> S:
         build.progress(f"loading the {self.title}", 0, 1)
-        source, positions = self.source(method, build.options.target), build.target.max_positions
+        source, positions = self.source(method, build.options.target), build.max_positions
         outline = self.read(source)
         target = locate(build.options.target)
         draft = outline.load(target, layers_in(target), positions)

@@ -17,7 +17,9 @@ from specexport.commands.compile import add_engine_arguments, asked_for, engine_
 from specexport.commands.inspect import summary
 from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError
+from specexport.contract.methods import Method
 from specexport.contract.reading import read_manifest
+from specexport.exporter.second_process import SecondProcess
 from specexport.method_flags import add_method_arguments, asked_methods
 from specexport.tables import show
 
@@ -103,6 +105,12 @@ def main(arguments: argparse.Namespace) -> int:
     methods = asked_methods(arguments)
     if arguments.draft_precision is not None and not any(method.stores_weights for method in methods):
         raise BuildError("--draft-precision was given without a draft, heads or a speculator, which it is for")
+    with SecondProcess(methods) as second:
+        _build(arguments, methods, second)
+    return 0
+
+
+def _build(arguments: argparse.Namespace, methods: tuple[Method, ...], second: SecondProcess) -> None:
     module = exporter()
     options = module.BuildOptions(
         target=arguments.target,
@@ -124,7 +132,7 @@ def main(arguments: argparse.Namespace) -> int:
     )
     reports: list[CompileReport] = []
     with progress_bars() as progress:
-        module.build(options, progress, reports.append)
+        module.build(options, progress, reports.append, second)
     manifest = read_manifest(arguments.output)
     show(*map(render, reports), *summary(arguments.output, manifest))
     for role, model in manifest.models.items():
@@ -135,7 +143,6 @@ def main(arguments: argparse.Namespace) -> int:
                 f"{model.precision.weights}, as their scales do not fit: error {before.converted_rms_error:.2%}",
                 file=sys.stderr,
             )
-    return 0
 
 
 def _engines(arguments: argparse.Namespace) -> EngineOptions | None:
