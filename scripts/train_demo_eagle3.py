@@ -61,8 +61,8 @@ def acceptance_table(models: Path, work: Path, prompts: Path) -> str:
 def main() -> None:
     """Trains, and writes the draft with its card."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--steps", type=int, default=450, help="of 16 texts of 48 and 144 tokens")
-    parser.add_argument("--sampled", type=int, default=1536, help="texts sampled from the target")
+    parser.add_argument("--steps", type=int, default=1300, help="of 16 texts of 48 and 144 tokens")
+    parser.add_argument("--sampled", type=int, default=4608, help="texts sampled from the target")
     parser.add_argument("--ttt-steps", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
