@@ -6,6 +6,8 @@ embedding of the token after it. It says what comes after that one.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 
 from specexport.contract.model import CacheLayer
@@ -14,7 +16,7 @@ from specexport.graphs.propose import draw_candidate
 from specexport.graphs.step import flat, pairs
 
 
-class OwnStateModule(torch.nn.Module):
+class OwnStateModule(torch.nn.Module, ABC):
     """What a row of a draft computes.
 
     Attributes:
@@ -33,10 +35,11 @@ class OwnStateModule(torch.nn.Module):
     hidden: int
     target_ids: torch.Tensor | None
 
+    @abstractmethod
     def fused(self, states: torch.Tensor) -> torch.Tensor:
         """What a row sees of the target, ``[B,T,H]``, of the states of all layers side by side, ``[B,T,reads]``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +53,6 @@ class OwnStateModule(torch.nn.Module):
         Returns:
             What the next rows may see instead of fused states, and what ``lm_head`` reads, ``[B,T,H]`` each.
         """
-        raise NotImplementedError
 
     def cache(self) -> tuple[CacheLayer, ...]:
         """Heads and sizes of each layer's keys and values, learnt by a run of two rows."""
