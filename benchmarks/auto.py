@@ -2,31 +2,39 @@
 
 A cell is a precision, a kind of text, a temperature and a number of requests at once. All ways take turns, every time
 in another order, and what is reported are medians of ratios within a turn, so that a machine whose speed drifts treats
-them alike. Cells that a result file holds already are not run again.
+them alike. A fixed choice is kept in a batch too, which a request cannot ask for. ``first`` is the default as after
+opening a bundle: nothing is known of what earlier requests accepted. Cells that a result file holds already are not run
+again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from benchmarks.common import add_common_arguments, machine, new_table, write_report
 from benchmarks.pair import bundle, inflated_pair
+from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams, Stream
+from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
+from specexport.runtime.request import Request
 from specexport.runtime.speculative import DEFAULT, PLAIN, Speculative
 from specexport.tables import show
 from specexport.tuning import workloads
 
 SIZES = (4, 1, 2, 3, 6, 8)
-FIXED = (2, 4, 8)
-"""Of these sizes the draft's fixed ones, which the default is compared with."""
+FIXED = {1: (2, 4, 8), 4: (1, 2, 4), 8: (1, 2, 4)}
+"""Of these sizes the draft's fixed ones, which the default is compared with, by the requests at once."""
+NEW_TOKENS = {1: 64, 4: 48, 8: 32}
 MAX_SEQ_LEN = 512
 LOOKUP = "ngram"
 TEXTS = {"code": "completion", "prose": "text", "edits": "edit"}
@@ -46,6 +54,7 @@ class Row:
         best: the fixed choice that was fastest, plain decoding among them.
         over_best: median of the repeats' ratios of the default to it.
         over_plain: likewise to plain decoding.
+        first_over_plain: likewise of a first request, which is alone.
         steps: how many steps of the default each method proposed for.
         same_text: whether greedy texts are those of plain decoding.
     """
@@ -58,13 +67,21 @@ class Row:
     best: str
     over_best: float
     over_plain: float
+    first_over_plain: float | None
     steps: dict[str, int]
     same_text: bool | None
 
 
+class Fixed(SpeculationPolicy):
+    """Every request verifies the tree it asked for, however many there are."""
+
+    def _share(self, request: Request, others: int) -> TokenTree:
+        return request.tree
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks auto``."""
-    add_common_arguments(parser, prompt_tokens=48, new_tokens=24)
+    add_common_arguments(parser, prompt_tokens=48, new_tokens=0)
     parser.add_argument("--precisions", default="fp32,int8,int4")
     parser.add_argument("--texts", default=",".join((*TEXTS, RANDOM)))
     parser.add_argument("--temperatures", default="0,0.7,1.5")
@@ -109,33 +126,36 @@ def _cell(
     args: argparse.Namespace,
 ) -> Row:
     prompts = _prompts(engine, text, concurrency, args.prompt_tokens)
+    new_tokens = args.new_tokens or NEW_TOKENS[concurrency]
     ways: dict[str, Speculative] = {
         "plain": PLAIN,
         "default": DEFAULT,
-        **{str(size): Speculative(method="draft_model", num_speculative_tokens=size) for size in FIXED},
-        LOOKUP: Speculative(method=LOOKUP, num_speculative_tokens=8),
+        **({"first": DEFAULT} if concurrency == 1 else {}),
+        **{str(size): Speculative(method="draft_model", num_speculative_tokens=size) for size in FIXED[concurrency]},
+        LOOKUP: Speculative(method=LOOKUP, num_speculative_tokens=max(FIXED[concurrency])),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     texts: dict[str, list[list[int]]] = {}
     steps: dict[str, int] = {}
     for turn in turns:
-        params = SamplingParams(temperature=temperature, max_tokens=args.new_tokens, ignore_eos=True, seed=turn)
+        params = SamplingParams(temperature=temperature, max_tokens=new_tokens, ignore_eos=True, seed=turn)
         order = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]
         for name, way in ((name, ways[name]) for name in order):
-            seconds, streams = _run(engine, prompts, params, concurrency, way)
-            texts[name] = [stream.tokens[-args.new_tokens :] for stream in streams]
+            with _policy(engine, name):
+                seconds, streams = _run(engine, prompts, params, concurrency, way)
+            texts[name] = [stream.tokens[-new_tokens:] for stream in streams]
             if turn:
                 times[name].append(seconds)
             if turn and name == "default":
                 for stream in streams:
                     for method, by in stream.stats.steps_by_draft.items():
                         steps[method] = steps.get(method, 0) + sum(by.values())
-    tokens = len(prompts) * args.new_tokens
+    tokens = len(prompts) * new_tokens
 
-    def over(name: str) -> float:
-        return statistics.median(other / own for own, other in zip(times["default"], times[name], strict=True))
+    def over(name: str, way: str = "default") -> float:
+        return statistics.median(other / own for own, other in zip(times[way], times[name], strict=True))
 
-    best = min((name for name in ways if name != "default"), key=over)
+    best = min((name for name in ways if name not in ("default", "first")), key=over)
 
     return Row(
         precision,
@@ -146,9 +166,28 @@ def _cell(
         best,
         over(best),
         over("plain"),
+        over("plain", "first") if "first" in ways else None,
         steps,
         all(found == texts["plain"] for found in texts.values()) if temperature == 0 else None,
     )
+
+
+@contextlib.contextmanager
+def _policy(engine: Engine, name: str) -> Iterator[None]:
+    """Has the engine's steps chosen as a way says: a fixed one's kept, the first request's by what it finds alone."""
+    scheduler, program = engine._scheduler, engine._scheduler._program
+    assert engine.costs is not None
+    kept = scheduler._policy
+    if name == "first":
+        fresh = MeasuredPolicy(engine.manifest, engine.speculations, engine.costs, program.sizes)
+        fresh.look_up = program.look_up
+        scheduler._policy = fresh
+    elif name != "default":
+        scheduler._policy = Fixed(engine.manifest, engine.speculations)
+    try:
+        yield
+    finally:
+        scheduler._policy = kept
 
 
 def _prompts(engine: Engine, text: str, count: int, tokens: int) -> list[list[int]]:
@@ -178,7 +217,18 @@ def _run(
 
 def _print(rows: list[Row]) -> None:
     labels = ("precision", "text")
-    numbers = ("T", "at once", "plain", "default", "best fixed", "over it", "over plain", "steps by", "same text")
+    numbers = (
+        "T",
+        "at once",
+        "plain",
+        "default",
+        "best fixed",
+        "over it",
+        "over plain",
+        "first",
+        "steps by",
+        "same text",
+    )
     table = new_table("output tokens a second, prompts included", labels, numbers)
     for row in rows:
         table.add_row(
@@ -191,6 +241,7 @@ def _print(rows: list[Row]) -> None:
             f"{row.best}: {row.speeds[row.best]:.1f}",
             f"{row.over_best:.3f}x",
             f"{row.over_plain:.3f}x",
+            "-" if row.first_over_plain is None else f"{row.first_over_plain:.3f}x",
             ", ".join(f"{method} {count}" for method, count in row.steps.items()),
             "-" if row.same_text is None else "yes" if row.same_text else "no",
         )

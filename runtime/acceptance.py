@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 PRIOR = 0.7
 """The chance that a draft token is accepted, before anything is known."""
@@ -50,8 +50,12 @@ class Acceptance:
 
     def expected(self, depth: int) -> float:
         """Draft tokens that a step with paths of this length is expected to accept."""
+        return self.by_depth(depth)[depth]
+
+    def by_depth(self, depth: int) -> Sequence[float]:
+        """:meth:`expected` of all lengths from 0 to at least this one."""
         self._know(depth)
-        return self._sums[depth]
+        return self._sums
 
     def _know(self, depth: int) -> None:
         """Finds the chance at each depth, given that all before it were accepted; most steps ask for the same again."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,8 @@ MOST_NOISE = 1.5
 _ROUNDS = 25
 _APART = 1.15
 """Widths that are measured are apart by this factor at least: what lies between is interpolated."""
+_WIDER = 2
+"""Wider steps of a batch hardly ever pay."""
 _LARGER = 4
 """How many times larger the cache is that tells what a row of it costs."""
 _PERIOD = 11
@@ -71,7 +72,9 @@ def measure(
 ) -> CostCurve:
     """Times steps and proposals, one slot first, then larger batches as far as there is time.
 
-    All of a batch size are taken in turns, so that a machine whose speed drifts treats them alike; a figure is the
+    Of a larger batch only steps are timed that are at most ``_WIDER`` times as wide, all slots together, as the widest
+    of a single one. All of a batch size are taken in turns, so that a machine whose speed drifts treats them alike; a
+    figure is the
     least of 25 turns, or of as many as there is time for, at least one after the first, which pays for buffers.
 
     Args:
@@ -94,13 +97,17 @@ def measure(
     end, turn = time.perf_counter() + seconds, 0.0
     for batch in target.sizes:
         began = time.perf_counter()
-        if steps and began + 2 * 2 * turn > end:  # two turns, and a larger batch takes about twice as long
+        if steps and began + 2 * turn > end:  # two turns, and the next batch size takes about as long as the last
             break
+        most = max(_WIDER * tokens[-1] // batch, tokens[min(1, len(tokens) - 1)])
         trials: dict[tuple[str, int], Trial] = {
-            ("", width): _step(program, _views(text, batch, TokenTree.chain(width), _FIXED)) for width in tokens
+            ("", width): _step(program, _views(text, batch, TokenTree.chain(width), _FIXED))
+            for width in tokens
+            if width <= most
         }
         for name, one in speculations.items():
-            for tree in one.method.smaller_trees(manifest.target):
+            trees = one.method.smaller_trees(manifest.target)
+            for tree in [tree for tree in trees if len(tree) <= most] or trees[-1:]:
                 trials[name, len(tree)] = _propose(one.proposer, _views(text, batch, tree, name))
         share = (end - began) / (len(target.sizes) - target.sizes.index(batch))
         found = _in_turns(trials, share, f"timing steps of {batch}", noise, progress)
@@ -209,12 +216,20 @@ def _first_read(manifest: Manifest, one: Speculation, text: Sequence[int], slots
 def _in_turns(
     trials: Mapping[tuple[str, int], Trial], seconds: float, name: str, noise: list[float], progress: Progress | None
 ) -> dict[tuple[str, int], float]:
-    """The least time of each trial; by what factor its median is above that is added to ``noise``."""
+    """The least time of each trial; by what factor its median is above that is added to ``noise``.
+
+    Before each proposal comes a step, as in decoding: a small draft would stay in the processor's cache without it, and
+    seem to take half of what it does.
+    """
+    steps, proposals = ([key for key in trials if bool(key[0]) is proposes] for proposes in (False, True))
+    order = list[tuple[str, int]]()
+    for at in range(max(len(steps), len(proposals))):
+        order += [steps[at % len(steps)], *proposals[at : at + 1]]
     times: dict[tuple[str, int], list[float]] = {key: [] for key in trials}
     end = time.perf_counter() + seconds
     for turn in range(_ROUNDS + 1):
-        for key, trial in trials.items():
-            taken = trial()
+        for key in order:
+            taken = trials[key]()
             if turn:
                 times[key].append(taken)
         if progress is not None:
@@ -229,12 +244,11 @@ def _in_turns(
 
 
 def _rising(costs: Sequence[Cost]) -> list[Cost]:
-    """Costs of which those of wider steps are never lower; where they look so, that is noise."""
-    found = []
-    for _, members in itertools.groupby(
-        sorted(costs, key=lambda one: (one.batch, one.tokens)), key=lambda one: one.batch
-    ):
-        ordered = list(members)
-        seconds = itertools.accumulate((one.seconds for one in ordered), max)
-        found += [msgspec.structs.replace(one, seconds=most) for one, most in zip(ordered, seconds, strict=True)]
-    return found
+    """Costs none of which is above that of a wider step, or of as wide a one of more slots: noise only adds to them."""
+    return [
+        msgspec.structs.replace(
+            one,
+            seconds=min(more.seconds for more in costs if more.batch >= one.batch and more.tokens >= one.tokens),
+        )
+        for one in sorted(costs, key=lambda one: (one.batch, one.tokens))
+    ]

@@ -67,8 +67,8 @@ class Costs:
     """c(B, T) and d(B, K) of a curve, at any number of cache rows. Widths that were not measured are interpolated
     linearly, and extrapolated beyond the last. Attention costs the same for each further row of each slot's cache.
 
-    Attributes:
-        largest: the largest batch size that was measured.
+    A batch larger than all that were measured takes as long as the largest of them does with as many tokens in all,
+    and its proposals take longer in proportion.
     """
 
     def __init__(self, curve: CostCurve) -> None:
@@ -76,19 +76,21 @@ class Costs:
         self._steps, self._longer = _Line(curve.steps), _Line(curve.longer)
         self._propose = {one.method: _Line(one.propose) for one in curve.methods}
         self._read = {one.method: one.read for one in curve.methods}
-        self.largest = max(cost.batch for cost in curve.steps)
         self.step = lru_cache(maxsize=4096)(self._step)
 
     def _step(self, batch: int, tokens: int, rows: int) -> float:
         """Seconds of a step that verifies ``tokens`` tokens a slot, without proposing."""
         more = self._curve.more_rows - self._curve.rows
         row = max(0.0, self._longer.at(1, tokens) - self._steps.at(1, tokens)) / more if self._curve.longer else 0.0
-        return self._steps.at(batch, tokens) + row * batch * max(0, rows - self._curve.rows)
+        wide = tokens * max(1.0, batch / self._steps.largest)
+        return self._steps.at(batch, wide) + row * batch * max(0, rows - self._curve.rows)
 
     def propose(self, method: str, batch: int, nodes: int) -> float:
         """Seconds of proposing a tree of this many nodes for each slot."""
         known = self._propose.get(method)  # methods that need no graph cost next to nothing and may be unmeasured
-        return known.at(batch, nodes) if known is not None else 0.0
+        if known is None:
+            return 0.0
+        return known.at(batch, nodes) * max(1.0, batch / known.largest)
 
     def read(self, method: str) -> float:
         """Seconds of a chunk that a method's draft is behind in; 0 where nothing is read."""
@@ -96,16 +98,21 @@ class Costs:
 
 
 class _Line:
-    """Seconds by batch and tokens."""
+    """Seconds by batch and tokens.
+
+    Attributes:
+        largest: batch size.
+    """
 
     def __init__(self, costs: Sequence[Cost]) -> None:
         self._known: dict[int, list[tuple[int, float]]] = {}
         for cost in sorted(costs, key=lambda one: one.tokens):
             self._known.setdefault(cost.batch, []).append((cost.tokens, cost.seconds))
+        self.largest = max(self._known, default=1)
 
-    def at(self, batch: int, tokens: int) -> float:
+    def at(self, batch: int, tokens: float) -> float:
         """The value at a place between or beyond those of a batch size; more of anything never costs less."""
-        known = self._known[batch if batch in self._known else max(self._known)]
+        known = self._known[batch if batch in self._known else self.largest]
         if tokens <= known[0][0] or len(known) == 1:
             return known[0][1]
         right = min(max(bisect_left(known, (tokens, 0.0)), 1), len(known) - 1)

@@ -20,6 +20,10 @@ FIRST = range(1)
 """The window of a single request: the first slot alone."""
 
 
+TILE = 16
+"""All tiles of the kernels of a CPU are full where a run has a multiple of this many tokens."""
+
+
 class Graph(ABC):
     """A loaded graph with its static buffers and a cache of several slots.
 
@@ -110,6 +114,10 @@ class Graph(ABC):
     @abstractmethod
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """Runs at that shape point; the outputs by name, without the caches."""
+
+    def chunk(self, most: int, tokens: int) -> int:
+        """T of a run that reads so many tokens of a prompt, at most ``most`` of them: that is its only shape."""
+        return most
 
     def _cache_size(self, rows: int) -> int:
         """The smallest cache of at least ``rows`` rows."""

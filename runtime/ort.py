@@ -17,7 +17,7 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.states import KeptStates
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.declared import require_declared
-from specexport.runtime.graph import FIRST, Array, Buffers, Graph
+from specexport.runtime.graph import FIRST, TILE, Array, Buffers, Graph
 from specexport.runtime.kept import KeptGraph
 from specexport.runtime.ort_cache import GrowingCache, Rows
 
@@ -165,7 +165,15 @@ class OnnxRuntimeGraph(Graph):
             widths = [one.tokens for one in self._points if (one.batch, one.drafts) == (point.batch, point.drafts)]
             super()._require(msgspec.structs.replace(point, tokens=min(widths, default=point.tokens)))
             return point
+        if point.rows == 1 and point.tokens % TILE == 0:  # what is left of a prompt
+            chunks = [one.tokens for one in self._points if (one.batch, one.rows) == (point.batch, 1)]
+            super()._require(msgspec.structs.replace(point, tokens=max([point.tokens, *chunks])))
+            return point
         return super()._require(point)
+
+    def chunk(self, most: int, tokens: int) -> int:
+        """See :class:`Graph`; what is left of a prompt takes as many tiles as it fills."""
+        return min(most, -(-tokens // TILE) * TILE) if self.any_width else most
 
     def reserve(self, rows: int) -> None:
         if rows > self._cache.now.rows and self._layers:

@@ -19,9 +19,10 @@ from specexport.runtime.request import Request
 
 LookUp = Callable[[str, SlotView], Sequence[int]]
 """What a method that finds draft tokens in text would propose for a slot."""
-MARGIN = 1.02
-"""By how much speculation must promise to be faster than plain decoding: a measured curve is not exact."""
-PROBE_SHARE = 0.01
+MARGIN, BATCH_MARGIN = 1.02, 1.05
+"""By how much speculation must promise to be faster than plain decoding, of one request and of several: a measured
+curve is not exact, and that of a batch least."""
+PROBE_SHARE = 0.005
 """The share of time that trying to speculate again may cost where it did not pay."""
 READ_SHARE = 0.01
 """The share beside it where a draft has to read what it missed first."""
@@ -42,8 +43,8 @@ class SpeculationPolicy:
         self._tokens = {name: len(one.method.token_trees()[0]) for name, one in speculations.items()}
         self._smaller = {name: one.method.smaller_trees(manifest.target) for name, one in speculations.items()}
 
-    def assign(self, requests: Sequence[Request]) -> None:
-        """Sets the tree of each request's next step."""
+    def assign(self, requests: Sequence[Request], joining: int = 0) -> None:
+        """Sets the tree of each request's next step, soon after which so many others are to join them."""
         for request in requests:
             # The last token of an output needs no draft.
             request.view.tree = PLAIN_TREE if request.room <= 1 else self._share(request, len(requests))
@@ -64,9 +65,9 @@ class MeasuredPolicy(SpeculationPolicy):
 
     What is expected to be accepted comes from the request's own steps so far, at first from those of earlier requests;
     what a step costs comes from what was measured, and no clock is read. What a draft has to read first is spread over
-    the steps that are left. All slots of a step pay for the widest
-    tree among them, and those of one method for its largest: see :func:`best`. A request alone that named its number of
-    draft tokens gets it, and batches larger than any that was measured follow the rule.
+    the steps that are left. While others join, a step has to be faster than plain decoding of them all: what it saves
+    is worth no more, once they are there. All slots of a step pay for the widest tree among them, and those of one
+    method for its largest: see :func:`best`. A request alone that named its number of draft tokens gets it.
 
     A request that named no method has draft tokens looked up in its text where that promises more than its own method.
     What is found is compared with what the step then says, taken or not, so that how often it comes true is known at
@@ -99,11 +100,11 @@ class MeasuredPolicy(SpeculationPolicy):
         self._everyone = History(keep=KEEP_OF_ALL)
         self._saved: dict[str, float] = {}
 
-    def assign(self, requests: Sequence[Request]) -> None:
+    def assign(self, requests: Sequence[Request], joining: int = 0) -> None:
         self._chosen, self._idle, self._found = {}, [], {}
         for request in requests:
             request.view.lookup = None
-        if self._batch(requests) > self._costs.largest or (len(requests) == 1 and requests[0].fixed):
+        if len(requests) == 1 and requests[0].fixed:
             super().assign(requests)
             for request in requests:
                 if request.view.method is not None and len(request.view.tree) > 1:
@@ -117,43 +118,49 @@ class MeasuredPolicy(SpeculationPolicy):
         def verify(width: int) -> float:
             return self._costs.step(batch, _at_least(self._widths, width), rows)
 
+        coming = len(requests) + joining
+        plain = len(requests) / verify(1)
+        if joining:
+            plain = max(plain, coming / self._costs.step(_at_least(self._sizes, coming), 1, rows))
         groups: dict[str, list[Request]] = {}
         for request in requests:
             # The last token of an output needs no draft.
             if request.view.method is not None and len(request.tree) > 1 and request.room > 1:
-                request.view.lookup = self._better_lookup(request, len(requests), verify)
+                request.view.lookup = self._better_lookup(request, plain, verify)
                 groups.setdefault(request.view.lookup or request.view.method, []).append(request)
         if groups:
-            self._choose(groups, requests, verify)
+            self._choose(groups, requests, plain, verify)
         for request in requests:
             fit = self._chosen.get(request)
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
 
-    def _better_lookup(self, request: Request, running: int, verify: Callable[[int], float]) -> str | None:
+    def _better_lookup(self, request: Request, rate: float, verify: Callable[[int], float]) -> str | None:
         """The method that is to look draft tokens up in a request's text, where that is worth more than its own."""
         name, own = request.lookup, request.view.method
         if name is None or own is None:
             return None
         request.view.tree = self._fits[name][0].tree  # the longest that is asked for
         found = self._found[request] = self.look_up(name, request.view)
-        rate = running / verify(1)
 
         def worth(method: str, fits: Sequence[Fit]) -> float:
             """Tokens that it is expected to add to the step, less those that its time is worth."""
             return max(
-                self._gain(request, method, fit)
-                - rate * (verify(fit.width) - verify(1) + self._draft(method, {request: fit}))
-                for fit in fits
+                gain - rate * (verify(fit.width) - verify(1) + self._costs.propose(method, 1, fit.nodes))
+                for gain, fit in self._gains(request, method, fits)
             ) - rate * self._read(method, request)
 
         fitting = [fit for fit in self._fits[name] if fit.nodes <= len(found) + 1]
         return name if fitting and worth(name, fitting) > max(0.0, worth(own, self._within(own, request))) else None
 
     def _choose(
-        self, groups: Mapping[str, list[Request]], requests: Sequence[Request], verify: Callable[[int], float]
+        self,
+        groups: Mapping[str, list[Request]],
+        requests: Sequence[Request],
+        plain: float,
+        verify: Callable[[int], float],
     ) -> None:
         options = [self._options(name, members) for name, members in groups.items()]
-        picks = best(options, len(requests), verify)
+        picks = best(options, len(requests), plain * (MARGIN if len(requests) == 1 else BATCH_MARGIN), verify)
         width = max((pick.width for pick in picks if pick is not None), default=1)
         for (name, members), pick in zip(groups.items(), picks, strict=True):
             if pick is not None:
@@ -167,21 +174,22 @@ class MeasuredPolicy(SpeculationPolicy):
 
     def _options(self, name: str, members: Sequence[Request]) -> list[Option]:
         """What a method may do in a step: one option for each limit on the width of its trees."""
-        gains = {
-            request: [(self._gain(request, name, fit), fit) for fit in self._within(name, request)]
-            for request in members
-        }
+        gains = {request: self._gains(request, name, self._within(name, request)) for request in members}
+        batch = self._batch(members)
         reading = {request: self._read(name, request) for request in members}
+        by_width: dict[int, list[tuple[Request, tuple[float, Fit]]]] = {}
+        for request, known in gains.items():
+            for pair in known:
+                by_width.setdefault(pair[1].width, []).append((request, pair))
         found = []
         most: dict[Request, tuple[float, Fit]] = {}
-        for width in sorted({fit.width for known in gains.values() for _, fit in known}):
-            for request, known in gains.items():
-                # Of trees that promise the same the largest, which comes first.
-                for pair in known:
-                    if pair[1].width == width and (request not in most or pair[0] >= most[request][0]):
-                        most[request] = pair
+        for width in sorted(by_width):
+            for request, pair in by_width[width]:
+                if request not in most or pair[0] >= most[request][0]:
+                    most[request] = pair
             fits = {request: fit for request, (_, fit) in most.items()}
-            seconds = self._draft(name, fits) + sum(reading[request] for request in fits)
+            nodes = max(fit.nodes for fit in fits.values())
+            seconds = self._costs.propose(name, batch, nodes) + sum(reading[request] for request in fits)
             found.append(Option(width, sum(gain for gain, _ in most.values()), seconds, fits))
         return found
 
@@ -194,7 +202,8 @@ class MeasuredPolicy(SpeculationPolicy):
         trying = [min(members, key=lambda request: request.history.unread)] if read else members
         fits = {request: self._within(name, request)[-1] for request in trying}
         wider = max(width, *(fit.width for fit in fits.values()))
-        cost = verify(wider) - verify(width) + self._draft(name, fits)
+        nodes = max(fit.nodes for fit in fits.values())
+        cost = verify(wider) - verify(width) + self._costs.propose(name, self._batch(fits), nodes)
         cost += sum(self._read(name, request, once=True) for request in trying)
         share = PROBE_SHARE + (READ_SHARE if read else 0.0)
         return _Idle(name, fits, cost, read, verify(1) / running, share * verify(width) * len(members) / running)
@@ -206,10 +215,6 @@ class MeasuredPolicy(SpeculationPolicy):
 
     def _batch(self, requests: Collection[Request]) -> int:
         return len(window([request.view.slot for request in requests], self._sizes))
-
-    def _draft(self, name: str, fits: Mapping[Request, Fit]) -> float:
-        """Seconds of proposing."""
-        return self._costs.propose(name, self._batch(fits), max(fit.nodes for fit in fits.values()))
 
     def _read(self, name: str, request: Request, *, once: bool = False) -> float:
         """Seconds of reading what a draft has missed of a request: a step's share of it, or all."""
@@ -225,10 +230,14 @@ class MeasuredPolicy(SpeculationPolicy):
         everyone = self._everyone.acceptance(method, alike)
         return request.history.acceptance(method, alike, everyone), everyone
 
-    def _gain(self, request: Request, method: str, fit: Fit) -> float:
-        """Draft tokens of a tree that are expected to be accepted; what is beyond the output's end is none."""
-        known, _ = self._acceptance(request, method, fit.alike)
-        return min(known.expected(fit.depth), request.room - 1.0)
+    def _gains(self, request: Request, method: str, fits: Sequence[Fit]) -> list[tuple[float, Fit]]:
+        """Draft tokens of each tree that are expected to be accepted; what is beyond the output's end is none."""
+        deepest: dict[int, int] = {}
+        for fit in fits:
+            deepest[fit.alike] = max(fit.depth, deepest.get(fit.alike, 0))
+        known = {alike: self._acceptance(request, method, alike)[0].by_depth(deep) for alike, deep in deepest.items()}
+        most = request.room - 1.0
+        return [(min(known[fit.alike][fit.depth], most), fit) for fit in fits]
 
     def _fit(self, name: str, tree: TokenTree) -> Fit:
         width, nodes = self._speculations[name].method.width(tree), len(tree)
@@ -296,7 +305,7 @@ class Option:
 
 
 def best(
-    options: Sequence[Sequence[Option]], requests: int, verify: Callable[[int], float]
+    options: Sequence[Sequence[Option]], requests: int, least: float, verify: Callable[[int], float]
 ) -> tuple[Option | None, ...]:
     """The choice of at most one option of each method that is expected to commit most tokens a second.
 
@@ -307,9 +316,9 @@ def best(
     Each request commits one token in any case; ``verify`` gives seconds of a step of some width, without proposing.
 
     Returns:
-        An option or None for each method; None for all unless the best is faster than plain decoding by ``MARGIN``.
+        An option or None for each method; None for all unless the best commits more than ``least`` tokens a second.
     """
-    rate = MARGIN * requests / verify(1)
+    rate = least
     chosen: tuple[Option | None, ...] = (None,) * len(options)
     for width in sorted({option.width for known in options for option in known}):
         while True:

@@ -248,7 +248,7 @@ class Scheduler:
     def _step(self, requests: list[Request]) -> None:
         """A step for requests whose prompts are read; gives what it made to their readers."""
         start = time.perf_counter()
-        self._policy.assign(requests)
+        self._policy.assign(requests, len(self._running) - len(requests))
         step = self._program.step([request.view for request in requests])
         self._policy.learn(requests, step.outcomes)
         made = [(request, _take(request, outcome)) for request, outcome in zip(requests, step.outcomes, strict=True)]

@@ -230,6 +230,8 @@ class HostProgram:
             needed = self._target.reusable(slot, min(done, self.proposer(view.method).needs_from(view)))
             view.read_again += done - needed
             done = needed
+        if top is None and self.widths.chunks:
+            chunk = self._target.chunk(chunk, max(1, end - done))
         count, at = min(chunk, end - done), slot - slots.start
         if count <= 0:
             return False

@@ -16,7 +16,7 @@ import numpy as np
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.manifest import Manifest
-from specexport.runtime.graph import Array, Graph
+from specexport.runtime.graph import TILE, Array, Graph
 from specexport.runtime.machine import Remembered
 
 Exactness = Literal["exact", "fast"]
@@ -24,8 +24,6 @@ Exactness = Literal["exact", "fast"]
 those that take least time, so that texts may part where two tokens are about equally likely."""
 EXACTNESS: tuple[Exactness, ...] = ("exact", "fast")
 
-_GRAIN = 16
-"""Rows are compared with those of a run of a multiple of this many tokens: all kernels' tiles are full there."""
 _SPARE = (1, 2, 4, 6, 8, *range(12, 161, 4))
 """Widths to take beside those of the bundle: few, as each keeps arrays of its own."""
 _TRIED = 8
@@ -131,19 +129,23 @@ class ExactWidths:
 
     def _begin(self) -> Agreement:
         """Compares prefill chunks with steps, and the cache with the step, then the widths of one slot."""
-        slot, count, half = range(1), min(_TEXT, self._chunk, self._longest // 2), _GRAIN // 2
+        slot, count, half = range(1), min(_TEXT, self._chunk, self._longest // 2), TILE // 2
         made = []
-        for width in (self._chunk, half):
+        chunks = {self._chunk, *(self._target.chunk(self._chunk, tokens) for tokens in (TILE, 2 * TILE))}
+        for width in (*sorted(chunks), half):
             self._target.copy(0, 0, 0)
             for past in range(0, count, width):
                 more = min(width, count - past)
-                self._run(slot, width, rows=1 if width == self._chunk else width, start=past, known=more)
+                self._run(slot, width, rows=1 if width in chunks else width, start=past, known=more)
                 self._target.commit(0, past, range(more))
-            made.append(self._run(slot, _GRAIN, start=count)[0].copy())
+            made.append(self._run(slot, TILE, start=count)[0].copy())
         self._target.commit(0, count, range(half))
-        later = self._run(slot, _GRAIN, start=count + half)[0]
+        later = self._run(slot, TILE, start=count + half)[0]
         self.agreement = Agreement(
-            steps=np.array_equal(made[-1][half:], later[:half]), chunks=np.array_equal(*made), widths={}, parted=[]
+            steps=np.array_equal(made[-1][half:], later[:half]),
+            chunks=all(np.array_equal(rows, made[-1]) for rows in made),
+            widths={},
+            parted=[],
         )
         built = self._target.widths(1)
         with contextlib.suppress(BackendError):  # a context too short for it
@@ -216,4 +218,4 @@ class ExactWidths:
 
 def _wider(width: int) -> int:
     """The width of a run that rows of another are compared with."""
-    return (width // _GRAIN + 1) * _GRAIN
+    return (width // TILE + 1) * TILE

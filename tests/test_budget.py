@@ -124,6 +124,16 @@ def test_k_shrinks_as_the_batch_fills_and_as_drafts_are_rejected(manifest: Manif
     assert sorted(widths[:20], reverse=True) == widths[:20]
 
 
+def test_while_others_join_a_step_has_to_beat_the_full_batch(manifest: Manifest) -> None:
+    """Eight tokens of a full batch take as long as one alone: what one saves before that is worth next to nothing."""
+    batch = Batch(manifest, curve(manifest, lambda _, tokens: 1.0 + 0.1 * tokens), 1, 8)
+    assert batch.step(lambda k: k)[0] > 1
+    batch.budget.assign(batch.requests, joining=7)
+    assert [len(request.view.tree) for request in batch.requests] == [1]
+    batch.budget.assign(batch.requests)
+    assert len(batch.requests[0].view.tree) > 1
+
+
 def test_one_request_s_rejections_are_its_own(manifest: Manifest) -> None:
     """All slots pay for the widest tree, so that one that is always rejected costs nothing beside the others."""
     batch = Batch(manifest, curve(manifest, lambda _, tokens: 4.0 + tokens), 4, 5)
@@ -157,7 +167,7 @@ def test_the_best_choice_is_the_best_of_all(
         width = max((pick.width for pick in taken), default=1)
         return (requests + sum(pick.gain for pick in taken)) / (seconds[width - 1] + sum(p.seconds for p in taken))
 
-    chosen = best(options, requests, lambda width: seconds[width - 1])
+    chosen = best(options, requests, MARGIN * requests / seconds[0], lambda width: seconds[width - 1])
     most = max(rate(picks) for picks in itertools.product(*([None, *known] for known in options)))
     plain = requests / seconds[0]
     if all(pick is None for pick in chosen):
@@ -207,7 +217,7 @@ def test_counts_fade_to_the_prior_s_weight() -> None:
 
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("read", [0.0, 0.8])
-def test_trying_again_costs_a_hundredth_and_finds_what_changed(manifest: Manifest, count: int, read: float) -> None:
+def test_trying_again_costs_its_share_and_finds_what_changed(manifest: Manifest, count: int, read: float) -> None:
     costs = curve(manifest, lambda _, tokens: 1.0 + 0.5 * (tokens > 1), lambda *_: 0.1, read)
     batch = Batch(manifest, costs, count, 8)
     while max(batch.step(lambda _: 0)) > 1:
@@ -249,6 +259,8 @@ def test_what_was_not_measured_lies_between(manifest: Manifest) -> None:
     assert costs.step(1, 5, 1024) == pytest.approx(9.0)
     assert costs.step(4, 5, 1024) == pytest.approx(18.0)
     assert costs.step(1, 14, 256) == pytest.approx(15.0)
+    # Of 4 slots at most: 8 of them with 2 tokens each take as long as 4 with 4.
+    assert costs.step(8, 2, 256) == pytest.approx(costs.step(4, 4, 256))
 
 
 @pytest.fixture
@@ -274,14 +286,15 @@ def test_a_bundle_is_measured_once_on_a_machine(bundle: Bundles, remembered: Pat
     (file,) = remembered.iterdir()
     curve = msgspec.json.decode(file.read_bytes(), type=CostCurve)
     assert {cost.batch for cost in curve.steps} == set(SIZES)
-    assert {cost.tokens for cost in curve.steps} >= {1, 2, 3, 6, 9}
+    assert {cost.tokens for cost in curve.steps if cost.batch == 1} >= {1, 2, 3, 6, 9}
+    assert max(cost.batch * cost.tokens for cost in curve.steps) == 2 * 9
     (method,) = curve.methods
     assert method.read > 0
     before = file.read_bytes()
     with Engine.load(folder, threads=1, calibrate=True) as second:
         assert second.costs is not None
-        assert [second.costs.step(*at, 1) for at in ((1, 1), (8, 9))] == [
-            next(one.seconds for one in curve.steps if (one.batch, one.tokens) == at) for at in ((1, 1), (8, 9))
+        assert [second.costs.step(*at, 1) for at in ((1, 9), (8, 2))] == [
+            next(one.seconds for one in curve.steps if (one.batch, one.tokens) == at) for at in ((1, 9), (8, 2))
         ]
     assert file.read_bytes() == before
     with Engine.load(folder, threads=2, calibrate=True):  # another number of threads is another machine
@@ -300,7 +313,7 @@ def test_what_a_busy_machine_took_is_not_remembered(
     assert not remembered.exists()
 
 
-def test_slow_steps_leave_larger_batches_to_the_rule(bundle: Bundles, remembered: Path) -> None:
+def test_batches_that_steps_were_too_slow_to_measure_speculate_too(bundle: Bundles, remembered: Path) -> None:
     with Engine.load(bundle("llama-near-batch"), threads=1) as engine:
         curve = engine.calibrate(seconds=1e-9)
     assert {cost.batch for cost in curve.steps} == {1}
@@ -477,5 +490,5 @@ def test_a_batch_samples_the_target_distribution(measured: Callable[..., Engine]
             ahead.start()
         texts.append(tuple(token for chunk in stream for token in chunk.token_ids))
         drafted += stream.stats.drafted
-    assert drafted > 500
+    assert drafted > 200
     assert chi_square_p(texts, exact) > 1e-3

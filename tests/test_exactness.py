@@ -27,6 +27,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.graph import Graph
 from specexport.runtime.machine import Remembered
 from specexport.runtime.opening import open_graph
+from specexport.runtime.ort import OnnxRuntimeGraph
 from specexport.runtime.ort_backend import OnnxRuntimeBackend
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.widths import Agreement, BuiltWidths, ExactWidths
@@ -206,17 +207,25 @@ class Kernels:
     """A graph whose rows say in which kernel they were computed; of the rest as much as widths ask for."""
 
     def __init__(
-        self, kernel: Callable[[int, int, int], int], sizes: Sequence[int] = (1, 4), chunk: int = 0, step: int = 0
+        self,
+        kernel: Callable[[int, int, int], int],
+        sizes: Sequence[int] = (1, 4),
+        chunk: int = 0,
+        step: int = 0,
+        narrow: int = 0,
     ) -> None:
         self.sizes = tuple(sizes)
         self.runs = 0
         self._kernel = kernel
-        self._chunk, self._step = chunk, step
+        self._chunk, self._step, self._narrow = chunk, step, narrow
         self._filled = [0] * self.sizes[-1]
         self._read_in_chunks = self._read_in_steps = 0
 
     def widths(self, slots: int) -> tuple[int, ...]:
         return (1, 3, 5, 9)
+
+    def chunk(self, most: int, tokens: int) -> int:
+        return min(most, -(-tokens // 16) * 16)
 
     def filled(self, slot: int) -> int:
         return self._filled[slot]
@@ -247,7 +256,7 @@ class Kernels:
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = range(1)) -> dict[str, np.ndarray]:
         self.runs += 1
         if rows == 1 and tokens > 9:
-            self._read_in_chunks = self._chunk
+            self._read_in_chunks = self._narrow if tokens == 16 else self._chunk
         logits = np.zeros((len(slots), rows, 2), np.float32)
         for row in range(rows):
             logits[:, row] = self._kernel(len(slots), tokens, row) + self._read_in_chunks + self._read_in_steps
@@ -333,6 +342,7 @@ def test_output_is_not_taken_over_where_chunks_part_from_steps(
     bundle: Callable[[str], Path], manifest: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert _widths(Kernels(lambda *_: 0, chunk=1), manifest).chunks is False
+    assert _widths(Kernels(lambda *_: 0, narrow=1), manifest).chunks is False
     params = GREEDY.replace(max_tokens=20)
     for chunks, expected in ((True, 47), (False, 29)):
         monkeypatch.setattr(ExactWidths, "chunks", chunks)
@@ -341,6 +351,29 @@ def test_output_is_not_taken_over_where_chunks_part_from_steps(
             said = engine.generate(prompt, params)
             again = engine.generate([*prompt, *said.token_ids, 9], params)
             assert again.stats.cached_tokens in (expected, expected + 1, expected + 2)
+
+
+def test_what_is_left_of_a_prompt_is_read_no_wider_than_it_is(
+    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = list[int]()
+    run = OnnxRuntimeGraph.run
+
+    def noted(graph: OnnxRuntimeGraph, tokens: int, rows: int = 0, *rest: Any, **named: Any) -> Any:
+        ran.append(tokens)
+        return run(graph, tokens, rows, *rest, **named)
+
+    said = []
+    for exactness, chunks, expected in (("fast", True, 16), ("exact", True, 16), ("exact", False, None)):
+        monkeypatch.setattr(ExactWidths, "chunks", chunks)
+        with Engine.load(bundle("llama-near-batch"), threads=1, exactness=exactness) as engine:
+            monkeypatch.setattr(OnnxRuntimeGraph, "run", noted)
+            ran.clear()
+            said.append(_said(engine.generate(list(range(5, 15)), GREEDY.replace(max_tokens=20), PLAIN)))
+            assert engine.manifest.prefill_chunk > 16
+            assert ran[0] == (expected or engine.manifest.prefill_chunk)
+            monkeypatch.setattr(OnnxRuntimeGraph, "run", run)
+    assert said[1] == said[2]
 
 
 def test_a_step_that_would_reach_beyond_the_largest_cache_is_no_wider_than_the_bundles(

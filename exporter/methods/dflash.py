@@ -37,7 +37,7 @@ class DFlashExporter(StatesDraftExporter[DFlash]):
         block = self.read(method.model).block_size - 1
         return dataclasses.replace(super().meta_draft(method, target, model), block=block)
 
-    def trace(self, draft: DFlashDraft, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
+    def trace(self, method: DFlash, draft: DFlashDraft, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
         return trace.trace_dflash(draft, cache, kind)
 
     def said(

@@ -48,7 +48,7 @@ class StatesDraftExporter(ChainDraftExporter[S]):
         """The :class:`~specexport.checkpoints.drafts.DraftOutline` of a checkpoint, without its weights."""
 
     @abstractmethod
-    def trace(self, draft: Any, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
+    def trace(self, method: S, draft: Any, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
         """Its propose graph."""
 
     @abstractmethod
@@ -94,7 +94,7 @@ class StatesDraftExporter(ChainDraftExporter[S]):
         checkpoint = as_checkpoint(outline, method.role, source, draft, positions)
         build.progress(f"loading the {self.title}", 1, 1)
         build.progress(f"tracing the {self.title}", 0, 1)
-        graph = traced(checkpoint, lambda: self.trace(draft, checkpoint.cache, build.options.lowering))
+        graph = traced(checkpoint, lambda: self.trace(method, draft, checkpoint.cache, build.options.lowering))
         part = Part("propose", graph, self.points(method, build.plan), checkpoint.cache, checkpoint.parameters)
         build.progress(f"tracing the {self.title}", 1, 1)
         options = build.options
@@ -144,8 +144,11 @@ class OwnStateExporter(StatesDraftExporter[O]):
         hidden = self.read(self.source(method, str(target.path))).layer.hidden_size
         return msgspec.structs.replace(super().outline(method, target), draft_hidden=hidden)
 
-    def trace(self, draft: Any, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
-        first, one_pass = trace.trace_own_state(draft, cache, kind)
+    def trace(self, method: O, draft: Any, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
+        if method.expand > 1:
+            first, one_pass = trace.trace_levels(draft, cache, method.expand, kind)
+        else:
+            first, one_pass = trace.trace_own_state(draft, cache, kind)
         return propose_graph(one_pass, cache, kind, first)
 
     def said(

@@ -126,7 +126,11 @@ class StatesProposer(Proposer):
         made = self.graph.run(T, drafts=K, slots=slots)
         for view in ready:
             self._keep(view, self._unread(view))
-        return {view.slot: chain_proposal(view, made, view.slot - slots.start, self._dynamic) for view in ready}
+        return {view.slot: self._proposal(view, made, view.slot - slots.start) for view in ready}
+
+    def _proposal(self, view: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
+        """What a run drafted for the slot at a place of its window."""
+        return chain_proposal(view, made, at, self._dynamic)
 
     def _rows(self, ready: Sequence[SlotView], T: int, K: int) -> int:
         """Of a cache for a run that makes T rows of texts and drafts."""

@@ -279,5 +279,6 @@ def _costs_table(title: str, axis: str, costs: Sequence[Cost]) -> Table:
     batches, tokens = (sorted({key[place] for key in at}) for place in (0, 1))
     table = Table(title, ("slots", *(f"{axis} = {count}" for count in tokens)), "r")
     for batch in batches:
-        table.add_row(str(batch), *(f"{at[batch, count] * 1e3:.2f}" for count in tokens))
+        known = [at.get((batch, count)) for count in tokens]
+        table.add_row(str(batch), *("-" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in known))
     return table
