@@ -42,7 +42,7 @@ BUNDLES = [
 class Generous(SpeculationPolicy):
     """Lets every request speculate as if it were alone."""
 
-    def assign(self, requests: Sequence[Request]) -> None:
+    def assign(self, requests: Sequence[Request], joining: int = 0) -> None:
         """Sets the tree of each request's next step."""
         for request in requests:
             request.view.tree = request.tree if request.room > 1 else PLAIN_TREE

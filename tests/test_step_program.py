@@ -129,7 +129,7 @@ def test_trees_that_a_budget_hands_out_run_in_larger_steps(
 ) -> None:
     """Chains of two draft tokens, which nothing was captured for, proposed from the host."""
 
-    def assign(self: SpeculationPolicy, requests: Sequence[Request]) -> None:
+    def assign(self: SpeculationPolicy, requests: Sequence[Request], joining: int = 0) -> None:
         for request in requests:
             request.view.tree = TokenTree.chain(3) if request.room > 1 and request.view.method else PLAIN_TREE
 
