@@ -35,6 +35,7 @@ SIZES = (4, 1, 2, 3, 6, 8)
 FIXED = {1: (2, 4, 8), 4: (1, 2, 4), 8: (1, 2, 4)}
 """Of these sizes the draft's fixed ones, which the default is compared with, by the requests at once."""
 NEW_TOKENS = {1: 64, 4: 48, 8: 32}
+"""Of each request, unless ``--new-tokens`` says so, likewise."""
 MAX_SEQ_LEN = 512
 LOOKUP = "ngram"
 TEXTS = {"code": "completion", "prose": "text", "edits": "edit"}

@@ -30,6 +30,8 @@ SECONDS = 3.0
 """About how long it may take, unless single steps are slower than that allows."""
 MOST_NOISE = 1.5
 """A machine that is so busy is measured again when the bundle is opened the next time; see ``CostCurve.noise``."""
+_HOW = "proposals behind steps"
+"""How it is measured: what was measured otherwise is not taken."""
 _ROUNDS = 25
 _APART = 1.15
 """Widths that are measured are apart by this factor at least: what lies between is interpolated."""
@@ -49,7 +51,8 @@ Trial = Callable[[], float]
 
 def remembered(manifest: Manifest, backend: Backend, slots: int, widths: Widths) -> Remembered[CostCurve]:
     """Where the curve of a bundle is kept on this machine, by all that steps' times depend on."""
-    about = (msgspec.json.encode(manifest).decode(), backend.device, str(slots), str(widths.exact), *_versions())
+    content = msgspec.json.encode(manifest).decode()
+    about = (_HOW, content, backend.device, str(slots), str(widths.exact), *_versions())
     return Remembered("costs", about, CostCurve)
 
 

@@ -13,7 +13,7 @@ from specexport.runtime.ort import OnnxRuntimeGraph, files_hash, import_onnxrunt
 from specexport.runtime.program import Speculation
 from specexport.runtime.ranks import LeadingGraph
 from specexport.runtime.step import HostProgram
-from specexport.runtime.widths import Agreement, BuiltWidths, Exactness, ExactWidths, Widths
+from specexport.runtime.widths import COMPARED, Agreement, BuiltWidths, Exactness, ExactWidths, Widths
 
 
 class OnnxRuntimeBackend:
@@ -55,7 +55,9 @@ class OnnxRuntimeBackend:
             return BuiltWidths(target)
         manifest = self._bundle.manifest
         version = import_onnxruntime(manifest.lowering).__version__
-        widths = ExactWidths(target, manifest, Remembered("widths", (self._files, self.device, version), Agreement))
+        widths = ExactWidths(
+            target, manifest, Remembered("widths", (COMPARED, self._files, self.device, version), Agreement)
+        )
         if exactness == "exact" and not widths.exact:
             raise BackendError(
                 f"exactness is 'exact', which this bundle cannot be here: lowered {manifest.lowering}, its rows round "

@@ -24,6 +24,8 @@ Exactness = Literal["exact", "fast"]
 those that take least time, so that texts may part where two tokens are about equally likely."""
 EXACTNESS: tuple[Exactness, ...] = ("exact", "fast")
 
+COMPARED = "prompts in tiles"
+"""What is compared: what is known of less is not taken."""
 _SPARE = (1, 2, 4, 6, 8, *range(12, 161, 4))
 """Widths to take beside those of the bundle: few, as each keeps arrays of its own."""
 _TRIED = 8
