@@ -26,6 +26,8 @@ PROBE_SHARE = 0.005
 """The share of time that trying to speculate again may cost where it did not pay."""
 READ_SHARE = 0.01
 """The share beside it where a draft has to read what it missed first."""
+_LONG_MATCH = 4
+"""Matched tokens beyond which look-ups are taken to come true alike."""
 _STEPS_AHEAD = 64
 """Most steps that what a draft reads is expected to be of use in."""
 _TOKENS_A_STEP = 3
@@ -126,16 +128,48 @@ class MeasuredPolicy(SpeculationPolicy):
         for request in requests:
             # The last token of an output needs no draft.
             if request.view.method is not None and len(request.tree) > 1 and request.room > 1:
-                request.view.lookup = self._better_lookup(request, plain, verify)
-                groups.setdefault(request.view.lookup or request.view.method, []).append(request)
+                groups.setdefault(request.view.method, []).append(request)
         if groups:
-            self._choose(groups, requests, plain, verify)
+            self._choose(groups, requests, plain * (MARGIN if len(requests) == 1 else BATCH_MARGIN), verify)
         for request in requests:
             fit = self._chosen.get(request)
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
 
+    def _choose(
+        self,
+        groups: Mapping[str, list[Request]],
+        requests: Sequence[Request],
+        least: float,
+        verify: Callable[[int], float],
+    ) -> None:
+        rate, picks = best([self._options(*group) for group in groups.items()], len(requests), least, verify)
+        regrouped: dict[str, list[Request]] = {}
+        for name, members in groups.items():
+            for request in members:
+                request.view.lookup = self._better_lookup(request, rate, verify)
+                regrouped.setdefault(request.view.lookup or name, []).append(request)
+        if regrouped != groups:
+            groups = regrouped
+            _, picks = best([self._options(*group) for group in groups.items()], len(requests), least, verify)
+        width = max((pick.width for pick in picks if pick is not None), default=1)
+        for (name, members), pick in zip(groups.items(), picks, strict=True):
+            if pick is not None:
+                self._chosen |= pick.fits
+            elif members[0].view.lookup is None:
+                self._idle.append(self._idling(name, members, width, len(requests), verify))
+        tried = next((idle for idle in self._idle if self._saved.get(idle.name, 0.0) >= idle.cost), None)
+        if tried is not None:
+            tried.trying = True
+            self._chosen |= tried.fits
+
     def _better_lookup(self, request: Request, rate: float, verify: Callable[[int], float]) -> str | None:
-        """The method that is to look draft tokens up in a request's text, where that is worth more than its own."""
+        """The method that is to look draft tokens up in a request's text, where that is worth more than its own.
+
+        Args:
+            request: one that speculates.
+            rate: tokens a second that the step commits without look-ups, which is what its time is worth.
+            verify: seconds of a step of some width.
+        """
         name, own = request.lookup, request.view.method
         if name is None or own is None:
             return None
@@ -151,26 +185,6 @@ class MeasuredPolicy(SpeculationPolicy):
 
         fitting = [fit for fit in self._fits[name] if fit.nodes <= len(found) + 1]
         return name if fitting and worth(name, fitting) > max(0.0, worth(own, self._within(own, request))) else None
-
-    def _choose(
-        self,
-        groups: Mapping[str, list[Request]],
-        requests: Sequence[Request],
-        plain: float,
-        verify: Callable[[int], float],
-    ) -> None:
-        options = [self._options(name, members) for name, members in groups.items()]
-        picks = best(options, len(requests), plain * (MARGIN if len(requests) == 1 else BATCH_MARGIN), verify)
-        width = max((pick.width for pick in picks if pick is not None), default=1)
-        for (name, members), pick in zip(groups.items(), picks, strict=True):
-            if pick is not None:
-                self._chosen |= pick.fits
-            elif members[0].view.lookup is None:
-                self._idle.append(self._idling(name, members, width, len(requests), verify))
-        tried = next((idle for idle in self._idle if self._saved.get(idle.name, 0.0) >= idle.cost), None)
-        if tried is not None:
-            tried.trying = True
-            self._chosen |= tried.fits
 
     def _options(self, name: str, members: Sequence[Request]) -> list[Option]:
         """What a method may do in a step: one option for each limit on the width of its trees."""
@@ -232,11 +246,14 @@ class MeasuredPolicy(SpeculationPolicy):
 
     def _gains(self, request: Request, method: str, fits: Sequence[Fit]) -> list[tuple[float, Fit]]:
         """Draft tokens of each tree that are expected to be accepted; what is beyond the output's end is none."""
+        most = request.room - 1.0
+        if method == request.lookup:
+            acceptance, _ = self._acceptance(request, method, _alike(self._found[request]))
+            return [(min(acceptance.expected(fit.depth), most), fit) for fit in fits]
         deepest: dict[int, int] = {}
         for fit in fits:
             deepest[fit.alike] = max(fit.depth, deepest.get(fit.alike, 0))
         known = {alike: self._acceptance(request, method, alike)[0].by_depth(deep) for alike, deep in deepest.items()}
-        most = request.room - 1.0
         return [(min(known[fit.alike][fit.depth], most), fit) for fit in fits]
 
     def _fit(self, name: str, tree: TokenTree) -> Fit:
@@ -250,7 +267,7 @@ class MeasuredPolicy(SpeculationPolicy):
             if (found := self._found.get(request)) and request.lookup is not None:
                 right = common_prefix(found, outcome.tokens)
                 known = min(len(found), right + (right < len(outcome.tokens)))  # what comes after the step is not
-                for acceptance in self._acceptance(request, request.lookup, 0):
+                for acceptance in self._acceptance(request, request.lookup, _alike(found)):
                     acceptance.learn(known, right)
             if fit is None or request.view.lookup is not None:
                 history.unread += len(outcome.tokens)
@@ -306,7 +323,7 @@ class Option:
 
 def best(
     options: Sequence[Sequence[Option]], requests: int, least: float, verify: Callable[[int], float]
-) -> tuple[Option | None, ...]:
+) -> tuple[float, tuple[Option | None, ...]]:
     """The choice of at most one option of each method that is expected to commit most tokens a second.
 
     At a width of the step the rate is (requests + sum of gains) / (verify + sum of seconds), and the best choice is
@@ -316,7 +333,8 @@ def best(
     Each request commits one token in any case; ``verify`` gives seconds of a step of some width, without proposing.
 
     Returns:
-        An option or None for each method; None for all unless the best commits more than ``least`` tokens a second.
+        The rate, and an option or None for each method; None for all unless the best commits more than ``least``
+        tokens a second, which is the rate then.
     """
     rate = least
     chosen: tuple[Option | None, ...] = (None,) * len(options)
@@ -329,12 +347,17 @@ def best(
             if found <= rate * (1 + 1e-12):
                 break
             rate, chosen = found, picks
-    return chosen
+    return rate, chosen
 
 
 def _pick(options: Sequence[Option], rate: float) -> Option | None:
     most = max(options, key=lambda one: one.gain - rate * one.seconds, default=None)
     return most if most is not None and most.gain > rate * most.seconds else None
+
+
+def _alike(found: Sequence[int]) -> int:
+    """Apart from trees' kinds, the same for look-ups that come true as often: long matches give more tokens."""
+    return -min((len(found) + 1) // 2, _LONG_MATCH)
 
 
 def _at_least(sizes: Sequence[int], wanted: int) -> int:
