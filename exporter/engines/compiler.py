@@ -19,6 +19,8 @@ from specexport.contract.errors import BuildError
 from specexport.exporter.engines.options import Capability
 
 _MODULES: dict[EngineRuntime, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+_COLLECTIVES: dict[EngineRuntime, str] = {"tensorrt": "TensorRT 11", "tensorrt-rtx": "TensorRT-RTX 1.7"}
+"""The releases that are known to have collective layers."""
 
 
 class CompilerLibrary(NamedTuple):
@@ -63,6 +65,20 @@ def load_library(runtime: EngineRuntime) -> CompilerLibrary:
     with messages():
         polygraphy = importlib.import_module("polygraphy.backend.trt")
     return CompilerLibrary(runtime, trt, polygraphy)
+
+
+def require_collectives(library: CompilerLibrary) -> None:
+    """Checks that a library has the layers by which the ranks of a split target meet.
+
+    Raises:
+        BuildError: it has not; says which releases have.
+    """
+    if not hasattr(library.trt, "IDistCollectiveLayer"):
+        raise BuildError(
+            f"{library.runtime} {library.version} has no collective layers (IDistCollectiveLayer), by which the ranks "
+            f"of a split target meet; install {_COLLECTIVES[library.runtime]} or newer, or build without "
+            "--tensor-parallel"
+        )
 
 
 @contextlib.contextmanager
