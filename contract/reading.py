@@ -208,8 +208,8 @@ def _check_ranks(path: Path, role: str, model: Model) -> None:
     ranks = model.ranks
     if beyond := [engine for engine in model.engines if engine.rank >= max(1, len(ranks))]:
         raise BundleError(
-            f"{path}: engine {beyond[0].file}: rank is {beyond[0].rank}, and the {role} has {len(ranks)} ranks; compile "
-            "the bundle again"
+            f"{path}: engine {beyond[0].file}: rank is {beyond[0].rank}, and the {role} has {len(ranks)} ranks; "
+            "compile the bundle again"
         )
     if not ranks:
         return
