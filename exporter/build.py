@@ -73,7 +73,7 @@ def build(
     if options.engines is not None and options.engines.runtime in COMPILERS:
         library = load_library(options.engines.runtime)  # whether it is there should not be found out at the end
         if options.tensor_parallel > 1:
-            require_collectives(library)
+            require_collectives(library, options.engines.capabilities)
     with written_beside(output, overwrite=options.overwrite, resume=options.resume) as folder:
         stages = Stages(folder, _built_with())
         manifest = _fill(folder, options, stages, report, second)

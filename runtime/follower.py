@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import signal
 import socket
 import sys
@@ -63,4 +64,5 @@ def _follow(graph: Graph, told: Run) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # At once: what libraries hold of a device, and of ranks that are gone, goes with the process.
+    os._exit(main())

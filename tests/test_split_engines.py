@@ -216,6 +216,9 @@ def test_libraries_without_collectives_are_refused(
     with pytest.raises(BuildError, match=words):
         build(options)
     assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(Old, "IDistCollectiveLayer", None, raising=False)
+    with pytest.raises(BuildError, match=r"compute_capability is 7\.5, and the collective layers.*need 8\.0"):
+        compile_bundle(split("fp32"), EngineOptions("tensorrt", capabilities=((8, 9), (7, 5))))
     with pytest.raises(BuildError, match="2 ranks, which do not meet on onnxruntime-cuda; compile it for tensorrt or"):
         compile_bundle(split("fp32"), EngineOptions("onnxruntime-cuda"))
 

@@ -97,7 +97,7 @@ def compile_graphs(folder: Path, manifest: Manifest, options: EngineOptions, rep
         _check_bfloat16(manifest, options.compute)
     library = load_library(options.runtime) if options.runtime in COMPILERS else None
     if library is not None and manifest.target.ranks:
-        require_collectives(library)
+        require_collectives(library, options.capabilities)
     listed = {entry.path for entry in manifest.files}
     capabilities = tuple(map(dotted, _capabilities(library, options, _stored(manifest)))) if library else ()
     compiler = _Compiler(folder, listed, options, library, capabilities, report)
