@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
+import torch
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError, BundleError
@@ -27,13 +27,12 @@ from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.passes.collectives import use_collectives
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.cuda import nccl
 from specexport.runtime.segments import open_whole
 from specexport.runtime.speculative import PLAIN
 from specexport.verify.engines import runnable
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, tokenizer
 from tests.compiled import compiled
 from tests.nccl_stand_in import followed
 from tests.ranks import followers
@@ -108,18 +107,39 @@ def test_the_network_has_a_collective_for_each_meeting(split: Callable[[str], Pa
     assert {layer.get_input(0).dtype for layer in meetings} == {trt.DataType.HALF}
 
 
-def test_with_collectives_a_graph_computes_what_its_segments_do(split: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "meetings", "more"),
+    [
+        ("llama", 6, {}),
+        ("phi", 4, {}),  # attention and MLP side by side: one sum
+        ("glm4_moe", 6, {"n_shared_experts": 1, "first_k_dense_replace": 0, "head_dim": 16}),  # experts alike
+    ],
+)
+def test_with_collectives_a_graph_computes_what_its_segments_do(
+    family: str, meetings: int, more: dict[str, Any], tmp_path: Path
+) -> None:
     """Both ranks' graphs in one, in which a collective reads what both have."""
-    folder = shutil.copytree(split("fp32"), tmp_path / "bundle")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {**GROUPED, "vocab_size": VOCAB, "num_key_value_heads": 4}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if more else {}
+    config = AutoConfig.for_model(family, **sizes, **experts, **more)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family)
+    tokenizer().save_pretrained(tmp_path / family)
+    folder = tmp_path / "bundle"
+    options: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 2, "backend": "tensorrt-rtx"}
+    build(BuildOptions(str(tmp_path / family), folder, (), 2, **options))
     manifest = read_manifest(folder)
-    for sizes in ({"B": 1}, {}):
+    for fixed in ({"B": 1}, {}):
         parts = []
         for files in manifest.target.ranks:
             source = (folder / files.master).with_name("joined.onnx")
-            write_source(folder / files.master, source, "fp32", 0, sizes, compiled=True, ranks=2)
+            write_source(folder / files.master, source, "fp32", 0, fixed, compiled=True, ranks=2)
             parts.append(onnx.load(source, load_external_data=False))
+            assert [node.op_type for node in parts[-1].graph.node].count("DistCollective") == meetings
         (folder / "target/both.onnx").write_bytes(_together(parts).SerializeToString())
-        _compare(folder, manifest, slots=1 if sizes else 2)
+        _compare(folder, manifest, slots=1 if fixed else 2)
 
 
 def _compare(folder: Path, manifest: Manifest, slots: int) -> None:
@@ -221,16 +241,6 @@ def test_libraries_without_collectives_are_refused(
         compile_bundle(split("fp32"), EngineOptions("tensorrt", capabilities=((8, 9), (7, 5))))
     with pytest.raises(BuildError, match="2 ranks, which do not meet on onnxruntime-cuda; compile it for tensorrt or"):
         compile_bundle(split("fp32"), EngineOptions("onnxruntime-cuda"))
-
-
-def test_two_meetings_at_once_are_refused() -> None:
-    """Nothing says which of the two sums comes first, as in layers with attention and MLP side by side."""
-    text = """<ir_version: 10, opset_import: ["": 24, "specexport": 1]>
-    side_by_side (float[2,4] x) => (float[2,4] y) <float[2,4] a, float[2,4] b>
-    { a = specexport.SumOfRanks(x)  b = specexport.SumOfRanks(%s)  y = Add(a, b) }"""
-    use_collectives(ir.from_proto(onnx.parser.parse_model(text % "a")), 2)
-    with pytest.raises(BuildError, match="x: its layers have the ranks meet twice at once"):
-        use_collectives(ir.from_proto(onnx.parser.parse_model(text % "x")), 2)
 
 
 def test_an_engine_is_of_a_rank_that_is_there(split: Callable[[str], Path], tmp_path: Path) -> None:
