@@ -34,8 +34,10 @@ from specexport.tuning import workloads
 SIZES = (4, 1, 2, 3, 6, 8)
 FIXED = {1: (2, 4, 8), 4: (1, 2, 4), 8: (1, 2, 4)}
 """Of these sizes the draft's fixed ones, which the default is compared with, by the requests at once."""
-NEW_TOKENS = {1: 64, 4: 48, 8: 32}
+NEW_TOKENS = {1: 48, 4: 48, 8: 32}
 """Of each request, unless ``--new-tokens`` says so, likewise."""
+ALONE = 3
+"""Prompts that are decoded one after the other where requests are alone."""
 MAX_SEQ_LEN = 512
 LOOKUP = "ngram"
 TEXTS = {"code": "completion", "prose": "text", "edits": "edit"}
@@ -126,7 +128,8 @@ def _cell(
     turns: range,
     args: argparse.Namespace,
 ) -> Row:
-    prompts = _prompts(engine, text, concurrency, args.prompt_tokens)
+    prompts = _prompts(engine, text, max(concurrency, ALONE), args.prompt_tokens)
+    together = [prompts] if concurrency > 1 else [[prompt] for prompt in prompts]
     new_tokens = args.new_tokens or NEW_TOKENS[concurrency]
     ways: dict[str, Speculative] = {
         "plain": PLAIN,
@@ -142,8 +145,11 @@ def _cell(
         params = SamplingParams(temperature=temperature, max_tokens=new_tokens, ignore_eos=True, seed=turn)
         order = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]
         for name, way in ((name, ways[name]) for name in order):
-            with _policy(engine, name):
-                seconds, streams = _run(engine, prompts, params, concurrency, way)
+            seconds, streams = 0.0, list[Stream]()
+            for each in together:
+                with _policy(engine, name):
+                    taken, made = _run(engine, each, params, concurrency, way)
+                seconds, streams = seconds + taken, streams + made
             texts[name] = [stream.tokens[-new_tokens:] for stream in streams]
             if turn:
                 times[name].append(seconds)

@@ -305,6 +305,8 @@ def test_a_gpu_s_rank_that_ends_ends_the_others(gpus: TensorRT) -> None:
 
 
 def test_what_is_missing_on_gpus_is_named(gpus: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendError, match="split among 2 ranks, which do not meet on onnxruntime-cuda; run the"):
+        Engine.load(gpus.folder, backend="onnxruntime-cuda")
     gpus.cuda.devices = 1
     with pytest.raises(BackendError, match="2 ranks, each with a GPU of its own, and CUDA shows 1; see CUDA_VISIBLE"):
         Engine.load(gpus.folder)
@@ -345,6 +347,7 @@ const char *ncclGetErrorString(int status) { return status == 5 ? "invalid usage
 """
 
 
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 def test_nccl_is_called_as_its_header_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library with NCCL's signatures, which checks what it is given."""
     source, built = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"

@@ -34,7 +34,8 @@ def use_collectives(model: ir.Model, ranks: int) -> None:
         stages |= dict.fromkeys(node.outputs, stage)
     for met in meetings:
         parts, wholes = [_part(node) for node in met], [node.outputs[0] for node in met]
-        if met[0].op_type == "JoinOfRanks":
+        (kind,) = {node.op_type for node in met}
+        if kind == "JoinOfRanks":
             (part,) = parts
             nodes, made = _joined(graph, part, f"{wholes[0].name}.joined", ranks)
         else:
@@ -57,7 +58,7 @@ def _summed(graph: ir.Graph, parts: list[ir.Value], name: str, ranks: int) -> tu
     if len(parts) == 1:
         node = _collective(parts[0], name, "all_reduce", "sum", ranks)
         return [node], list(node.outputs)
-    width = {part.shape[-1] for part in parts if part.shape is not None}.pop()
+    (width,) = {part.shape[-1] for part in parts if part.shape is not None}
     rows = constant(graph, f"sizes.rows.{width}", np.array([-1, width]))
     flat = [op("Reshape", [part, rows], f"{name}.{at}.rows") for at, part in enumerate(parts)]
     beside = op("Concat", [node.outputs[0] for node in flat], f"{name}.beside", axis=-1)

@@ -183,11 +183,7 @@ class CudaBackend:
 
     @property
     def _split_engines(self) -> EngineLibrary:
-        if not isinstance(self._library, EngineLibrary):
-            raise BackendError(
-                f"the target is split among ranks, which do not meet on {self._library.name}; run the bundle with "
-                "--backend onnxruntime"
-            )
+        assert isinstance(self._library, EngineLibrary)  # see open_backend
         return self._library
 
     def widths(self, target: Graph, exactness: Exactness | None = None) -> Widths:
