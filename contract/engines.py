@@ -44,6 +44,7 @@ class CompiledEngine(_Strict, frozen=True, kw_only=True):
         version: of that library, as it calls itself; empty where any will do.
         compute_capabilities: the devices it was compiled for; none where any will do.
         compute: what activations and the KV cache are.
+        rank: of a model that is split among processes, whose part it is; what is not split is that of the first.
         profiles: the shapes it runs at, in the order of its optimization profiles, each with min = opt = max. A propose
             graph is compiled for K = 1: to draft K tokens it is called K times, each time with the last two tokens of
             the text and what was drafted so far, so that the weights are stored once and any K will do. That of an MLP
@@ -57,6 +58,7 @@ class CompiledEngine(_Strict, frozen=True, kw_only=True):
     version: str
     compute_capabilities: Annotated[tuple[Capability, ...], Meta(max_length=32)]
     compute: ComputedIn
+    rank: Annotated[int, Meta(ge=0, le=2**10)] = 0
     profiles: Annotated[tuple[ShapePoint, ...], Meta(min_length=1, max_length=4096)]
 
     def __post_init__(self) -> None:

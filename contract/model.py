@@ -44,12 +44,14 @@ class RankFiles(Strict, frozen=True):
 
     Attributes:
         weights: its weights file.
+        master: its graph before it was cut: what engines are compiled from.
         segments: ONNX files, run one after the other. Between two of them the ranks meet: every output of one whose
             name is in :data:`~specexport.contract.tensors.MEETINGS`, a number behind it, is put together with those of
             the other ranks and is then the input of that name of those after it.
     """
 
     weights: str
+    master: str
     segments: tuple[str, ...]
 
 
@@ -195,12 +197,19 @@ class Model(Strict, frozen=True):
     states: tuple[StateLayer, ...] = ()
     ranks: tuple[RankFiles, ...] = ()
 
-    @property
-    def part(self) -> Model:
-        """What each rank has of it: a share of the heads."""
-        shares = len(self.ranks) or 1
-        cache = tuple(msgspec.structs.replace(layer, heads=layer.heads // shares) for layer in self.cache)
-        return msgspec.structs.replace(self, cache=cache, ranks=())
+    def of_rank(self, rank: int) -> Model:
+        """What a rank has of it: a share of the heads, and its own files. Of what is not split, all of it."""
+        if not self.ranks:
+            return self
+        own, replace = self.ranks[rank], msgspec.structs.replace
+        return replace(
+            self,
+            cache=tuple(replace(layer, heads=layer.heads // len(self.ranks)) for layer in self.cache),
+            weights=own.weights,
+            graph=replace(self.graph, master=own.master),
+            engines=tuple(engine for engine in self.engines if engine.rank == rank),
+            ranks=(),
+        )
 
     @property
     def cache_row_bytes(self) -> int:

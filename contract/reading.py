@@ -131,7 +131,7 @@ def _check_references(path: Path, manifest: Manifest) -> None:
     used += [file for method in manifest.methods for file in method.files]
     for model in manifest.models.values():
         used += [model.weights, model.graph.master]
-        used += [file for rank in model.ranks for file in (rank.weights, *rank.segments)]
+        used += [file for rank in model.ranks for file in (rank.weights, rank.master, *rank.segments)]
     used += [graph.file for graph in manifest.program]
     used += [name for engine in manifest.engines for name in (engine.file, engine.source)]
     for name in used:
@@ -205,14 +205,20 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
 
 def _check_ranks(path: Path, role: str, model: Model) -> None:
     """A target alone is split; each rank has as many segments, and a whole number of heads."""
-    if not (ranks := model.ranks):
+    ranks = model.ranks
+    if beyond := [engine for engine in model.engines if engine.rank >= max(1, len(ranks))]:
+        raise BundleError(
+            f"{path}: engine {beyond[0].file}: rank is {beyond[0].rank}, and the {role} has {len(ranks)} ranks; "
+            "compile the bundle again"
+        )
+    if not ranks:
         return
     uneven = any(layer.heads % len(ranks) for layer in model.cache)
     cut = len({len(rank.segments) for rank in ranks}) == 1 and len(ranks[0].segments) > 1
-    if role != "target" or len(ranks) < 2 or uneven or not cut or model.states or model.engines:
+    if role != "target" or len(ranks) < 2 or uneven or not cut or model.states:
         raise BundleError(
             f"{path}: ranks of the {role}: expected two or more of a target, with as many segments each and an equal "
-            "share of its heads, and no engines; build the bundle again"
+            "share of its heads; build the bundle again"
         )
 
 

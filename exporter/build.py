@@ -29,7 +29,7 @@ from specexport.contract.methods import Method
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.exporter.build_plan import PREFILL_CHUNK, BuildPlan
 from specexport.exporter.engines.bundle import CompileReport, compile_graphs
-from specexport.exporter.engines.compiler import load_library
+from specexport.exporter.engines.compiler import load_library, require_collectives
 from specexport.exporter.engines.program import write_program
 from specexport.exporter.methods import Build, exporter_of
 from specexport.exporter.models import WrittenTarget, target_stage
@@ -71,7 +71,9 @@ def build(
     if output.exists() and not (output / MANIFEST_NAME).is_file():
         raise BuildError(f"{output}: exists and is not a bundle (no {MANIFEST_NAME}); not replacing it")
     if options.engines is not None and options.engines.runtime in COMPILERS:
-        load_library(options.engines.runtime)  # whether it is there should not be found out at the end
+        library = load_library(options.engines.runtime)  # whether it is there should not be found out at the end
+        if options.tensor_parallel > 1:
+            require_collectives(library, options.engines.capabilities)
     with written_beside(output, overwrite=options.overwrite, resume=options.resume) as folder:
         stages = Stages(folder, _built_with())
         manifest = _fill(folder, options, stages, report, second)
@@ -117,7 +119,7 @@ def _fill(
     if tokenizer.chat_template is not None:
         (folder / "tokenizer" / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
     program: tuple[ProgramGraph, ...] = ()
-    if options.backend != "onnxruntime":
+    if options.backend != "onnxruntime" and options.tensor_parallel == 1:
         progress("tracing the step program", 0, 1)
         program = write_program(folder, made, target.model.cache, options.lowering)
         progress("tracing the step program", 1, 1)

@@ -188,9 +188,7 @@ def _write_ranks(
         for name, segment in segments.items():
             ir.save(segment, folder / name)
         models.append(model)
-        made.append(RankFiles(weights=model.weights, segments=tuple(segments)))
-        if rank:
-            (folder / model.graph.master).unlink()
+        made.append(RankFiles(weights=model.weights, master=model.graph.master, segments=tuple(segments)))
     return msgspec.structs.replace(models[0], cache=target.cache, ranks=tuple(made))
 
 

@@ -11,24 +11,24 @@ import contextlib
 import mmap
 import os
 import select
-import signal
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
 
+from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BackendError
-from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.graph import FIRST, Array, Buffers
+from specexport.runtime.graph import FIRST, Array, Buffers, Graph
 from specexport.runtime.ort import OnnxRuntimeGraph, open_kept
 from specexport.runtime.segments import Segments, put_together
 
@@ -39,9 +39,11 @@ _SPIN = 200e-6
 _PATIENCE = 60.0
 """Seconds after which a rank that is there and says nothing is given up."""
 _GOODBYE = 5.0
-_ORPHANED = 3
+ORPHANED = 3
 """Exit status of a rank that ended because another one had."""
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
+"""Of what is told through a pipe, before it."""
+_FOLLOWER = "specexport.runtime.follower"
 
 
 class RankLostError(BackendError):
@@ -102,6 +104,18 @@ class Meeting:
         except OSError:
             raise RankLostError(rank) from None
 
+    def watch(self, lost: Callable[[int], None]) -> None:
+        """Calls a function once, from a thread of its own, when a rank ends: for ranks that wait for a device."""
+        ranks, ends = {peer.fileno(): rank for rank, peer in self._peers.items()}, select.poll()
+        for number in ranks:
+            ends.register(number, 0)  # that the other end is closed is always told
+
+        def wait() -> None:
+            (number, _), *_ = ends.poll()
+            lost(ranks[number])
+
+        threading.Thread(target=wait, name="specexport-ranks", daemon=True).start()
+
     def _heard(self, rank: int, peer: socket.socket) -> bytes:
         """What a rank said; nothing if it is gone."""
         asleep_from = time.perf_counter() + _SPIN
@@ -116,20 +130,35 @@ class Meeting:
         return peer.recv(1)
 
 
-class _Job(msgspec.Struct):
-    """What a follower is told first: what to open, and the numbers of the files it inherits."""
+class Job(msgspec.Struct):
+    """What a follower is told first.
+
+    Attributes:
+        bundle: what to open.
+        slots: of the cache.
+        rank: which one it is.
+        memory: the number of the file in which ranks meet, which it inherits.
+        peers: those of its sockets to the others.
+        threads: on the CPU, of each rank.
+        keep: there, see :func:`~specexport.runtime.ort.open_kept`.
+        backend: on GPUs, what runs the engines; then each rank sees one GPU.
+        utilization: there, the part of its memory that may be used.
+        unique_id: there, of the communicator that it is to join.
+    """
 
     bundle: str
-    rank: int
-    ranks: int
     slots: int
-    threads: int
-    keep: bool
-    memory: int
-    peers: dict[int, int]
+    rank: int = 0
+    memory: int = -1
+    peers: dict[int, int] = {}
+    threads: int = 1
+    keep: bool = False
+    backend: EngineRuntime | None = None
+    utilization: float = 0.0
+    unique_id: bytes = b""
 
 
-class _Run(msgspec.Struct):
+class Run(msgspec.Struct):
     """What changed since the last run, in order, and what this one is given."""
 
     changes: list[tuple[str, list[int]]]
@@ -141,17 +170,23 @@ class _Run(msgspec.Struct):
 class Followers:
     """The processes of all ranks but the first, and what they are told.
 
+    Args:
+        bundle: its target is split.
+        job: for all of them.
+
     Raises:
         BackendError: this system cannot start them.
     """
 
-    def __init__(self, bundle: Bundle, slots: int, threads: int, keep: bool) -> None:
+    def __init__(self, bundle: Bundle, job: Job) -> None:
         if not (hasattr(os, "sched_yield") and hasattr(select, "poll")):
             raise BackendError(
                 f"{bundle.folder}: its target is split among ranks, which {sys.platform} cannot run; build it without "
                 "--tensor-parallel"
             )
         ranks = range(len(bundle.manifest.target.ranks))
+        self.lost: RankLostError | None = None
+        """Which one is known to have ended while the first one waited for a device."""
         self._changes: list[tuple[str, list[int]]] = []
         self._error: BackendError | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -163,17 +198,18 @@ class Followers:
             file.truncate(2 * len(ranks) * _ROOM * 4)
             self._memory = mmap.mmap(file.fileno(), 0)
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             for rank in ranks[1:]:
                 peers = {other: peer.fileno() for other, peer in ends[rank].items()}
-                folder = str(bundle.folder.absolute())
-                job = _Job(folder, rank, len(ranks), slots, threads, keep, file.fileno(), peers)
+                if job.backend is not None:  # the leader has the first GPU that it sees, and counted them
+                    environment["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[rank] if gpus else str(rank)
                 self._processes[rank] = subprocess.Popen(
-                    [sys.executable, "-m", __name__],
+                    [sys.executable, "-m", _FOLLOWER],
                     stdin=subprocess.PIPE,
                     env=environment,
                     pass_fds=[file.fileno(), *peers.values()],
                 )
-                self._tell(rank, job)
+                self._tell(rank, msgspec.structs.replace(job, rank=rank, memory=file.fileno(), peers=peers))
         for rank in ranks[1:]:
             for peer in ends[rank].values():
                 peer.close()
@@ -189,7 +225,7 @@ class Followers:
         if self._error is not None:
             raise self._error
         inputs = {name: array.tobytes() for name, array in given.items()}
-        told = _Run(self._changes, shape, (slots.start, slots.stop), inputs)
+        told = Run(self._changes, shape, (slots.start, slots.stop), inputs)
         self._changes = []
         for rank in self._processes:
             self._tell(rank, told)
@@ -198,7 +234,7 @@ class Followers:
         content, pipe = msgspec.msgpack.encode(what), self._processes[rank].stdin
         assert pipe is not None
         try:
-            pipe.write(_LENGTH.pack(len(content)) + content)
+            pipe.write(LENGTH.pack(len(content)) + content)
             pipe.flush()
         except OSError:
             raise RankLostError(rank) from None
@@ -214,7 +250,7 @@ class Followers:
             found = f"rank {lost.rank} ended"
             time.sleep(0.1)  # so that those that went with it can be told from it
             ended = {rank: process.poll() for rank, process in self._processes.items()}
-            first = {rank: status for rank, status in ended.items() if status not in (None, _ORPHANED)}
+            first = {rank: status for rank, status in ended.items() if status not in (None, ORPHANED)}
             for rank, status in first.items():
                 by = f"by signal {-status}" if status and status < 0 else f"with status {status}"
                 found = f"rank {rank} ended {by}"
@@ -245,10 +281,50 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]], peers: Iterable[socket.s
         process.wait()
 
 
-class LeadingGraph(OnnxRuntimeGraph):
-    """The first rank's part of a target, whose runs are the whole's; see :class:`~specexport.runtime.graph.Graph`."""
+class Leading(Graph):
+    """What makes a graph of the first rank's part lead: put before its class, runs are the whole's.
+
+    The others do to their caches what the first does, and run when it runs.
+    """
 
     _followers: Followers
+
+    def reserve(self, rows: int) -> None:
+        super().reserve(rows)  # type: ignore[safe-super]
+        self._note("reserve", rows)
+
+    def shrink_cache(self, rows: int) -> None:
+        super().shrink_cache(rows)  # type: ignore[safe-super]
+        self._note("shrink_cache", rows)
+
+    def copy(self, source: int, to: int, rows: int) -> None:
+        super().copy(source, to, rows)  # type: ignore[safe-super]
+        self._note("copy", source, to, rows)
+
+    def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
+        super().commit(slot, past, nodes)  # type: ignore[safe-super]
+        self._note("commit", slot, past, *nodes)
+
+    def _note(self, name: str, *arguments: int) -> None:
+        if hasattr(self, "_followers"):  # each opens with the same cache
+            self._followers.note(name, *map(int, arguments))
+
+    def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
+        try:
+            self._followers.run((tokens, rows, drafts), slots, self.inputs(tokens, rows, drafts, slots))
+            made = super().run(tokens, rows, drafts, slots)  # type: ignore[safe-super]
+        except RankLostError as lost:
+            self._followers.give_up(lost)
+        except BackendError:
+            if self._followers.lost is None:
+                raise
+        if self._followers.lost is not None:
+            self._followers.give_up(self._followers.lost)
+        return made
+
+
+class LeadingGraph(Leading, OnnxRuntimeGraph):
+    """The first rank's part of a target on the CPU, whose runs are the whole's."""
 
     @classmethod
     def open(cls, bundle: Bundle, slots: int, made_by: Buffers, threads: int, keep: bool) -> LeadingGraph:
@@ -265,9 +341,9 @@ class LeadingGraph(OnnxRuntimeGraph):
             BackendError: a rank cannot be started, or its graph is refused.
         """
         own = max(1, threads // len(bundle.manifest.target.ranks))
-        followers = Followers(bundle, slots, own, keep)
+        followers = Followers(bundle, Job(str(bundle.folder.absolute()), slots, threads=own, keep=keep))
         try:
-            made: LeadingGraph = _opened(cls, bundle, 0, slots, made_by, own, keep, followers.meeting)
+            made: LeadingGraph = open_rank(cls, bundle, 0, slots, made_by, own, keep, followers.meeting)
             made._followers = followers
             followers.meeting.wait()
         except RankLostError as lost:
@@ -282,35 +358,8 @@ class LeadingGraph(OnnxRuntimeGraph):
         """Ends the other ranks."""
         self._followers.close()
 
-    def reserve(self, rows: int) -> None:
-        super().reserve(rows)
-        self._note("reserve", rows)
 
-    def shrink_cache(self, rows: int) -> None:
-        super().shrink_cache(rows)
-        self._note("shrink_cache", rows)
-
-    def copy(self, source: int, to: int, rows: int) -> None:
-        super().copy(source, to, rows)
-        self._note("copy", source, to, rows)
-
-    def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
-        super().commit(slot, past, nodes)
-        self._note("commit", slot, past, *nodes)
-
-    def _note(self, name: str, *arguments: int) -> None:
-        if hasattr(self, "_followers"):  # each opens with the same cache
-            self._followers.note(name, *map(int, arguments))
-
-    def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        try:
-            self._followers.run((tokens, rows, drafts), slots, self.inputs(tokens, rows, drafts, slots))
-            return super().run(tokens, rows, drafts, slots)
-        except RankLostError as lost:
-            self._followers.give_up(lost)
-
-
-def _opened(
+def open_rank(
     kind: type[Any],
     bundle: Bundle,
     rank: int,
@@ -325,40 +374,4 @@ def _opened(
     files = model.ranks[rank].segments
     sessions = [open_kept(bundle, model, name, threads, keep) for name in files]
     segments = Segments(sessions, len(model.ranks), lowering, meeting)
-    return kind(bundle.file(files[0]), segments, model.part, lowering, slots, made_by)
-
-
-def main() -> int:
-    """Follows the first rank until that closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of the first rank is enough
-    read = sys.stdin.buffer.read
-    job = msgspec.msgpack.decode(read(*_LENGTH.unpack(read(_LENGTH.size))), type=_Job)
-    peers = {rank: socket.socket(fileno=number) for rank, number in job.peers.items()}
-    meeting = Meeting(job.rank, peers, mmap.mmap(job.memory, 0))
-    bundle = Bundle.open(job.bundle, check_hashes=False)
-    made_by = buffers(bundle.manifest.target_signature)
-    try:
-        graph = _opened(OnnxRuntimeGraph, bundle, job.rank, job.slots, made_by, job.threads, job.keep, meeting)
-        meeting.wait()
-        while head := read(_LENGTH.size):
-            _follow(graph, msgspec.msgpack.decode(read(*_LENGTH.unpack(head)), type=_Run))
-    except RankLostError:
-        return _ORPHANED
-    return 0
-
-
-def _follow(graph: OnnxRuntimeGraph, told: _Run) -> None:
-    for name, arguments in told.changes:
-        if name == "commit":
-            graph.commit(arguments[0], arguments[1], arguments[2:])
-        else:
-            getattr(graph, name)(*arguments)
-    slots = range(*told.slots)
-    inputs = graph.inputs(*told.shape, slots)
-    for name, content in told.given.items():
-        inputs[name][...] = np.frombuffer(content, inputs[name].dtype).reshape(inputs[name].shape)
-    graph.run(*told.shape, slots)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return kind(bundle.file(files[0]), segments, model.of_rank(rank), lowering, slots, made_by)

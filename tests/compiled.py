@@ -40,9 +40,9 @@ def compiled(
     shutil.copytree(source, folder, dirs_exist_ok=True)
     manifest = read_manifest(folder)
 
-    def engine(file: str, job: CompileJob) -> ce.CompiledEngine:
+    def engine(file: str, job: CompileJob, rank: int = 0, **more: Any) -> ce.CompiledEngine:
         path = Path(file).with_suffix(".engine")
-        (folder / path).write_text(json.dumps({"file": file, "profiles": job.sizes}))
+        (folder / path).write_text(json.dumps({"file": file, "profiles": job.sizes, **more}))
         described = {
             "file": path.as_posix(),
             "source": file,
@@ -50,13 +50,18 @@ def compiled(
             "version": TensorRT.__version__,
             "compute_capabilities": ("8.9",),
             "compute": "fp32",
+            "rank": rank,
             "profiles": job.profiles,
         }
         return ce.CompiledEngine(**(described | changes))
 
     def with_engines(model: Model) -> Model:
         jobs = model_jobs(model, manifest, batches, plain=plain)
-        return msgspec.structs.replace(model, engines=tuple(engine(model.graph.master, job) for job in jobs))
+        made = [engine(model.graph.master, job) for job in jobs if not model.ranks]
+        for rank, files in enumerate(model.ranks):
+            (job,) = jobs
+            made.append(engine(files.master, job, rank, segments=files.segments, ranks=len(model.ranks)))
+        return msgspec.structs.replace(model, engines=tuple(made))
 
     def program_engines(graph: ce.ProgramGraph) -> ce.ProgramGraph:
         jobs = program_jobs(graph, manifest, batches)

@@ -61,6 +61,7 @@ class StandIn:
     """One imaginary GPU of 1 GiB.
 
     Attributes:
+        devices: how many the machine is said to have.
         calls: the names of all calls in order.
         allocations: all there ever were.
         launches: how often graphs were launched.
@@ -80,6 +81,7 @@ class StandIn:
         self.calls: list[str] = []
         self.allocations: list[Allocation] = []
         self.launches = 0
+        self.devices = 1
         self.refuse_capture = False
         self.most_captured = 1 << 30
         self._sealed = False
@@ -157,7 +159,7 @@ class StandIn:
         return real.cudaError_t.cudaErrorStreamCaptureUnsupported if self.capturing else real.cudaError_t.cudaSuccess
 
     def cudaGetDeviceCount(self) -> Any:
-        return real.cudaError_t.cudaSuccess, 1
+        return real.cudaError_t.cudaSuccess, self.devices
 
     def cudaSetDevice(self, device: int) -> Any:
         return (real.cudaError_t.cudaSuccess,)

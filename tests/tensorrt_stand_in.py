@@ -1,11 +1,12 @@
 """TensorRT's runtime interface over real graphs on the CPU, run in the order of a stand-in's stream.
 
-An engine of it is JSON: a symbolic ONNX file, and the sizes of its dimensions in each optimization profile. Its names
-are those of the real package; a test compares them where that is installed.
+An engine of it is JSON: a symbolic ONNX file, or the segments of a rank's part, and the sizes of its dimensions in each
+optimization profile. Its names are those of the real package; a test compares them where that is installed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import gc
 import json
@@ -20,6 +21,7 @@ import pytest
 
 from specexport.contract import tensors
 from specexport.runtime.cuda import api, trt
+from specexport.runtime.segments import Segments
 from tests.cuda_stand_in import StandIn
 
 WORKSPACE = 1000
@@ -107,7 +109,10 @@ class CudaEngine:
         options.intra_op_num_threads, options.log_severity_level = 1, 3
         self.module = module
         self.file = described["file"]
-        self.session = onnxruntime.InferenceSession(str(module.folder / described["file"]), options)
+        names = described.get("segments", [self.file])
+        sessions = [onnxruntime.InferenceSession(str(module.folder / name), options) for name in names]
+        self.ranks = described.get("ranks", 0)
+        self.session = InterleavedSession(sessions, self.ranks) if self.ranks else sessions[0]
         # An engine's loop is unrolled: how many tokens to draft is no input of it.
         inputs = [value for value in self.session.get_inputs() if value.name != tensors.NUM_DRAFT_TOKENS]
         self.loops = len(inputs) < len(self.session.get_inputs())
@@ -150,6 +155,46 @@ class CudaEngine:
         context = ExecutionContext(self, runtime_config)
         self.module.contexts.append(context)
         return context
+
+
+class InterleavedSession:
+    """The segments of a rank, and between them the other ranks, as if it were one ``InferenceSession``."""
+
+    def __init__(self, sessions: list[Any], ranks: int) -> None:
+        self.whole = Segments(sessions, ranks, "native", lambda *_: None)
+        self.get_inputs, self.get_outputs = self.whole.get_inputs, self.whole.get_outputs
+
+    def io_binding(self) -> Bound:
+        return Bound()
+
+    def run_with_iobinding(self, bound: Bound) -> None:
+        known: dict[str, Any] = {name: array.copy() for name, array in bound.inputs.items()}
+        for at, session in enumerate(self.whole.sessions):
+            made = session.run(self.whole.made[at], {name: known[name] for name in self.whole.read[at]})
+            known.update(zip(self.whole.made[at], made, strict=True))
+            for name in self.whole.made[at]:
+                if name.startswith(tensors.MEETINGS):
+                    known[name] = bound.communicator.meet(name, known[name])
+        for name, array in bound.outputs.items():
+            array[...] = known[name]
+
+
+class Bound:
+    communicator: Any = None
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, Any] = {}
+        self.outputs: dict[str, Any] = {}
+
+    def bind_input(self, name: str, device: str, number: int, kind: Any, shape: tuple[int, ...], address: int) -> None:
+        self.inputs[name] = self._array(kind, shape, address)
+
+    def bind_output(self, name: str, device: str, number: int, kind: Any, shape: tuple[int, ...], address: int) -> None:
+        self.outputs[name] = self._array(kind, shape, address)
+
+    def _array(self, kind: Any, shape: tuple[int, ...], address: int) -> np.ndarray[Any, Any]:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(kind).itemsize
+        return np.frombuffer((ctypes.c_char * nbytes).from_address(address), kind).reshape(shape)
 
 
 class RuntimeCache:
@@ -203,7 +248,13 @@ class ExecutionContext:
         self._ran = False
         self.memory: tuple[int, int] | None = None
         self.addresses: dict[str, int] = {}
+        self.communicator: Any = None
         self._given: set[str] = set()
+
+    def set_communicator(self, communicator: Any) -> bool:
+        communicator.barrier()  # the real one waits for all ranks too
+        self.communicator = communicator
+        return True
 
     def set_device_memory(self, memory: int, size: int) -> None:
         self._cuda.check(memory, size)
@@ -247,6 +298,9 @@ class ExecutionContext:
         names = {mode: {n for n, m in self._engine._modes.items() if m is mode} for mode in TensorIOMode}
         assert self._given == names[TensorIOMode.INPUT]
         binding = self._engine.session.io_binding()
+        if self._engine.ranks:
+            assert self.communicator is not None
+            binding.communicator = self.communicator
         if self._engine.loops:
             binding.bind_cpu_input(tensors.NUM_DRAFT_TOKENS, np.array(1, np.int64))
         for mode, bind in ((TensorIOMode.INPUT, binding.bind_input), (TensorIOMode.OUTPUT, binding.bind_output)):

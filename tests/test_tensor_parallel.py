@@ -28,6 +28,7 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime import ranks as runtime_ranks
 from specexport.runtime.speculative import PLAIN
 from tests.checkpoints import make_checkpoint
+from tests.ranks import followers
 
 pytestmark = pytest.mark.exporter
 
@@ -126,7 +127,7 @@ def test_mixtures_are_split_by_the_columns_of_their_experts(tmp_path: Path) -> N
 
 
 def test_a_rank_that_ends_ends_the_others(split: Engine) -> None:
-    processes = _followers()
+    processes = followers()
     assert len(processes) == 1
     stream = split.stream(PROMPTS[0], GREEDY.replace(max_tokens=200))
     next(stream)
@@ -135,18 +136,18 @@ def test_a_rank_that_ends_ends_the_others(split: Engine) -> None:
         list(stream)
     with pytest.raises(BackendError, match="rank 1 ended"):
         split.generate(PROMPTS[0], GREEDY)
-    assert _followers() == []
+    assert followers() == []
 
 
 def test_a_rank_that_says_nothing_is_given_up(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_ranks, "_PATIENCE", 1.0)
     monkeypatch.setattr(runtime_ranks, "_GOODBYE", 0.1)
     with Engine.load(built("llama", 2, "fp32"), threads=2, calibrate=False) as engine:
-        (process,) = _followers()
+        (process,) = followers()
         os.kill(process, signal.SIGSTOP)
         with pytest.raises(BackendError, match="rank 1 says nothing for 1 seconds"):
             engine.generate(PROMPTS[0], GREEDY)
-        assert _followers() == []
+        assert followers() == []
 
 
 def test_ranks_end_with_the_first(built: Built) -> None:
@@ -162,14 +163,14 @@ def test_ranks_end_with_the_first(built: Built) -> None:
         assert first.stdout is not None
         assert first.stdin is not None
         assert first.stdout.readline() == "there\n"
-        followers = _followers(first.pid)
-        assert len(followers) == 3
+        processes = followers(first.pid)
+        assert len(processes) == 3
         if ending is not None:
             first.send_signal(ending)
         first.stdin.close()
         first.wait(20)
         end = time.monotonic() + 20
-        while any(Path(f"/proc/{one}").exists() for one in followers):
+        while any(Path(f"/proc/{one}").exists() for one in processes):
             assert time.monotonic() < end
             time.sleep(0.05)
         first.stdout.close()
@@ -204,7 +205,10 @@ def test_what_cannot_be_split_is_refused(built: Built, tmp_path: Path) -> None:
     for options, words in (
         ({"target": target, "tensor_parallel": 3}, "it has 4 key/value heads; choose a number that divides them"),
         ({"target": target, "tensor_parallel": 0}, "tensor_parallel is 0; expected 1 to 16"),
-        ({"target": target, "tensor_parallel": 2, "backend": "onnxruntime-cuda"}, "on the CPU alone yet"),
+        (
+            {"target": target, "tensor_parallel": 2, "backend": "onnxruntime-cuda"},
+            "on which ranks do not meet; choose backend onn",
+        ),
         ({"target": target, "tensor_parallel": 2, "methods": ("self_draft:1",)}, "layers of the target"),
         ({"target": str(phi3), "tensor_parallel": 2}, "model family 'phi3' cannot be split among 2 ranks"),
         ({"target": str(hybrid), "tensor_parallel": 2}, "it has layers without attention"),
@@ -238,17 +242,3 @@ def test_llm_splits_a_model(built: Built, monkeypatch: pytest.MonkeyPatch, tmp_p
         (split,) = llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
     with Engine.load(built("llama", 1, "fp32"), calibrate=False) as engine:
         assert split.outputs[0].token_ids == engine.generate(PROMPTS[0], GREEDY, PLAIN).token_ids
-
-
-def _followers(parent: int | None = None) -> list[int]:
-    """Processes that a process has started to run ranks."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if above == (parent or os.getpid()) and b"specexport.runtime.ranks" in words:
-            found.append(int(folder.name))
-    return found

@@ -20,6 +20,7 @@ from polygraphy.logger import G_LOGGER
 
 from specexport.contract import tensors
 from specexport.contract.engines import ENGINE_RUNTIMES, CompiledEngine, ComputedIn, ProgramGraph
+from specexport.contract.errors import BackendError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
@@ -73,6 +74,10 @@ def runnable(manifest: Manifest) -> tuple[CompilerLibrary, list[Subject]]:
     Raises:
         SpecExportError: there is no GPU, no library, or no engine for them; says which.
     """
+    if manifest.target.ranks:
+        raise BackendError(
+            f"the target is split among {len(manifest.target.ranks)} ranks, whose engines run only together"
+        )
     device = Cuda.load().device
     runtime = next((one for one in ENGINE_RUNTIMES if one == manifest.backend), manifest.engines[0].runtime)
     graphs: list[tuple[str, Model | ProgramGraph]] = [(m.graph.master, m) for m in manifest.models.values()]

@@ -39,15 +39,17 @@ def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
     sources = [(engine, m) for m, _ in described for engine in m.engines if engine.file == engine.source]
     count = len(described) + len(sources)
     for done, (model, signature) in enumerate(described, start=1):
-        for files in model.ranks or (RankFiles(weights=model.weights, segments=(model.graph.master,)),):
+        for files in model.ranks or (
+            RankFiles(weights=model.weights, master=model.graph.master, segments=(model.graph.master,)),
+        ):
             weights = [bundle.file(files.weights)]
             graphs = [_check_graph(bundle.file(name), OPSETS[lowering], weights) for name in files.segments]
             made = {value.name for graph in graphs for value in graph.output}
             given = {value.name: value for graph in graphs for value in graph.input if value.name not in made}
             kept = [one for graph in graphs for one in graph.output if not one.name.startswith((CARRIED, *MEETINGS))]
             path = bundle.file(files.segments[0])
-            _check_interface(path, _shapes(signature.inputs | caches(model.part)), "input", given.values())
-            outputs = signature.outputs | returned(model.part, lowering, signature.fed)
+            _check_interface(path, _shapes(signature.inputs | caches(model.of_rank(0))), "input", given.values())
+            outputs = signature.outputs | returned(model.of_rank(0), lowering, signature.fed)
             _check_interface(path, _shapes(outputs), "output", kept)
         progress(done, count)
     for done, (engine, model) in enumerate(sources, start=len(described) + 1):

@@ -15,7 +15,13 @@ from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.reading import changing, check_files, exchange_manifest, file_entry
-from specexport.exporter.engines.compiler import CompilerLibrary, EngineReport, compile_graph, load_library
+from specexport.exporter.engines.compiler import (
+    CompilerLibrary,
+    EngineReport,
+    compile_graph,
+    load_library,
+    require_collectives,
+)
 from specexport.exporter.engines.options import (
     FP8_CAPABILITY,
     Capability,
@@ -69,6 +75,11 @@ def compile_graphs(folder: Path, manifest: Manifest, options: EngineOptions, rep
             f"{folder}: a model has layers without attention, which run on the CPU alone yet; build it with "
             "--backend onnxruntime"
         )
+    if manifest.target.ranks and options.runtime not in COMPILERS:
+        raise BuildError(
+            f"{folder}: its target is split among {len(manifest.target.ranks)} ranks, which do not meet on "
+            f"{options.runtime}; compile it for {' or '.join(COMPILERS)}, or build it without --tensor-parallel"
+        )
     if any(getattr(method, "expand", 1) > 1 for method in manifest.methods):
         raise BuildError(
             f"{folder}: its draft expands levels of a tree, and engines draft a chain; build it without expand to "
@@ -85,11 +96,14 @@ def compile_graphs(folder: Path, manifest: Manifest, options: EngineOptions, rep
     if options.runtime not in COMPILERS:
         _check_bfloat16(manifest, options.compute)
     library = load_library(options.runtime) if options.runtime in COMPILERS else None
+    if library is not None and manifest.target.ranks:
+        require_collectives(library, options.capabilities)
     listed = {entry.path for entry in manifest.files}
     capabilities = tuple(map(dotted, _capabilities(library, options, _stored(manifest)))) if library else ()
     compiler = _Compiler(folder, listed, options, library, capabilities, report)
     models = {role: compiler.model(model, manifest) for role, model in manifest.models.items()}
-    graphs = manifest.program or _traced_program(folder, manifest)
+    # The steps of a split target are the host's.
+    graphs = () if manifest.target.ranks else manifest.program or _traced_program(folder, manifest)
     program = tuple(compiler.program(graph, manifest) for graph in graphs)
     new = msgspec.structs.replace(
         manifest,
@@ -118,14 +132,17 @@ class _Compiler:
     reports: list[EngineReport] = field(default_factory=list)
 
     def model(self, model: Model, manifest: Manifest) -> Model:
-        """The model with its engines."""
+        """The model with its engines, those of every rank where it is split."""
         compute = self.options.compute or default_compute(model.precision.weights)
         made = []
         # What is not compiled stores nothing twice for one token at a time.
         plain = self.options.plain or self.library is None
-        for job in model_jobs(model, manifest, self._batches(manifest), plain=plain):
-            source = self._source(model.graph.master, compute, job, model.engines)
-            made.append(self._engine(source, job, compute))
+        ranks = len(model.ranks)
+        for rank in range(max(1, ranks)):
+            part = model.of_rank(rank)
+            for job in model_jobs(part, manifest, self._batches(manifest), plain=plain):
+                source = self._source(part.graph.master, compute, job, part.engines, ranks)
+                made.append(self._engine(source, job, compute, rank))
         return msgspec.structs.replace(model, engines=(*self._kept(model.engines), *made))
 
     def program(self, graph: ProgramGraph, manifest: Manifest) -> ProgramGraph:
@@ -138,7 +155,9 @@ class _Compiler:
             made.append(self._engine(source, job, compute))
         return msgspec.structs.replace(graph, engines=(*self._kept(graph.engines), *made))
 
-    def _source(self, master: str, compute: ComputedIn, job: CompileJob, engines: tuple[CompiledEngine, ...]) -> Path:
+    def _source(
+        self, master: str, compute: ComputedIn, job: CompileJob, engines: tuple[CompiledEngine, ...], ranks: int = 0
+    ) -> Path:
         """The graph to compile: as another engine's, or written."""
         drafts = f".k{job.drafts}" if job.drafts else ""
         slots = ".slots" if job.several else ""  # B is symbolic there
@@ -148,7 +167,7 @@ class _Compiler:
             return path
         self.progress(f"writing {path.parent.name}/{path.name}", 0, 1)
         compiled = self.library is not None
-        write_source(self.folder / master, path, compute, job.drafts, job.fixed, compiled=compiled)
+        write_source(self.folder / master, path, compute, job.drafts, job.fixed, compiled=compiled, ranks=ranks)
         self.progress(f"writing {path.parent.name}/{path.name}", 1, 1)
         return path
 
@@ -161,7 +180,7 @@ class _Compiler:
         mine = (self.options.runtime, self.capabilities)
         return tuple(engine for engine in engines if (engine.runtime, engine.compute_capabilities) != mine)
 
-    def _engine(self, source: Path, job: CompileJob, compute: ComputedIn) -> CompiledEngine:
+    def _engine(self, source: Path, job: CompileJob, compute: ComputedIn, rank: int = 0) -> CompiledEngine:
         if self.library is None:
             return self._rewritten(source, job, compute)
         devices = "-".join(f"sm{one.replace('.', '')}" for one in self.capabilities)
@@ -178,6 +197,7 @@ class _Compiler:
             version=self.library.version,
             compute_capabilities=self.capabilities,
             compute=compute,
+            rank=rank,
             profiles=job.profiles,
         )
 

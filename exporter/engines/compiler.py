@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +16,12 @@ import onnx
 from specexport.contract import tensors
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
-from specexport.exporter.engines.options import Capability
+from specexport.exporter.engines.options import Capability, dotted
 
 _MODULES: dict[EngineRuntime, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+_COLLECTIVES: dict[EngineRuntime, str] = {"tensorrt": "TensorRT 11", "tensorrt-rtx": "TensorRT-RTX 1.7"}
+"""The releases that are known to have collective layers."""
+_COLLECTIVES_FROM: Capability = (8, 0)
 
 
 class CompilerLibrary(NamedTuple):
@@ -63,6 +66,26 @@ def load_library(runtime: EngineRuntime) -> CompilerLibrary:
     with messages():
         polygraphy = importlib.import_module("polygraphy.backend.trt")
     return CompilerLibrary(runtime, trt, polygraphy)
+
+
+def require_collectives(library: CompilerLibrary, capabilities: Collection[Capability]) -> None:
+    """Checks that a library and devices have the layers by which the ranks of a split target meet.
+
+    Raises:
+        BuildError: one has not; says which have.
+    """
+    if older := sorted(one for one in capabilities if one < _COLLECTIVES_FROM):
+        raise BuildError(
+            f"compute_capability is {dotted(older[0])}, and the collective layers by which the ranks of a split target "
+            f"meet need {dotted(_COLLECTIVES_FROM)} (Ampere) or higher; compile for other devices, or build without "
+            "--tensor-parallel"
+        )
+    if not hasattr(library.trt, "IDistCollectiveLayer"):
+        raise BuildError(
+            f"{library.runtime} {library.version} has no collective layers (IDistCollectiveLayer), by which the ranks "
+            f"of a split target meet; install {_COLLECTIVES[library.runtime]} or newer, or build without "
+            "--tensor-parallel"
+        )
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from specexport.contract import tensors
 from specexport.contract.engines import ComputedIn
 from specexport.contract.errors import BuildError
+from specexport.exporter.passes.collectives import use_collectives
 from specexport.exporter.passes.compute_type import compute_in
 from specexport.exporter.passes.flatten_products import flatten_products
 from specexport.exporter.passes.lookup_tables import restore_tables
@@ -21,7 +22,14 @@ _NARROW: dict[ComputedIn, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": i
 
 
 def write_source(
-    master: Path, output: Path, compute: ComputedIn, drafts: int, sizes: dict[str, int], *, compiled: bool
+    master: Path,
+    output: Path,
+    compute: ComputedIn,
+    drafts: int,
+    sizes: dict[str, int],
+    *,
+    compiled: bool,
+    ranks: int = 0,
 ) -> None:
     """Writes the graph, and beside it the weights that had to be converted.
 
@@ -35,6 +43,7 @@ def write_source(
         sizes: the symbolic dimensions that are the same in every profile. Without B, several slots may run.
         compiled: whether TensorRT compiles it: then tables that rows are looked up in are not quantized, and products
             see the tokens of several slots as rows.
+        ranks: among how many the model is split whose part this is; 0 where it is not.
 
     Raises:
         BuildError: a weight does not fit ``compute``, or the graph has control flow.
@@ -46,6 +55,8 @@ def write_source(
         )
     if drafts:
         fix_drafts(model, drafts)
+    if ranks:
+        use_collectives(model, ranks)
     interface = [value.name or "" for value in (*model.graph.inputs, *model.graph.outputs)]
     caches = {name for name in interface if name.startswith(tensors.CACHES)}
     converted = output.with_suffix(".bin")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
-from specexport.runtime.cuda.executor import Enqueue, Execution, worst
+from specexport.runtime.cuda.executor import Enqueue, Execution, Executor, worst
 from specexport.runtime.cuda.graph import DeviceGraph
 from specexport.runtime.cuda.memory import Device
+from specexport.runtime.cuda.nccl import Communicator, Nccl
 from specexport.runtime.cuda.ort import OnnxRuntimeLibrary
 from specexport.runtime.cuda.program import DeviceProgram
 from specexport.runtime.cuda.step_variants import StepVariants
@@ -19,8 +23,24 @@ from specexport.runtime.cuda.steps import Steps
 from specexport.runtime.cuda.trt import EngineLibrary
 from specexport.runtime.graph import Buffers, Graph
 from specexport.runtime.program import Speculation, StepProgram
+from specexport.runtime.ranks import ORPHANED, Followers, Job, Leading, Meeting, RankLostError
 from specexport.runtime.step import HostProgram
 from specexport.runtime.widths import BuiltWidths, Exactness, Widths
+
+T = TypeVar("T", bound=DeviceGraph)
+
+
+class LeadingDeviceGraph(Leading, DeviceGraph):
+    """The first rank's part of a target on its GPU, whose runs are the whole's."""
+
+    def lead(self, followers: Followers, communicator: Communicator) -> None:
+        """From here on the others do what it does."""
+        self._followers, self._communicator = followers, communicator
+
+    def close(self) -> None:
+        super().close()
+        self._communicator.close()
+        self._followers.close()
 
 
 class CudaBackend:
@@ -37,6 +57,7 @@ class CudaBackend:
 
     def __init__(self, bundle: Bundle, runtime: EngineRuntime, utilization: float) -> None:
         self._bundle = bundle
+        self._utilization = utilization
         self._shared = Device.share(Cuda.load(), utilization)
         self.cuda, self.stream = self._shared.cuda, self._shared.stream
         self._run = self._shared.thread.run
@@ -60,7 +81,8 @@ class CudaBackend:
 
     @property
     def device(self) -> str:
-        return f"{self._library.name}, {self.cuda.device}"
+        ranks = len(self._bundle.manifest.target.ranks)
+        return f"{self._library.name}, {self.cuda.device}" + (f", {ranks} ranks" if ranks else "")
 
     @property
     def fallback(self) -> str:
@@ -80,13 +102,20 @@ class CudaBackend:
                 f"{slots} requests at once were asked for, and the engines run {', '.join(map(str, sizes))}; compile "
                 f"them with: specexport compile BUNDLE --engine-batch-sizes {slots}"
             )
-        manifest = self._bundle.manifest
-        role = next(role for role, known in manifest.models.items() if known is model)
+        if model.ranks:
+            return self._lead(model, slots, buffers)
+        return self._open(DeviceGraph, model, slots, buffers, lambda: self._library.model(model))
 
-        def opened() -> DeviceGraph:
-            executor = self._library.model(model)
+    def _open(
+        self, kind: type[T], model: Model, slots: int, buffers: Buffers, executor_of: Callable[[], Executor]
+    ) -> T:
+        manifest = self._bundle.manifest
+        role = next((role for role, known in manifest.models.items() if known is model), "target")
+
+        def opened() -> T:
+            executor = executor_of()
             try:
-                return DeviceGraph(self._shared, model, manifest.lowering, buffers, executor, slots, role)
+                return kind(self._shared, model, manifest.lowering, buffers, executor, slots, role)
             except BaseException:
                 executor.close()
                 raise
@@ -94,6 +123,68 @@ class CudaBackend:
         graph = self._run(opened)
         self.graphs.append(graph)
         return graph
+
+    def _lead(self, model: Model, slots: int, buffers: Buffers) -> LeadingDeviceGraph:
+        """Opens the first rank's part of a split target, and has a process for each of the others follow it."""
+        there, ranks = int(self.cuda.call("cudaGetDeviceCount")), len(model.ranks)
+        if there < ranks:
+            raise BackendError(
+                f"the target is split among {ranks} ranks, each with a GPU of its own, and CUDA shows {there}; see "
+                "CUDA_VISIBLE_DEVICES, run it with --backend onnxruntime, or build it with --tensor-parallel "
+                f"{there}"
+            )
+        engines, nccl = self._split_engines, Nccl()
+        job = Job(
+            str(self._bundle.folder.absolute()),
+            slots,
+            backend=engines.name,
+            utilization=self._utilization,
+            unique_id=nccl.unique_id(),
+        )
+        followers = Followers(self._bundle, job)
+        with contextlib.ExitStack() as undone:
+            undone.callback(followers.close)
+            try:
+                followers.meeting.wait()  # each has its GPU and NCCL, or the others would wait for it for ever
+                communicator = nccl.join(job.unique_id, 0, ranks)
+                undone.callback(communicator.close)
+
+                def lost(rank: int) -> None:
+                    followers.lost = RankLostError(rank)
+                    communicator.close()  # ends what the device waits for
+
+                followers.meeting.watch(lost)
+                part = model.of_rank(0)
+                leading = self._open(
+                    LeadingDeviceGraph, part, slots, buffers, lambda: engines.rank(model, 0, communicator)
+                )
+                leading.lead(followers, communicator)
+                followers.meeting.wait()
+            except BackendError as error:
+                gone = error if isinstance(error, RankLostError) else followers.lost
+                if gone is None:
+                    raise
+                followers.give_up(gone)
+            undone.pop_all()
+        return leading
+
+    def follow(self, job: Job, buffers: Buffers, meeting: Meeting) -> DeviceGraph:
+        """Opens a rank's part of the target; the process ends when another rank does, whatever the device waits for.
+
+        Raises:
+            BackendError: see :meth:`open`.
+        """
+        model, engines, nccl = self._bundle.manifest.target, self._split_engines, Nccl()
+        meeting.wait()
+        communicator = nccl.join(job.unique_id, job.rank, len(model.ranks))
+        meeting.watch(lambda rank: os._exit(ORPHANED))
+        part = model.of_rank(job.rank)
+        return self._open(DeviceGraph, part, job.slots, buffers, lambda: engines.rank(model, job.rank, communicator))
+
+    @property
+    def _split_engines(self) -> EngineLibrary:
+        assert isinstance(self._library, EngineLibrary)  # see open_backend
+        return self._library
 
     def widths(self, target: Graph, exactness: Exactness | None = None) -> Widths:
         """See :class:`~specexport.runtime.backend.Backend`; whether rows of a device agree is not looked at."""

@@ -53,7 +53,7 @@ class Library(ABC):
     @property
     def batch_sizes(self) -> list[int]:
         """How many slots steps of the target were compiled for, ascending."""
-        engines = choose(self._bundle.manifest.target.engines, self.name, self._device.cuda.device)
+        engines = choose(self._bundle.manifest.target.of_rank(0).engines, self.name, self._device.cuda.device)
         return sorted({p.batch for engine in engines for p in engine.profiles if p.rows == p.tokens})
 
     def model(self, model: Model) -> Executor:
@@ -66,6 +66,8 @@ class Library(ABC):
 
     def program(self) -> list[tuple[ProgramGraph, Executor]]:
         """What runs the graphs of the step program; bundles that only decode plainly have none."""
+        if self._bundle.manifest.target.ranks:
+            self.without_program = "the host takes the steps, as GPUs share the target"
         opened: list[tuple[ProgramGraph, Executor]] = []
         try:
             for graph in self._bundle.manifest.program:

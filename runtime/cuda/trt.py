@@ -16,8 +16,9 @@ from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.executor import CACHE_TYPES, Enqueue
-from specexport.runtime.cuda.library import Library
+from specexport.runtime.cuda.library import Library, choose
 from specexport.runtime.cuda.memory import Device, Region, Tensor
+from specexport.runtime.cuda.nccl import Communicator
 from specexport.runtime.cuda.stream import CudaStream
 from specexport.runtime.machine import Remembered
 
@@ -130,7 +131,8 @@ class EngineExecutor:
     :class:`~specexport.runtime.cuda.executor.Executor`.
 
     Contexts share one piece of scratch memory, as one of them runs at a time. TensorRT compiles nothing on the device,
-    and has no ``kernels``.
+    and has no ``kernels``. Through the communicator the ranks of a split target meet, which make their contexts in the
+    same order.
 
     Raises:
         BackendError: an engine cannot be loaded.
@@ -143,10 +145,12 @@ class EngineExecutor:
         folder: Path,
         engines: Sequence[CompiledEngine],
         kernels: CompiledKernels | None,
+        communicator: Communicator | None = None,
     ) -> None:
         self._trt = trt
         self._stream = stream
         self._kernels = kernels
+        self._communicator = communicator
         self._logger = trt.Logger(trt.Logger.ERROR)
         self._runtime = trt.Runtime(self._logger)
         # Where a shape point runs: a loaded engine, which of its optimization profiles, and its file.
@@ -170,6 +174,8 @@ class EngineExecutor:
         context = engine.create_execution_context(settings)
         if context is None:
             raise BackendError(f"{file}: no execution context could be made for {point}; see the message above")
+        if self._communicator is not None and not context.set_communicator(self._communicator.capsule):
+            raise BackendError(f"{file}: the engine took no NCCL communicator; see the message above")
         context.set_device_memory(workspace.address, workspace.nbytes)
         if not context.set_optimization_profile_async(profile, stream):
             raise BackendError(f"{file}: there is no optimization profile {profile} for {point}")
@@ -224,10 +230,20 @@ class EngineLibrary(Library):
         super().__init__(bundle, device, name)
         self._kernels = CompiledKernels(bundle, device) if name == "tensorrt-rtx" else None
 
-    def _open(self, graph: Model | ProgramGraph, engines: Sequence[CompiledEngine]) -> EngineExecutor:
+    def rank(self, model: Model, rank: int, communicator: Communicator) -> EngineExecutor:
+        """What runs a rank's part of a split model; see :meth:`model`."""
+        part = model.of_rank(rank)
+        return self._open(part, choose(part.engines, self.name, self._device.cuda.device), communicator)
+
+    def _open(
+        self,
+        graph: Model | ProgramGraph,
+        engines: Sequence[CompiledEngine],
+        communicator: Communicator | None = None,
+    ) -> EngineExecutor:
         trt = import_tensorrt(self.name)
         if self._kernels is not None:
             self._kernels.save()  # those of the models before: a process that is killed loses the last one's
         size = sum(self._bundle.file(engine.file).stat().st_size for engine in engines)
         self._device.budget.require(size, "loading its engines")
-        return EngineExecutor(trt, self._device.stream, self._bundle.folder, engines, self._kernels)
+        return EngineExecutor(trt, self._device.stream, self._bundle.folder, engines, self._kernels, communicator)

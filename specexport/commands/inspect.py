@@ -180,7 +180,8 @@ def _engines(model: Model) -> str:
     lines = []
     for engine in model.engines:
         devices = ", ".join(engine.compute_capabilities) or "any GPU"
-        lines.append(f"{' '.join((engine.runtime, engine.version)).strip()} for {devices}, in {engine.compute}")
+        rank = f", rank {engine.rank}" if model.ranks else ""
+        lines.append(f"{' '.join((engine.runtime, engine.version)).strip()} for {devices}, in {engine.compute}{rank}")
     return "\n".join(lines) or "none"
 
 

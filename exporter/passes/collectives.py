@@ -1,0 +1,104 @@
+"""Has the ranks of a split model meet inside their graphs, by the collective layers that TensorRT has for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from specexport.contract.tensors import MEETING_DOMAIN
+from specexport.exporter.passes.editing import constant, op
+
+
+def use_collectives(model: ir.Model, ranks: int) -> None:
+    """Puts ``DistCollective`` nodes, which TensorRT's ONNX parser knows, where ranks add up or join their parts.
+
+    All ranks must meet in the same order, and an engine keeps only the order that its data have. So sums that do not
+    depend on one another, as in layers with attention and MLP side by side, are one sum.
+
+    Args:
+        model: a rank's graph as it was traced; changed in place.
+        ranks: how many there are.
+    """
+    passes.ShapeInferencePass()(model)  # later rewrites ask for ranks and types of what is made here
+    graph = model.graph
+    stages: dict[ir.Value, int] = {}  # by value, how often the ranks have met before
+    meetings: list[list[ir.Node]] = []
+    for node in graph:
+        stage = max((stages.get(value, 0) for value in node.inputs if value is not None), default=0)
+        if node.domain == MEETING_DOMAIN:
+            if stage == len(meetings):
+                meetings.append([])
+            meetings[stage].append(node)
+            stage += 1
+        stages |= dict.fromkeys(node.outputs, stage)
+    for met in meetings:
+        parts, wholes = [_part(node) for node in met], [node.outputs[0] for node in met]
+        (kind,) = {node.op_type for node in met}
+        if kind == "JoinOfRanks":
+            (part,) = parts
+            nodes, made = _joined(graph, part, f"{wholes[0].name}.joined", ranks)
+        else:
+            nodes, made = _summed(graph, parts, f"{wholes[0].name}.summed", ranks)
+        for value, whole in zip(made, wholes, strict=True):
+            value.shape, value.type = whole.shape, whole.type
+        ir.convenience.replace_nodes_and_values(graph, met[-1], met, nodes, wholes, made)
+    graph.sort()  # what reads a sum may have come before the last part of it
+    graph.opset_imports.pop(MEETING_DOMAIN, None)
+
+
+def _part(node: ir.Node) -> ir.Value:
+    part = node.inputs[0]
+    assert part is not None
+    return part
+
+
+def _summed(graph: ir.Graph, parts: list[ir.Value], name: str, ranks: int) -> tuple[list[ir.Node], list[ir.Value]]:
+    """Sums of parts of the same width, side by side if there are several."""
+    if len(parts) == 1:
+        node = _collective(parts[0], name, "all_reduce", "sum", ranks)
+        return [node], list(node.outputs)
+    (width,) = {part.shape[-1] for part in parts if part.shape is not None}
+    rows = constant(graph, f"sizes.rows.{width}", np.array([-1, width]))
+    flat = [op("Reshape", [part, rows], f"{name}.{at}.rows") for at, part in enumerate(parts)]
+    beside = op("Concat", [node.outputs[0] for node in flat], f"{name}.beside", axis=-1)
+    every = _collective(beside.outputs[0], name, "all_reduce", "sum", ranks)
+    apart = ir.node(
+        "Split", every.outputs, {"axis": -1, "num_outputs": len(parts)}, num_outputs=len(parts), name=f"{name}.apart"
+    )
+    for at, value in enumerate(apart.outputs):
+        value.name = f"{name}.{at}.apart"
+    shapes = [op("Shape", [part], f"{name}.{at}.shape") for at, part in enumerate(parts)]
+    back = [
+        op("Reshape", [value, shape.outputs[0]], f"{name}.{at}.back")
+        for at, (value, shape) in enumerate(zip(apart.outputs, shapes, strict=True))
+    ]
+    for node in (*flat, beside, every, apart):
+        for value in node.outputs:
+            value.type = parts[0].type
+    for shape in shapes:
+        shape.outputs[0].type = ir.TensorType(ir.DataType.INT64)
+    return [*flat, beside, every, apart, *shapes, *back], [node.outputs[0] for node in back]
+
+
+def _joined(graph: ir.Graph, part: ir.Value, name: str, ranks: int) -> tuple[list[ir.Node], list[ir.Value]]:
+    """Parts side by side along the last axis.
+
+    What is gathered is joined along the first axis: each part gets one of its own, which then moves before the last.
+    """
+    assert part.shape is not None
+    last = len(part.shape) - 1
+    first = op("Unsqueeze", [part, constant(graph, "axes.0", np.array([0]))], f"{name}.part")
+    every = _collective(first.outputs[0], f"{name}.parts", "all_gather", "none", ranks)
+    beside = op("Transpose", [every.outputs[0]], f"{name}.beside", perm=[*range(1, last + 1), 0, last + 1])
+    flat = constant(graph, f"sizes.kept.{last}", np.array([0] * last + [-1]))
+    whole = op("Reshape", [beside.outputs[0], flat], name)
+    for node in (first, every, beside):
+        node.outputs[0].type = part.type
+    return [first, every, beside, whole], list(whole.outputs)
+
+
+def _collective(value: ir.Value, name: str, operation: str, reduction: str, ranks: int) -> ir.Node:
+    """What all ranks do with it, without a root or groups."""
+    how = {"collective_operation": operation, "reduce_op": reduction, "root": -1, "group_size": 0, "nb_rank": ranks}
+    return op("DistCollective", [value], name, **how)

@@ -1,0 +1,68 @@
+"""A process that follows the first rank of a split target: ``python -m specexport.runtime.follower``."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+import numpy as np
+
+from specexport.contract.errors import SpecExportError
+from specexport.runtime.buffers import buffers
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.graph import Graph
+from specexport.runtime.ort import OnnxRuntimeGraph
+from specexport.runtime.ranks import LENGTH, ORPHANED, Job, Meeting, RankLostError, Run, open_rank
+
+
+def main() -> int:
+    """Follows the first rank until that closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of the first rank is enough
+    read = sys.stdin.buffer.read
+    job = msgspec.msgpack.decode(read(*LENGTH.unpack(read(LENGTH.size))), type=Job)
+    peers = {rank: socket.socket(fileno=number) for rank, number in job.peers.items()}
+    meeting = Meeting(job.rank, peers, mmap.mmap(job.memory, 0))
+    try:
+        graph = _opened(job, meeting)
+        meeting.wait()
+        while head := read(LENGTH.size):
+            _follow(graph, msgspec.msgpack.decode(read(*LENGTH.unpack(head)), type=Run))
+    except RankLostError:
+        return ORPHANED
+    except SpecExportError as error:
+        sys.stderr.write(f"rank {job.rank}: {error}\n")
+        return 1
+    return 0
+
+
+def _opened(job: Job, meeting: Meeting) -> Graph:
+    bundle = Bundle.open(job.bundle, check_hashes=False)
+    made_by = buffers(bundle.manifest.target_signature)
+    if job.backend is None:
+        made: Graph = open_rank(OnnxRuntimeGraph, bundle, job.rank, job.slots, made_by, job.threads, job.keep, meeting)
+        return made
+    from specexport.runtime.cuda.backend import CudaBackend
+
+    return CudaBackend(bundle, job.backend, job.utilization).follow(job, made_by, meeting)
+
+
+def _follow(graph: Graph, told: Run) -> None:
+    for name, arguments in told.changes:
+        if name == "commit":
+            graph.commit(arguments[0], arguments[1], arguments[2:])
+        else:
+            getattr(graph, name)(*arguments)
+    slots = range(*told.slots)
+    inputs = graph.inputs(*told.shape, slots)
+    for name, content in told.given.items():
+        inputs[name][...] = np.frombuffer(content, inputs[name].dtype).reshape(inputs[name].shape)
+    graph.run(*told.shape, slots)
+
+
+if __name__ == "__main__":
+    # At once: what libraries hold of a device, and of ranks that are gone, goes with the process.
+    os._exit(main())

@@ -1,0 +1,127 @@
+"""NCCL over sockets between processes of this host, for targets that GPUs share: for ``specexport.runtime.cuda.nccl``.
+
+As with the real one a rank that is gone is waited for until the communicator is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specexport.runtime.cuda import api, backend, trt
+from specexport.runtime.segments import put_together
+from tests.cuda_stand_in import StandIn
+from tests.tensorrt_stand_in import TensorRT
+
+_HEAD = struct.Struct("<I")
+_counted = itertools.count()
+
+
+class Nccl:
+    def unique_id(self) -> bytes:
+        return f"\0specexport-{os.getpid()}-{next(_counted)}".encode().ljust(128, b" ")
+
+    def join(self, unique_id: bytes, rank: int, ranks: int) -> Communicator:
+        name, peers = unique_id.rstrip(), []
+        if rank:
+            peers.append(_connected(name))
+        else:
+            with socket.socket(socket.AF_UNIX) as listening:
+                listening.bind(name)
+                listening.listen(ranks)
+                arrived = [listening.accept()[0] for _ in range(ranks - 1)]
+            peers = [one for _, one in sorted((_HEAD.unpack(_read(one, 4)), one) for one in arrived)]
+        if rank:
+            peers[0].sendall(_HEAD.pack(rank))
+        return Communicator(rank, ranks, peers)
+
+
+class Communicator:
+    """A star: the first rank reads what the others have, and tells them what became of it."""
+
+    def __init__(self, rank: int, ranks: int, peers: list[socket.socket]) -> None:
+        self.capsule = self  # what the stand-in of TensorRT takes
+        self.rank, self.ranks = rank, ranks
+        self.met = 0
+        self._peers = peers
+        self._closed = threading.Event()
+
+    def barrier(self) -> None:
+        self.meet("sum.", np.zeros(1, np.float32))
+
+    def meet(self, name: str, part: Any) -> Any:
+        whole = np.empty(
+            (*part.shape[:-1], part.shape[-1] * (1 if name.startswith("sum.") else self.ranks)), part.dtype
+        )
+        self.met += 1
+        try:
+            if self.rank:
+                self._peers[0].sendall(part.tobytes())
+                whole[...] = np.frombuffer(_read(self._peers[0], whole.nbytes), whole.dtype).reshape(whole.shape)
+            else:
+                theirs = [np.frombuffer(_read(one, part.nbytes), part.dtype).reshape(part.shape) for one in self._peers]
+                put_together(name, [part, *theirs], whole)
+                for one in self._peers:
+                    one.sendall(whole.tobytes())
+        except OSError:
+            assert self._closed.wait(20), "a rank is gone, and nobody closed the communicator"
+        return whole
+
+    def close(self) -> None:
+        self._closed.set()
+        for peer in self._peers:
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+            peer.close()
+
+
+def _connected(name: bytes) -> socket.socket:
+    for _ in range(200):
+        made = socket.socket(socket.AF_UNIX)
+        try:
+            made.connect(name)
+        except OSError:
+            made.close()
+            time.sleep(0.05)
+        else:
+            return made
+    raise AssertionError("the first rank does not listen")
+
+
+def _read(peer: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        if not (got := peer.recv(count - len(parts))):
+            raise OSError
+        parts += got
+    return bytes(parts)
+
+
+def followed(monkeypatch: pytest.MonkeyPatch, folder: Path, bundle: Path) -> None:
+    """Puts it into this process, and the stand-ins of CUDA and TensorRT with it into those that it starts."""
+    folder.mkdir()
+    start = f"from tests import nccl_stand_in\nnccl_stand_in.in_a_follower({str(bundle)!r})\n"
+    (folder / "sitecustomize.py").write_text(start, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(backend, "Nccl", Nccl)
+
+
+def in_a_follower(bundle: str) -> None:
+    """What a process does first that runs a rank; others are left alone."""
+    if "specexport.runtime.follower" in sys.orig_argv:
+        cuda = StandIn()
+        module = TensorRT(cuda, Path(bundle))
+        api.Cuda.load = lambda: api.Cuda(cuda)  # type: ignore[method-assign,assignment,misc]
+        trt.import_tensorrt = lambda runtime: module  # type: ignore[assignment]
+        backend.Nccl = Nccl  # type: ignore[misc,assignment]

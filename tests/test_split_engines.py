@@ -1,0 +1,372 @@
+"""Targets that GPUs share: engines of every rank, and the host's side of running them, against stand-ins."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from specexport.contract import tensors
+from specexport.contract.errors import BackendError, BuildError, BundleError
+from specexport.contract.manifest import Manifest
+from specexport.contract.reading import check_files, read_manifest
+from specexport.exporter.build import build
+from specexport.exporter.engines import compiler
+from specexport.exporter.engines.bundle import compile_bundle
+from specexport.exporter.engines.options import EngineOptions
+from specexport.exporter.engines.source import write_source
+from specexport.exporter.options import BuildOptions
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.cuda import nccl
+from specexport.runtime.segments import open_whole
+from specexport.runtime.speculative import PLAIN
+from specexport.verify.engines import runnable
+from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, tokenizer
+from tests.compiled import compiled
+from tests.nccl_stand_in import followed
+from tests.ranks import followers
+from tests.tensorrt_stand_in import TensorRT, installed
+
+pytestmark = pytest.mark.exporter
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+PROMPTS = ([7, 9, 11], list(range(3, 90)))
+RTX = EngineOptions("tensorrt-rtx", capabilities=((8, 6), (8, 9), (12, 0)))
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A bundle whose target two ranks share, with a draft, in a precision; not compiled."""
+    root = tmp_path_factory.mktemp("split")
+
+    def make(precision: str) -> Path:
+        if not (root / "target").exists():
+            make_checkpoint(root / "target", "llama", num_key_value_heads=4)
+            make_checkpoint(root / "draft", "llama", seed=1)
+        out = root / precision
+        if not out.exists():
+            methods = ({"method": "draft_model", "model": str(root / "draft"), "num_speculative_tokens": 3},)
+            options: dict[str, Any] = {"max_seq_len": 192, "max_batch_size": 2, "precision": precision}
+            build(
+                BuildOptions(str(root / "target"), out, methods, 2, backend="tensorrt-rtx", **options)  # type: ignore[arg-type]
+            )
+        return out
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "compute"), [("fp16", None), ("int4", "bf16")])
+def test_every_rank_gets_an_engine(precision: str, compute: Any, split: Callable[[str], Path], tmp_path: Path) -> None:
+    """By the real TensorRT-RTX, for one slot and for two."""
+    pytest.importorskip("tensorrt_rtx")
+    folder = shutil.copytree(split(precision), tmp_path / "bundle")
+    options = EngineOptions("tensorrt-rtx", compute, RTX.capabilities, batch_sizes=(1, 2))
+    report = compile_bundle(folder, options)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, hashes=True)
+    first, second = manifest.target.engines
+    assert (first.rank, second.rank) == (0, 1)
+    assert (Path(first.file).parent.name, Path(second.file).parent.name) == ("rank-0", "rank-1")
+    assert first.profiles == second.profiles
+    assert [(one.attentions, one.decomposed) for one in report.engines[:2]] == [(2, None)] * 2
+    assert len(manifest.models["draft"].engines) == 1 and manifest.program == ()
+    for engine in (first, second):
+        kinds = [node.op_type for node in onnx.load(folder / engine.source, load_external_data=False).graph.node]
+        assert kinds.count("DistCollective") == 6  # the embedding, two a layer, the head
+    again = compile_bundle(folder, options)
+    assert len(again.engines) == 3 and len(read_manifest(folder).target.engines) == 2
+    with pytest.raises(BackendError, match="split among 2 ranks, whose engines run only together"):
+        runnable(manifest)
+
+
+def test_the_network_has_a_collective_for_each_meeting(split: Callable[[str], Path], tmp_path: Path) -> None:
+    trt = pytest.importorskip("tensorrt_rtx")
+    folder = shutil.copytree(split("fp32") / "target", tmp_path / "target")
+    source, sizes = folder / "rank-1/half.onnx", {"B": 1, "S": 256}
+    write_source(folder / "rank-1/step.onnx", source, "fp16", 0, sizes, compiled=True, ranks=2)
+    logger = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(logger)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)
+    assert parser.parse_from_file(str(source)), [parser.get_error(at).desc() for at in range(parser.num_errors)]
+    layers = [network.get_layer(at) for at in range(network.num_layers)]
+    meetings = [layer for layer in layers if layer.type == trt.LayerType.DIST_COLLECTIVE]
+    assert [layer.num_ranks for layer in meetings] == [2] * 6
+    assert {layer.get_input(0).dtype for layer in meetings} == {trt.DataType.HALF}
+
+
+@pytest.mark.parametrize(
+    ("family", "meetings", "more"),
+    [
+        ("llama", 6, {}),
+        ("phi", 4, {}),  # attention and MLP side by side: one sum
+        ("glm4_moe", 6, {"n_shared_experts": 1, "first_k_dense_replace": 0, "head_dim": 16}),  # experts alike
+    ],
+)
+def test_with_collectives_a_graph_computes_what_its_segments_do(
+    family: str, meetings: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """Both ranks' graphs in one, in which a collective reads what both have."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {**GROUPED, "vocab_size": VOCAB, "num_key_value_heads": 4}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if more else {}
+    config = AutoConfig.for_model(family, **sizes, **experts, **more)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family)
+    tokenizer().save_pretrained(tmp_path / family)
+    folder = tmp_path / "bundle"
+    options: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 2, "backend": "tensorrt-rtx"}
+    build(BuildOptions(str(tmp_path / family), folder, (), 2, **options))
+    manifest = read_manifest(folder)
+    for fixed in ({"B": 1}, {}):
+        parts = []
+        for files in manifest.target.ranks:
+            source = (folder / files.master).with_name("joined.onnx")
+            write_source(folder / files.master, source, "fp32", 0, fixed, compiled=True, ranks=2)
+            parts.append(onnx.load(source, load_external_data=False))
+            assert [node.op_type for node in parts[-1].graph.node].count("DistCollective") == meetings
+        (folder / "target/both.onnx").write_bytes(_together(parts).SerializeToString())
+        _compare(folder, manifest, slots=1 if fixed else 2)
+
+
+def _compare(folder: Path, manifest: Manifest, slots: int) -> None:
+    import onnxruntime
+
+    whole = open_whole(lambda name: folder / name, manifest.target, "native", 1)
+    given, generator = {}, np.random.default_rng(0)
+    tokens = {"B": slots, "T": 3, "R": 2, "S": 16}
+    for one in whole.get_inputs():
+        shape = [size if isinstance(size, int) else tokens[size] for size in one.shape]
+        given[one.name] = generator.standard_normal(shape, np.float32) if "float" in one.type else np.zeros(shape, int)
+    given |= {"input_ids": generator.integers(0, 90, (slots, 3)), "tree_mask": np.tile(np.tri(3) > 0, (slots, 1, 1))}
+    given |= {"position_ids": np.tile([5, 6, 7], (slots, 1)), "past_length": np.full(slots, 5)}
+    given["logits_rows"] = np.tile([0, 2], (slots, 1))
+    names = [one.name for one in whole.get_outputs()]
+    expected = dict(zip(names, whole.run(None, given), strict=True))
+    session = onnxruntime.InferenceSession(str(folder / "target/both.onnx"))
+    both = {}
+    for rank in range(2):
+        for name, array in given.items():
+            own = np.split(array, 2, 1)[rank] if name.startswith(tensors.CACHES) else array
+            both[f"{rank}/{name}"] = own
+    found = dict(zip((one.name for one in session.get_outputs()), session.run(None, both), strict=True))
+    for name in names:
+        parts = [found[f"{rank}/{name}"] for rank in range(2)]
+        if name == "logits":
+            np.testing.assert_allclose(parts[0], expected[name], atol=1e-5)
+            np.testing.assert_array_equal(*parts)
+        else:
+            np.testing.assert_allclose(np.concatenate(parts, 1), expected[name], atol=1e-5)
+
+
+def _together(parts: list[onnx.ModelProto]) -> onnx.ModelProto:
+    """One graph of all, with what each collective makes of the parts of all."""
+    whole = onnx.GraphProto(name="both")
+    meetings: list[list[tuple[str, str]]] = []
+    waiting: list[list[onnx.NodeProto]] = []
+    for rank, part in enumerate(parts):
+        nodes, met = [], []
+        for node in part.graph.node:
+            for names in (node.input, node.output):
+                for at, name in enumerate(names):
+                    names[at] = name and f"{rank}/{name}"
+            node.name = f"{rank}/{node.name}"
+            if node.op_type == "DistCollective":
+                said = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
+                assert (said["nb_rank"], said["root"], said["group_size"]) == (len(parts), -1, 0)
+                kind = said["collective_operation"].decode(), said["reduce_op"].decode()
+                met.append((*kind, *node.input, *node.output))
+            nodes.append(node)
+        meetings.append(met)
+        waiting.append(nodes)
+        for tensor in part.graph.initializer:
+            tensor.name = f"{rank}/{tensor.name}"
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = f"rank-{rank}/{entry.value}"
+        for value in (*part.graph.input, *part.graph.output):
+            value.name = f"{rank}/{value.name}"
+        whole.initializer.extend(part.graph.initializer)
+        whole.input.extend(part.graph.input)
+        whole.output.extend(part.graph.output)
+    at = 0
+    while any(waiting):
+        for nodes in waiting:
+            while nodes and nodes[0].op_type != "DistCollective":
+                whole.node.append(nodes.pop(0))
+        if not any(waiting):
+            break
+        every = [met[at] for met in meetings]
+        assert len({one[:2] for one in every}) == 1
+        made = {("all_reduce", "sum"): ("Sum", {}), ("all_gather", "none"): ("Concat", {"axis": 0})}[every[0][:2]]
+        for rank, nodes in enumerate(waiting):
+            nodes.pop(0)
+            whole.node.append(onnx.helper.make_node(made[0], [one[2] for one in every], [every[rank][3]], **made[1]))
+        at += 1
+    return onnx.helper.make_model(whole, opset_imports=parts[0].opset_import, ir_version=parts[0].ir_version)
+
+
+def test_libraries_without_collectives_are_refused(
+    split: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Old:
+        __version__ = "10.3.0"
+
+    old = compiler.CompilerLibrary("tensorrt", Old, None)
+    for module in ("build", "engines.bundle"):
+        monkeypatch.setattr(f"specexport.exporter.{module}.load_library", lambda runtime: old)
+    words = r"tensorrt 10\.3\.0 has no collective layers.*install TensorRT 11 or newer, or build without --tensor-par"
+    with pytest.raises(BuildError, match=words):
+        compile_bundle(split("fp32"), EngineOptions("tensorrt"))
+    target = str(split("fp32").parent / "target")
+    options = BuildOptions(target, tmp_path / "out", (), 2, backend="tensorrt", engines=EngineOptions("tensorrt"))
+    with pytest.raises(BuildError, match=words):
+        build(options)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(Old, "IDistCollectiveLayer", None, raising=False)
+    with pytest.raises(BuildError, match=r"compute_capability is 7\.5, and the collective layers.*need 8\.0"):
+        compile_bundle(split("fp32"), EngineOptions("tensorrt", capabilities=((8, 9), (7, 5))))
+    with pytest.raises(BuildError, match="2 ranks, which do not meet on onnxruntime-cuda; compile it for tensorrt or"):
+        compile_bundle(split("fp32"), EngineOptions("onnxruntime-cuda"))
+
+
+def test_an_engine_is_of_a_rank_that_is_there(split: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = compiled(split("fp32"), tmp_path / "bundle")
+    manifest = read_manifest(folder)
+    assert [engine.rank for engine in manifest.target.engines] == [0, 1]
+    part = manifest.target.of_rank(1)
+    assert (part.engines, part.weights) == (manifest.target.engines[1:], "target/rank-1/weights.bin")
+    assert [layer.heads for layer in part.cache] == [layer.heads // 2 for layer in manifest.target.cache]
+    engines = (manifest.target.engines[0], msgspec.structs.replace(manifest.target.engines[1], rank=2))
+    changed = msgspec.structs.replace(manifest, target=msgspec.structs.replace(manifest.target, engines=engines))
+    (folder / "specexport.json").write_bytes(msgspec.json.encode(changed))
+    with pytest.raises(BundleError, match="rank is 2, and the target has 2 ranks; compile the bundle again"):
+        read_manifest(folder)
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: Callable[[str], Path]) -> Iterator[TensorRT]:
+    """Two imaginary GPUs, and a bundle with engines for them."""
+    with installed(monkeypatch, tmp_path / "bundle") as module:
+        module.cuda.devices = 2
+        compiled(split("fp32"), module.folder, batches=(1, 2))
+        followed(monkeypatch, tmp_path / "site", module.folder)
+        yield module
+
+
+def test_gpus_say_what_the_cpu_says(gpus: TensorRT, split: Callable[[str], Path]) -> None:
+    with (
+        Engine.load(split("fp32"), threads=1, backend="onnxruntime", exactness="fast") as cpu,
+        Engine.load(gpus.folder, max_batch_size=2) as there,
+    ):
+        assert there.backend.device.endswith("2 ranks")
+        assert there.backend.fallback == "the host takes the steps, as GPUs share the target"
+        (process,) = [one for one in followers() if _environment(one).get("CUDA_VISIBLE_DEVICES") == "1"]
+        for prompt in PROMPTS:
+            for speculative in (None, PLAIN):
+                ours, theirs = (one.generate(prompt, GREEDY, speculative) for one in (there, cpu))
+                assert ours.token_ids == theirs.token_ids
+                assert ours.stats.execution == "graph per engine"
+        streams = [there.stream(prompt, GREEDY) for prompt in PROMPTS]  # both at once
+        texts = [[token for chunk in stream for token in chunk.token_ids] for stream in streams]
+        assert texts == [list(cpu.generate(prompt, GREEDY).token_ids) for prompt in PROMPTS]
+        ours = [context for context in gpus.contexts if context.communicator is not None]
+        assert {context._engine.file for context in ours} == {"target/rank-0/step.onnx"}
+        assert len(ours) < len(gpus.contexts)  # the draft's have none
+    assert not Path(f"/proc/{process}").exists()
+
+
+def test_a_gpu_s_rank_that_ends_ends_the_others(gpus: TensorRT) -> None:
+    with Engine.load(gpus.folder) as engine:
+        stream = engine.stream(PROMPTS[1], GREEDY.replace(max_tokens=80))
+        next(stream)
+        (process,) = [one for one in followers() if _environment(one).get("CUDA_VISIBLE_DEVICES") == "1"]
+        os.kill(process, signal.SIGKILL)
+        with pytest.raises(BackendError, match=r"rank 1 ended by signal 9 of the 2 processes"):
+            list(stream)
+        with pytest.raises(BackendError, match="rank 1 ended"):
+            engine.generate(PROMPTS[0], GREEDY)
+
+
+def test_what_is_missing_on_gpus_is_named(gpus: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendError, match="split among 2 ranks, which do not meet on onnxruntime-cuda; run the"):
+        Engine.load(gpus.folder, backend="onnxruntime-cuda")
+    gpus.cuda.devices = 1
+    with pytest.raises(BackendError, match="2 ranks, each with a GPU of its own, and CUDA shows 1; see CUDA_VISIBLE"):
+        Engine.load(gpus.folder)
+    gpus.cuda.devices = 2
+    harmed = gpus.folder / "target/rank-1/step.engine"
+    harmed.write_bytes(b" " * harmed.stat().st_size)
+    with pytest.raises(BackendError, match=r"rank 1 ended with status 1 of the 2 processes"):
+        Engine.load(gpus.folder, check_hashes=False)
+    monkeypatch.setattr(ctypes, "CDLL", _no_library)
+    monkeypatch.setattr("specexport.runtime.cuda.backend.Nccl", nccl.Nccl)
+    words = r"libnccl\.so\.2 cannot be loaded \(not there\).*pip install nvidia-nccl-cu13"
+    with pytest.raises(BackendError, match=words):
+        Engine.load(gpus.folder, check_hashes=False)
+
+
+def _no_library(name: str) -> Any:
+    raise OSError("not there")
+
+
+def _environment(process: int) -> dict[str, str]:
+    content = Path(f"/proc/{process}/environ").read_text(encoding="utf-8")
+    return dict(line.split("=", 1) for line in content.split("\0") if "=" in line)
+
+
+NCCL = r"""
+#include <string.h>
+typedef struct { char internal[128]; } ncclUniqueId;
+int aborted = 0;
+int ncclGetUniqueId(ncclUniqueId *id) { memset(id->internal, 7, 128); return 0; }
+int ncclCommInitRank(void **made, int ranks, ncclUniqueId id, int rank) {
+    for (int at = 0; at < 128; at++) if (id.internal[at] != 7) return 4;
+    if (rank >= ranks) return 5;
+    *made = &aborted;
+    return 0;
+}
+int ncclCommAbort(void *made) { ++*(int *)made; return 0; }
+const char *ncclGetErrorString(int status) { return status == 5 ? "invalid usage" : "invalid argument"; }
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
+def test_nccl_is_called_as_its_header_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library with NCCL's signatures, which checks what it is given."""
+    source, built = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
+    source.write_text(NCCL, encoding="utf-8")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", built, source], check=True)
+    real = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: real(str(built)))
+    library = nccl.Nccl()
+    unique_id = library.unique_id()
+    assert unique_id == b"\7" * 128
+    communicator = library.join(unique_id, 1, 2)
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    count = ctypes.c_int.in_dll(real(str(built)), "aborted")
+    assert pointer(communicator.capsule, b"ncclComm_t") == ctypes.addressof(count)
+    for _ in range(2):
+        communicator.close()
+    assert count.value == 1
+    with pytest.raises(BackendError, match="ncclCommInitRank failed with status 5: invalid usage; NCCL_DEBUG=INFO"):
+        library.join(unique_id, 2, 2)
+    with pytest.raises(BackendError, match="status 4: invalid argument"):
+        library.join(bytes(128), 0, 2)
