@@ -38,6 +38,8 @@ class CompiledEngine(_Strict, frozen=True, kw_only=True):
 
     Attributes:
         file: the serialized engine; for onnxruntime-cuda the source itself.
+        segments: of a rank's part for onnxruntime-cuda, what runs in its place: see ``contract.model.RankFiles``. But
+            ``join.N`` has the ranks' parts one after the other, along a first axis of its own.
         source: the ONNX file it was compiled from. It is derived from the master: fixed dimensions, one pass of
             a draft's loop, and activations of type ``compute``.
         runtime: the library that runs it.
@@ -53,6 +55,7 @@ class CompiledEngine(_Strict, frozen=True, kw_only=True):
     """
 
     file: str
+    segments: tuple[str, ...] = ()
     source: str
     runtime: EngineRuntime
     version: str

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from specexport.contract import tensors
+from specexport.contract.engines import COMPILERS
 from specexport.contract.errors import UNREADABLE, BundleError, SpecExportError
 from specexport.contract.folders import claimed, writing
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
@@ -133,7 +134,7 @@ def _check_references(path: Path, manifest: Manifest) -> None:
         used += [model.weights, model.graph.master]
         used += [file for rank in model.ranks for file in (rank.weights, rank.master, *rank.segments)]
     used += [graph.file for graph in manifest.program]
-    used += [name for engine in manifest.engines for name in (engine.file, engine.source)]
+    used += [name for engine in manifest.engines for name in (engine.file, engine.source, *engine.segments)]
     for name in used:
         if name not in listed:
             raise BundleError(f"{path}: {name!r} is used but not listed under files; build the bundle again")
@@ -211,6 +212,13 @@ def _check_ranks(path: Path, role: str, model: Model) -> None:
             f"{path}: engine {beyond[0].file}: rank is {beyond[0].rank}, and the {role} has {len(ranks)} ranks; "
             "compile the bundle again"
         )
+    for runtime in {engine.runtime for engine in model.engines}:
+        counts = {len(engine.segments) for engine in model.engines if engine.runtime == runtime}
+        if len(counts) > 1 or (min(counts) > 1) != (bool(ranks) and runtime not in COMPILERS):
+            raise BundleError(
+                f"{path}: engines of the {role} for {runtime}: expected as many segments of each rank for "
+                "onnxruntime-cuda, and none elsewhere; compile the bundle again"
+            )
     if not ranks:
         return
     uneven = any(layer.heads % len(ranks) for layer in model.cache)

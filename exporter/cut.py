@@ -12,11 +12,16 @@ from specexport.exporter.passes.editing import op
 _KINDS = dict(zip(("SumOfRanks", "JoinOfRanks"), MEETINGS, strict=True))
 
 
-def cut(model: ir.Model) -> list[ir.Model]:
+def cut(model: ir.Model, *, sizes_apart: bool = False) -> list[ir.Model]:
     """The segments of a graph (see ``specexport.contract.model.RankFiles``).
 
     A node is in the first segment in which all that it reads is known; what later ones read of it is an output. What
     is made of weights alone is in every segment that reads it.
+
+    Args:
+        model: changed in place.
+        sizes_apart: whether that holds also for what is made of the inputs' sizes, which a device would else be given
+            back by the host in every segment.
     """
     passes.ShapeInferencePass()(model)  # inputs need types, which rewrites leave out
     graph = model.graph
@@ -30,11 +35,16 @@ def cut(model: ir.Model) -> list[ir.Model]:
     segments: list[list[ir.Node]] = []
     outputs: list[list[ir.Value]] = []
     meetings: list[ir.Node] = []
-    weights = set(graph.initializers.values())
+    # What is made wherever it is read, with the inputs whose sizes it says.
+    anywhere: dict[ir.Value, frozenset[ir.Value]] = dict.fromkeys(graph.initializers.values(), frozenset())
     for node in graph:
-        if all(value is None or value in weights for value in node.inputs):
-            weights.update(node.outputs)
-            continue
+        read = [value for value in node.inputs if value is not None]
+        of_input = sizes_apart and node.op_type == "Shape" and read[0].is_graph_input()
+        if of_input or all(value in anywhere for value in read):
+            said = frozenset(read) if of_input else frozenset[ir.Value]().union(*(anywhere[value] for value in read))
+            if not said or all(map(_is_of_sizes, node.outputs)):
+                anywhere |= dict.fromkeys(node.outputs, said)
+                continue
         stage = max((stages.get(value, 0) for value in node.inputs if value is not None), default=0)
         while stage >= len(segments):
             segments.append([])
@@ -53,7 +63,7 @@ def cut(model: ir.Model) -> list[ir.Model]:
         list({value: None for node in nodes for value in node.inputs if value and value.producer() not in nodes})
         for nodes in map(dict.fromkeys, segments)
     ]
-    inputs = [[value for value in given if value not in weights] for given in inputs]
+    inputs = [list(dict.fromkeys(one for value in given for one in anywhere.get(value, (value,)))) for given in inputs]
     for value in dict.fromkeys([*(value for given in inputs for value in given), *graph.outputs]):
         made_by = value.producer()
         if made_by is not None and made_by.domain != MEETING_DOMAIN:
@@ -67,3 +77,8 @@ def cut(model: ir.Model) -> list[ir.Model]:
         segment.opset_imports.pop(MEETING_DOMAIN, None)
         made.append(ir.Model(segment, ir_version=model.ir_version, producer_name="specexport"))
     return made
+
+
+def _is_of_sizes(value: ir.Value) -> bool:
+    """Whether it is a few integers, always as many."""
+    return value.dtype == ir.DataType.INT64 and value.shape is not None and value.shape.is_static()

@@ -97,11 +97,6 @@ class BuildOptions:
             )
         if not 1 <= self.tensor_parallel <= MAX_RANKS:
             raise BuildError(f"tensor_parallel is {self.tensor_parallel}; expected 1 to {MAX_RANKS}")
-        if self.tensor_parallel > 1 and self.backend == "onnxruntime-cuda":
-            raise BuildError(
-                f"tensor_parallel is {self.tensor_parallel} with backend {self.backend}, on which ranks do not meet; "
-                f"choose backend onnxruntime, {' or '.join(COMPILERS)}"
-            )
         if not 1 <= self.max_batch_size <= MAX_BATCH_SIZE:
             raise BuildError(f"max_batch_size is {self.max_batch_size}; expected 1 to {MAX_BATCH_SIZE}")
         for name in ("posterior_threshold", "posterior_alpha"):

@@ -36,11 +36,6 @@ def open_backend(
         raise BackendError(f"there is no backend {name!r}; expected one of {', '.join(BACKENDS)}")
     if chosen != "onnxruntime" and bundle.manifest.has_states:
         raise BackendError(f"{chosen} does not run layers without attention yet, which a model of this bundle has")
-    if chosen == "onnxruntime-cuda" and bundle.manifest.target.ranks:
-        raise BackendError(
-            f"the target is split among {len(bundle.manifest.target.ranks)} ranks, which do not meet on {chosen}; run "
-            "the bundle with backend 'onnxruntime' or with TensorRT, or build it without --tensor-parallel"
-        )
     if not 0 < gpu_memory_utilization <= 1:
         raise RequestError(f"gpu_memory_utilization is {gpu_memory_utilization!r}; expected a number in (0, 1]")
     # Imported here: each backend has dependencies that the others' users need not install.

@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specexport.runtime.cuda import api, backend, trt
+from specexport.runtime.cuda import api, backend, ort, trt
+from specexport.runtime.cuda.memory import Tensor
 from specexport.runtime.segments import put_together
 from tests.cuda_stand_in import StandIn
+from tests.onnxruntime_stand_in import OnnxRuntimeGpu
 from tests.tensorrt_stand_in import TensorRT
 
 _HEAD = struct.Struct("<I")
@@ -29,6 +31,9 @@ _counted = itertools.count()
 
 
 class Nccl:
+    def __init__(self, cuda: StandIn) -> None:
+        self._cuda = cuda
+
     def unique_id(self) -> bytes:
         return f"\0specexport-{os.getpid()}-{next(_counted)}".encode().ljust(128, b" ")
 
@@ -44,13 +49,14 @@ class Nccl:
             peers = [one for _, one in sorted((_HEAD.unpack(_read(one, 4)), one) for one in arrived)]
         if rank:
             peers[0].sendall(_HEAD.pack(rank))
-        return Communicator(rank, ranks, peers)
+        return Communicator(self._cuda, rank, ranks, peers)
 
 
 class Communicator:
     """A star: the first rank reads what the others have, and tells them what became of it."""
 
-    def __init__(self, rank: int, ranks: int, peers: list[socket.socket]) -> None:
+    def __init__(self, cuda: StandIn, rank: int, ranks: int, peers: list[socket.socket]) -> None:
+        self._cuda = cuda
         self.capsule = self  # what the stand-in of TensorRT takes
         self.rank, self.ranks = rank, ranks
         self.met = 0
@@ -59,6 +65,20 @@ class Communicator:
 
     def barrier(self) -> None:
         self.meet("sum.", np.zeros(1, np.float32))
+
+    def add_up(self, part: Tensor, stream: int) -> None:
+        self._give("sum.", part, part, stream)
+
+    def gather(self, part: Tensor, whole: Tensor, stream: int) -> None:
+        assert whole.shape == (self.ranks, *part.shape)
+        self._give("join.", part, whole, stream)
+
+    def _give(self, name: str, part: Tensor, whole: Tensor, stream: int) -> None:
+        def work() -> None:
+            source, to = (self._cuda.array(one.address, one.dtype, one.shape).reshape(-1) for one in (part, whole))
+            to[:] = self.meet(name, source)
+
+        self._cuda.give(stream, work, (part.address, part.nbytes), (whole.address, whole.nbytes))
 
     def meet(self, name: str, part: Any) -> Any:
         whole = np.empty(
@@ -108,13 +128,13 @@ def _read(peer: socket.socket, count: int) -> bytes:
     return bytes(parts)
 
 
-def followed(monkeypatch: pytest.MonkeyPatch, folder: Path, bundle: Path) -> None:
-    """Puts it into this process, and the stand-ins of CUDA and TensorRT with it into those that it starts."""
+def followed(monkeypatch: pytest.MonkeyPatch, folder: Path, bundle: Path, cuda: StandIn) -> None:
+    """Puts it into this process, and it and the other stand-ins into those that it starts."""
     folder.mkdir()
     start = f"from tests import nccl_stand_in\nnccl_stand_in.in_a_follower({str(bundle)!r})\n"
     (folder / "sitecustomize.py").write_text(start, encoding="utf-8")
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(backend, "Nccl", Nccl)
+    monkeypatch.setattr(backend, "Nccl", lambda: Nccl(cuda))
 
 
 def in_a_follower(bundle: str) -> None:
@@ -124,4 +144,5 @@ def in_a_follower(bundle: str) -> None:
         module = TensorRT(cuda, Path(bundle))
         api.Cuda.load = lambda: api.Cuda(cuda)  # type: ignore[method-assign,assignment,misc]
         trt.import_tensorrt = lambda runtime: module  # type: ignore[assignment]
-        backend.Nccl = Nccl  # type: ignore[misc,assignment]
+        ort.import_onnxruntime = lambda: OnnxRuntimeGpu(cuda)
+        backend.Nccl = lambda: Nccl(cuda)  # type: ignore[misc,assignment]

@@ -35,6 +35,7 @@ from specexport.verify.engines import runnable
 from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, tokenizer
 from tests.compiled import compiled
 from tests.nccl_stand_in import followed
+from tests.onnxruntime_stand_in import installed as onnxruntime_installed
 from tests.ranks import followers
 from tests.tensorrt_stand_in import TensorRT, installed
 
@@ -239,8 +240,6 @@ def test_libraries_without_collectives_are_refused(
     monkeypatch.setattr(Old, "IDistCollectiveLayer", None, raising=False)
     with pytest.raises(BuildError, match=r"compute_capability is 7\.5, and the collective layers.*need 8\.0"):
         compile_bundle(split("fp32"), EngineOptions("tensorrt", capabilities=((8, 9), (7, 5))))
-    with pytest.raises(BuildError, match="2 ranks, which do not meet on onnxruntime-cuda; compile it for tensorrt or"):
-        compile_bundle(split("fp32"), EngineOptions("onnxruntime-cuda"))
 
 
 def test_an_engine_is_of_a_rank_that_is_there(split: Callable[[str], Path], tmp_path: Path) -> None:
@@ -266,14 +265,29 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: Callable[[str],
     with installed(monkeypatch, tmp_path / "bundle") as module:
         module.cuda.devices = 2
         compiled(split("fp32"), module.folder, batches=(1, 2))
-        followed(monkeypatch, tmp_path / "site", module.folder)
+        followed(monkeypatch, tmp_path / "site", module.folder, module.cuda)
         yield module
 
 
-def test_gpus_say_what_the_cpu_says(gpus: TensorRT, split: Callable[[str], Path]) -> None:
+@pytest.fixture(params=["tensorrt-rtx", "onnxruntime-cuda"])
+def shared(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: Callable[[str], Path]) -> Any:
+    """Such a bundle for TensorRT-RTX, or for ONNX Runtime on such GPUs."""
+    if request.param == "tensorrt-rtx":
+        yield request.getfixturevalue("gpus").folder
+        return
+    with onnxruntime_installed(monkeypatch) as module:
+        module.cuda.devices = 2
+        folder = shutil.copytree(split("fp32"), tmp_path / "bundle")
+        compile_bundle(folder, EngineOptions(request.param))
+        followed(monkeypatch, tmp_path / "site", folder, module.cuda)
+        yield folder
+        assert {f"step.slots.cuda.fp32.{at:03}.onnx" for at in range(7)} < set(module.opened)
+
+
+def test_gpus_say_what_the_cpu_says(shared: Path, split: Callable[[str], Path]) -> None:
     with (
         Engine.load(split("fp32"), threads=1, backend="onnxruntime", exactness="fast") as cpu,
-        Engine.load(gpus.folder, max_batch_size=2) as there,
+        Engine.load(shared, max_batch_size=2) as there,
     ):
         assert there.backend.device.endswith("2 ranks")
         assert there.backend.fallback == "the host takes the steps, as GPUs share the target"
@@ -286,14 +300,18 @@ def test_gpus_say_what_the_cpu_says(gpus: TensorRT, split: Callable[[str], Path]
         streams = [there.stream(prompt, GREEDY) for prompt in PROMPTS]  # both at once
         texts = [[token for chunk in stream for token in chunk.token_ids] for stream in streams]
         assert texts == [list(cpu.generate(prompt, GREEDY).token_ids) for prompt in PROMPTS]
-        ours = [context for context in gpus.contexts if context.communicator is not None]
-        assert {context._engine.file for context in ours} == {"target/rank-0/step.onnx"}
-        assert len(ours) < len(gpus.contexts)  # the draft's have none
     assert not Path(f"/proc/{process}").exists()
 
 
-def test_a_gpu_s_rank_that_ends_ends_the_others(gpus: TensorRT) -> None:
-    with Engine.load(gpus.folder) as engine:
+def test_the_target_s_engines_alone_meet(gpus: TensorRT) -> None:
+    with Engine.load(gpus.folder):
+        ours = [context for context in gpus.contexts if context.communicator is not None]
+        assert {context._engine.file for context in ours} == {"target/rank-0/step.onnx"}
+        assert len(ours) < len(gpus.contexts)  # the draft's have none
+
+
+def test_a_gpu_s_rank_that_ends_ends_the_others(shared: Path) -> None:
+    with Engine.load(shared) as engine:
         stream = engine.stream(PROMPTS[1], GREEDY.replace(max_tokens=80))
         next(stream)
         (process,) = [one for one in followers() if _environment(one).get("CUDA_VISIBLE_DEVICES") == "1"]
@@ -305,8 +323,6 @@ def test_a_gpu_s_rank_that_ends_ends_the_others(gpus: TensorRT) -> None:
 
 
 def test_what_is_missing_on_gpus_is_named(gpus: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BackendError, match="split among 2 ranks, which do not meet on onnxruntime-cuda; run the"):
-        Engine.load(gpus.folder, backend="onnxruntime-cuda")
     gpus.cuda.devices = 1
     with pytest.raises(BackendError, match="2 ranks, each with a GPU of its own, and CUDA shows 1; see CUDA_VISIBLE"):
         Engine.load(gpus.folder)

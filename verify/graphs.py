@@ -53,11 +53,11 @@ def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
             _check_interface(path, _shapes(outputs), "output", kept)
         progress(done, count)
     for done, (engine, model) in enumerate(sources, start=len(described) + 1):
-        path = bundle.file(engine.file)
-        weights = [bundle.file(model.weights)]
-        if (converted := path.with_suffix(".bin")).is_file():
+        weights = [bundle.file(model.of_rank(engine.rank).weights)]
+        if (converted := bundle.file(engine.source).with_suffix(".bin")).is_file():
             weights.append(converted)
-        _check_graph(path, OPSETS[lowering], weights)
+        for name in engine.segments or (engine.file,):
+            _check_graph(bundle.file(name), OPSETS[lowering], weights)
         progress(done, count)
     return count
 

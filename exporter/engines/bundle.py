@@ -32,7 +32,7 @@ from specexport.exporter.engines.options import (
     dotted,
 )
 from specexport.exporter.engines.profiles import CompileJob, model_jobs, program_jobs
-from specexport.exporter.engines.source import write_source
+from specexport.exporter.engines.source import write_segments, write_source
 
 Progress = Callable[[str, int, int], None]
 """Called with a step's name, how much of it is done, and how much there is in all."""
@@ -74,11 +74,6 @@ def compile_graphs(folder: Path, manifest: Manifest, options: EngineOptions, rep
         raise BuildError(
             f"{folder}: a model has layers without attention, which run on the CPU alone yet; build it with "
             "--backend onnxruntime"
-        )
-    if manifest.target.ranks and options.runtime not in COMPILERS:
-        raise BuildError(
-            f"{folder}: its target is split among {len(manifest.target.ranks)} ranks, which do not meet on "
-            f"{options.runtime}; compile it for {' or '.join(COMPILERS)}, or build it without --tensor-parallel"
         )
     if any(getattr(method, "expand", 1) > 1 for method in manifest.methods):
         raise BuildError(
@@ -142,7 +137,8 @@ class _Compiler:
             part = model.of_rank(rank)
             for job in model_jobs(part, manifest, self._batches(manifest), plain=plain):
                 source = self._source(part.graph.master, compute, job, part.engines, ranks)
-                made.append(self._engine(source, job, compute, rank))
+                engine = self._engine(source, job, compute, rank)
+                made.append(self._cut(engine, job, part.engines) if ranks and self.library is None else engine)
         return msgspec.structs.replace(model, engines=(*self._kept(model.engines), *made))
 
     def program(self, graph: ProgramGraph, manifest: Manifest) -> ProgramGraph:
@@ -182,7 +178,7 @@ class _Compiler:
 
     def _engine(self, source: Path, job: CompileJob, compute: ComputedIn, rank: int = 0) -> CompiledEngine:
         if self.library is None:
-            return self._rewritten(source, job, compute)
+            return self._rewritten(source, job, compute, rank)
         devices = "-".join(f"sm{one.replace('.', '')}" for one in self.capabilities)
         output = self._free(source.with_name(f"{source.stem}.{self.options.runtime}.{devices}.engine"))
         name = f"compiling {source.parent.name}/{source.stem}"
@@ -201,7 +197,15 @@ class _Compiler:
             profiles=job.profiles,
         )
 
-    def _rewritten(self, source: Path, job: CompileJob, compute: ComputedIn) -> CompiledEngine:
+    def _cut(self, engine: CompiledEngine, job: CompileJob, known: tuple[CompiledEngine, ...]) -> CompiledEngine:
+        """A rank's graph with its segments: as another engine's, or written."""
+        segments = next((one.segments for one in known if one.source == engine.source and one.segments), ())
+        if not segments:
+            written = write_segments(self.folder / engine.source, job.fixed)
+            segments = tuple(path.relative_to(self.folder).as_posix() for path in written)
+        return msgspec.structs.replace(engine, segments=segments)
+
+    def _rewritten(self, source: Path, job: CompileJob, compute: ComputedIn, rank: int) -> CompiledEngine:
         """The source as onnxruntime opens it."""
         start = time.monotonic()
         nodes = onnx.load(source, load_external_data=False).graph.node
@@ -216,6 +220,7 @@ class _Compiler:
             version="",
             compute_capabilities=(),
             compute=compute,
+            rank=rank,
             profiles=job.profiles,
         )
 
@@ -323,5 +328,7 @@ def _files(folder: Path, manifest: Manifest) -> set[str]:
     found = {graph.file for graph in manifest.program}
     for engine in manifest.engines:
         converted = Path(engine.source).with_suffix(".bin").as_posix()
-        found |= {engine.file, engine.source} | ({converted} if (folder / converted).is_file() else set())
+        found |= {engine.file, engine.source, *engine.segments}
+        if (folder / converted).is_file():
+            found.add(converted)
     return found

@@ -11,7 +11,9 @@ import onnx_ir as ir
 from specexport.contract import tensors
 from specexport.contract.engines import ComputedIn
 from specexport.contract.errors import BuildError
-from specexport.exporter.passes.collectives import use_collectives
+from specexport.contract.shapes import ShapePoint
+from specexport.exporter.cut import cut
+from specexport.exporter.passes.collectives import join_along_first, use_collectives
 from specexport.exporter.passes.compute_type import compute_in
 from specexport.exporter.passes.flatten_products import flatten_products
 from specexport.exporter.passes.lookup_tables import restore_tables
@@ -41,8 +43,8 @@ def write_source(
         compute: what activations and the KV cache are to be.
         drafts: draft tokens of a propose graph, one, or its stages; 0 for a step graph.
         sizes: the symbolic dimensions that are the same in every profile. Without B, several slots may run.
-        compiled: whether TensorRT compiles it: then tables that rows are looked up in are not quantized, and products
-            see the tokens of several slots as rows.
+        compiled: whether TensorRT compiles it: then tables that rows are looked up in are not quantized, products
+            see the tokens of several slots as rows, and ranks meet inside.
         ranks: among how many the model is split whose part this is; 0 where it is not.
 
     Raises:
@@ -56,7 +58,7 @@ def write_source(
     if drafts:
         fix_drafts(model, drafts)
     if ranks:
-        use_collectives(model, ranks)
+        (use_collectives if compiled else join_along_first)(model, ranks)
     interface = [value.name or "" for value in (*model.graph.inputs, *model.graph.outputs)]
     caches = {name for name in interface if name.startswith(tensors.CACHES)}
     converted = output.with_suffix(".bin")
@@ -78,6 +80,31 @@ def write_source(
     ir.save(model, output)
     if not converted.stat().st_size:
         converted.unlink()
+
+
+def write_segments(source: Path, sizes: dict[str, int]) -> list[Path]:
+    """Cuts a rank's graph for ONNX Runtime where the ranks meet; the segments lie beside it.
+
+    Args:
+        source: as :func:`write_source` wrote it.
+        sizes: as there.
+
+    Raises:
+        BuildError: what goes from one segment to another is of no size that a shape point says.
+    """
+    known, written = ShapePoint(1, 1, 1).sizes, []
+    for at, segment in enumerate(cut(ir.load(source), sizes_apart=True)):
+        _fix(segment.graph, sizes)
+        for value in segment.graph.outputs:
+            unknown = [dim for dim in value.shape or ("?",) if not isinstance(dim, int) and str(dim) not in known]
+            if unknown:
+                raise BuildError(
+                    f"{source}: between its segments {value.name} has an axis of unknown size, {unknown[0]}; choose "
+                    "--backend onnxruntime, or build without --tensor-parallel"
+                )
+        written.append(source.with_name(f"{source.stem}.{at:03}.onnx"))
+        ir.save(segment, written[-1])
+    return written
 
 
 def _fix(graph: ir.Graph, sizes: dict[str, int]) -> None:

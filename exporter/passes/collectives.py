@@ -1,4 +1,4 @@
-"""Has the ranks of a split model meet inside their graphs, by the collective layers that TensorRT has for it."""
+"""Has the ranks of a split model meet as GPUs do: inside their graphs, by TensorRT's layers for it, or between two."""
 
 from __future__ import annotations
 
@@ -47,6 +47,25 @@ def use_collectives(model: ir.Model, ranks: int) -> None:
     graph.opset_imports.pop(MEETING_DOMAIN, None)
 
 
+def join_along_first(model: ir.Model, ranks: int) -> None:
+    """Has the ranks' parts be joined along a new first axis, as NCCL does it, and moved from there by the graph.
+
+    Args:
+        model: a rank's graph as it was traced; changed in place.
+        ranks: how many there are.
+    """
+    passes.ShapeInferencePass()(model)
+    graph = model.graph
+    for node in [node for node in graph if node.op_type == "JoinOfRanks"]:
+        part, whole = _part(node), node.outputs[0]
+        assert part.shape is not None
+        every = ir.node(node.op_type, [part], domain=MEETING_DOMAIN, outputs=[ir.val(f"{whole.name}.parts")])
+        every.outputs[0].shape = ir.Shape([ranks, *part.shape])
+        nodes, made = _beside(graph, every.outputs[0], part, f"{whole.name}.joined")
+        made[0].shape, made[0].type = whole.shape, whole.type
+        ir.convenience.replace_nodes_and_values(graph, node, [node], [every, *nodes], [whole], made)
+
+
 def _part(node: ir.Node) -> ir.Value:
     part = node.inputs[0]
     assert part is not None
@@ -86,16 +105,22 @@ def _joined(graph: ir.Graph, part: ir.Value, name: str, ranks: int) -> tuple[lis
 
     What is gathered is joined along the first axis: each part gets one of its own, which then moves before the last.
     """
+    first = op("Unsqueeze", [part, constant(graph, "axes.0", np.array([0]))], f"{name}.part")
+    first.outputs[0].type = part.type
+    every = _collective(first.outputs[0], f"{name}.parts", "all_gather", "none", ranks)
+    nodes, made = _beside(graph, every.outputs[0], part, name)
+    return [first, every, *nodes], made
+
+
+def _beside(graph: ir.Graph, every: ir.Value, part: ir.Value, name: str) -> tuple[list[ir.Node], list[ir.Value]]:
+    """All ranks' parts, which have an axis of their own before those of a part, side by side along the last one."""
     assert part.shape is not None
     last = len(part.shape) - 1
-    first = op("Unsqueeze", [part, constant(graph, "axes.0", np.array([0]))], f"{name}.part")
-    every = _collective(first.outputs[0], f"{name}.parts", "all_gather", "none", ranks)
-    beside = op("Transpose", [every.outputs[0]], f"{name}.beside", perm=[*range(1, last + 1), 0, last + 1])
+    beside = op("Transpose", [every], f"{name}.beside", perm=[*range(1, last + 1), 0, last + 1])
+    every.type = beside.outputs[0].type = part.type
     flat = constant(graph, f"sizes.kept.{last}", np.array([0] * last + [-1]))
     whole = op("Reshape", [beside.outputs[0], flat], name)
-    for node in (first, every, beside):
-        node.outputs[0].type = part.type
-    return [first, every, beside, whole], list(whole.outputs)
+    return [beside, whole], list(whole.outputs)
 
 
 def _collective(value: ir.Value, name: str, operation: str, reduction: str, ranks: int) -> ir.Node:

@@ -17,6 +17,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specexport.contract.errors import BuildError
+from specexport.contract.tensors import MEETING_DOMAIN
 from specexport.exporter.passes.editing import ancestors, op
 
 _FLOAT = ir.DataType.FLOAT
@@ -47,11 +48,15 @@ def compute_in(
     """
     passes.ShapeInferencePass()(model)
     wide = _WIDE if narrow_norms else _WIDE | _NORMS
-    _Narrowing(model.graph, narrow, wide, store).run(caches)
+    narrowing = _Narrowing(model.graph, narrow, wide, store)
+    narrowing.run(caches)
     passes.RemoveUnusedNodesPass()(model)
+    split = any(node.domain == MEETING_DOMAIN for node in model.graph)
     for node in model.graph:
         for value in node.outputs:
-            if not value.is_graph_output():
+            if split and value in narrowing.is_narrow:  # nothing is inferred past where ranks meet
+                value.dtype = narrow if narrowing.is_narrow[value] else _FLOAT
+            elif not split and not value.is_graph_output():
                 value.type = value.shape = None
     passes.ShapeInferencePass()(model)
 
@@ -65,21 +70,21 @@ class _Narrowing:
         self._constant = _constants(graph)
         # Positions times frequencies need every bit of a float32.
         self._angles = ancestors(node.outputs[0] for node in graph if node.op_type in ("Cos", "Sin"))
-        self._is_narrow: dict[ir.Value, bool] = {}
+        self.is_narrow: dict[ir.Value, bool] = {}
         """Of every float value that depends on an input, and of constants made narrow."""
         self._converted: dict[tuple[ir.Value, bool], ir.Value] = {}
 
     def run(self, caches: set[str]) -> None:
         for value in self._graph.inputs:
             if value.dtype == _FLOAT:
-                self._is_narrow[value] = value.name in caches
+                self.is_narrow[value] = value.name in caches
                 if value.name in caches:
                     value.dtype = self._narrow
         for node in list(self._graph):
             if not any(value in self._constant for value in node.outputs):
                 self._convert(node)
         for index, value in enumerate(list(self._graph.outputs)):
-            if value in self._is_narrow:
+            if value in self.is_narrow:
                 self._finish(index, value, value.name in caches)
 
     def _convert(self, node: ir.Node) -> None:
@@ -87,7 +92,7 @@ class _Narrowing:
         floats = [
             (index, value)
             for index, value in enumerate(node.inputs)
-            if value is not None and (value.dtype == _FLOAT or value in self._is_narrow)
+            if value is not None and (value.dtype == _FLOAT or value in self.is_narrow)
         ]
         makes_floats = [value for value in node.outputs if value.dtype == _FLOAT]
         if not floats and not makes_floats:
@@ -95,7 +100,7 @@ class _Narrowing:
         narrow = self._decide(node, [value for _, value in floats])
         for index, value in floats:
             node.replace_input_with(index, self._as(value, narrow))
-        self._is_narrow |= dict.fromkeys(makes_floats, narrow)
+        self.is_narrow |= dict.fromkeys(makes_floats, narrow)
         if narrow and node.op_type == "ConstantOfShape":
             zero = ir.tensor(np.zeros(1, _TYPES[self._narrow]), self._narrow)
             node.attributes["value"] = ir.AttrTensor("value", zero)
@@ -116,7 +121,7 @@ class _Narrowing:
     def _allows(self, value: ir.Value) -> bool:
         """Whether a node that reads a value may compute in the narrow type: it is narrow, or a number that fits."""
         if value not in self._constant:
-            return self._is_narrow[value]
+            return self.is_narrow[value]
         tensor = ir.convenience.get_const_tensor(value)
         return tensor is None or tensor.size != 1 or self._fits(tensor.numpy())
 
@@ -129,7 +134,7 @@ class _Narrowing:
         """A float value in the type a node wants."""
         if value in self._constant:
             return self._narrow_constant(value) if narrow else value
-        if self._is_narrow[value] == narrow:
+        if self.is_narrow[value] == narrow:
             return value
         if (value, narrow) not in self._converted:
             dtype = self._narrow if narrow else _FLOAT
@@ -140,7 +145,7 @@ class _Narrowing:
             else:
                 self._graph.insert_before(self._graph[0], cast)
             self._converted[value, narrow] = cast.outputs[0]
-            self._is_narrow[cast.outputs[0]] = narrow
+            self.is_narrow[cast.outputs[0]] = narrow
         return self._converted[value, narrow]
 
     def _narrow_constant(self, value: ir.Value) -> ir.Value:
@@ -190,7 +195,7 @@ class _Narrowing:
         """Gives an output the type it is to have, under its own name."""
         if narrow:
             value.dtype = self._narrow
-        if self._is_narrow[value] == narrow:
+        if self.is_narrow[value] == narrow:
             return
         name, dtype = value.name, self._narrow if narrow else _FLOAT
         value.name = f"{name}.computed"

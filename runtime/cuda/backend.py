@@ -14,6 +14,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor, worst
 from specexport.runtime.cuda.graph import DeviceGraph
+from specexport.runtime.cuda.library import Library
 from specexport.runtime.cuda.memory import Device
 from specexport.runtime.cuda.nccl import Communicator, Nccl
 from specexport.runtime.cuda.ort import OnnxRuntimeLibrary
@@ -61,7 +62,7 @@ class CudaBackend:
         self._shared = Device.share(Cuda.load(), utilization)
         self.cuda, self.stream = self._shared.cuda, self._shared.stream
         self._run = self._shared.thread.run
-        self._library = (
+        self._library: Library = (
             OnnxRuntimeLibrary(bundle, self._shared)
             if runtime == "onnxruntime-cuda"
             else EngineLibrary(bundle, self._shared, runtime)
@@ -133,11 +134,11 @@ class CudaBackend:
                 "CUDA_VISIBLE_DEVICES, run it with --backend onnxruntime, or build it with --tensor-parallel "
                 f"{there}"
             )
-        engines, nccl = self._split_engines, Nccl()
+        library, nccl = self._library, Nccl()
         job = Job(
             str(self._bundle.folder.absolute()),
             slots,
-            backend=engines.name,
+            backend=library.name,
             utilization=self._utilization,
             unique_id=nccl.unique_id(),
         )
@@ -156,7 +157,7 @@ class CudaBackend:
                 followers.meeting.watch(lost)
                 part = model.of_rank(0)
                 leading = self._open(
-                    LeadingDeviceGraph, part, slots, buffers, lambda: engines.rank(model, 0, communicator)
+                    LeadingDeviceGraph, part, slots, buffers, lambda: library.rank(model, 0, communicator)
                 )
                 leading.lead(followers, communicator)
                 followers.meeting.wait()
@@ -174,17 +175,12 @@ class CudaBackend:
         Raises:
             BackendError: see :meth:`open`.
         """
-        model, engines, nccl = self._bundle.manifest.target, self._split_engines, Nccl()
+        model, library, nccl = self._bundle.manifest.target, self._library, Nccl()
         meeting.wait()
         communicator = nccl.join(job.unique_id, job.rank, len(model.ranks))
         meeting.watch(lambda rank: os._exit(ORPHANED))
         part = model.of_rank(job.rank)
-        return self._open(DeviceGraph, part, job.slots, buffers, lambda: engines.rank(model, job.rank, communicator))
-
-    @property
-    def _split_engines(self) -> EngineLibrary:
-        assert isinstance(self._library, EngineLibrary)  # see open_backend
-        return self._library
+        return self._open(DeviceGraph, part, job.slots, buffers, lambda: library.rank(model, job.rank, communicator))
 
     def widths(self, target: Graph, exactness: Exactness | None = None) -> Widths:
         """See :class:`~specexport.runtime.backend.Backend`; whether rows of a device agree is not looked at."""

@@ -12,6 +12,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import CudaDevice
 from specexport.runtime.cuda.executor import Executor
 from specexport.runtime.cuda.memory import Device
+from specexport.runtime.cuda.nccl import Communicator
 
 
 def choose(engines: Sequence[CompiledEngine], runtime: EngineRuntime, device: CudaDevice) -> list[CompiledEngine]:
@@ -64,6 +65,11 @@ class Library(ABC):
         """
         return self._open(model, choose(model.engines, self.name, self._device.cuda.device))
 
+    def rank(self, model: Model, rank: int, communicator: Communicator) -> Executor:
+        """What runs a rank's part of a split model; see :meth:`model`."""
+        part = model.of_rank(rank)
+        return self._open(part, choose(part.engines, self.name, self._device.cuda.device), communicator)
+
     def program(self) -> list[tuple[ProgramGraph, Executor]]:
         """What runs the graphs of the step program; bundles that only decode plainly have none."""
         if self._bundle.manifest.target.ranks:
@@ -82,8 +88,13 @@ class Library(ABC):
         return opened
 
     @abstractmethod
-    def _open(self, graph: Model | ProgramGraph, engines: Sequence[CompiledEngine]) -> Executor:
-        """What runs these engines of a graph.
+    def _open(
+        self,
+        graph: Model | ProgramGraph,
+        engines: Sequence[CompiledEngine],
+        communicator: Communicator | None = None,
+    ) -> Executor:
+        """What runs these engines of a graph; through the communicator the ranks of a split model meet.
 
         Raises:
             BackendError: the library is missing or cannot load them.

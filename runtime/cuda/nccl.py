@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from specexport.contract.errors import BackendError
+from specexport.runtime.cuda.memory import Tensor
 
 _NAME = "libnccl.so.2"
 _CAPSULE = b"ncclComm_t"
 """A capsule keeps the address of its name."""
+_SUM = 0
+_KINDS = {"float16": 6, "float32": 7, "uint16": 9}
+"""NCCL's numbers of types; two-byte integers are bfloat16, of which NumPy has none."""
+_LAST_CALL = 1.0
+"""Seconds for a call to end by itself before what it waits for is aborted."""
 _NEW_CAPSULE = ctypes.pythonapi.PyCapsule_New
 _NEW_CAPSULE.restype = ctypes.py_object
 _NEW_CAPSULE.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
@@ -61,9 +67,13 @@ class Nccl:
         return Communicator(self._library, handle)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        if status := getattr(self._library, name)(*arguments):
-            said = self._library.ncclGetErrorString(status).decode()
-            raise BackendError(f"{name} failed with status {status}: {said}; NCCL_DEBUG=INFO makes NCCL say more")
+        _call(self._library, name, *arguments)
+
+
+def _call(library: Any, name: str, *arguments: Any) -> None:
+    if status := getattr(library, name)(*arguments):
+        said = library.ncclGetErrorString(status).decode()
+        raise BackendError(f"{name} failed with status {status}: {said}; NCCL_DEBUG=INFO makes NCCL say more")
 
 
 class Communicator:
@@ -77,11 +87,35 @@ class Communicator:
         self.capsule = _NEW_CAPSULE(handle, _CAPSULE, None)
         self._library = library
         self._handle: ctypes.c_void_p | None = handle
-        self._closing = threading.Lock()
+        self._closing, self._calling = threading.Lock(), threading.Lock()
+
+    def add_up(self, part: Tensor, stream: int) -> None:
+        """Gives a stream the sum of all ranks' parts, which takes a part's place.
+
+        Raises:
+            BackendError: NCCL refuses, or this end is closed.
+        """
+        count, kind = part.nbytes // part.dtype.itemsize, _KINDS[part.dtype.name]
+        self._enqueue("ncclAllReduce", part.address, part.address, count, (kind, _SUM), stream)
+
+    def gather(self, part: Tensor, whole: Tensor, stream: int) -> None:
+        """Gives a stream the copy of all ranks' parts into ``whole``, in the order of ranks; see :meth:`add_up`."""
+        count, kind = part.nbytes // part.dtype.itemsize, _KINDS[part.dtype.name]
+        self._enqueue("ncclAllGather", part.address, whole.address, count, (kind,), stream)
+
+    def _enqueue(self, name: str, source: int, to: int, count: int, how: tuple[int, ...], stream: int) -> None:
+        with self._calling:
+            if self._handle is None:
+                raise BackendError(f"{name}: a rank ended, and with it what the ranks meet through")
+            pointers, number = (ctypes.c_void_p(source), ctypes.c_void_p(to)), ctypes.c_size_t(count)
+            _call(self._library, name, *pointers, number, *how, self._handle, ctypes.c_void_p(stream))
 
     def close(self) -> None:
         """Gives it back, from any thread; what still waits for other ranks is aborted. Then does nothing."""
         with self._closing:
             handle, self._handle = self._handle, None
         if handle is not None:
+            ended = self._calling.acquire(timeout=_LAST_CALL)  # else it waits for a rank, and aborting ends it
             self._library.ncclCommAbort(handle)
+            if ended:
+                self._calling.release()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
 from specexport.contract.program import program_sizes
 from specexport.contract.shapes import ShapePoint
+from specexport.contract.tensors import CARRIED, MEETINGS
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.executor import CACHE_TYPES, Enqueue
 from specexport.runtime.cuda.library import Library
-from specexport.runtime.cuda.memory import Device, Region, Tensor
+from specexport.runtime.cuda.memory import Device, Region, Tensor, aligned
+from specexport.runtime.cuda.nccl import Communicator
 
 MINIMUM = (1, 31)
 """Older releases were not looked at: what is asked of a session below may not be there."""
@@ -47,6 +50,14 @@ copied to the host and waited for, and no run could be captured."""
 _SHOWN = 5
 _BFLOAT16 = 16
 """ONNX's number for the type, of which NumPy has none."""
+_TYPES = {
+    "tensor(float)": CACHE_TYPES["fp32"],
+    "tensor(float16)": CACHE_TYPES["fp16"],
+    "tensor(bfloat16)": CACHE_TYPES["bf16"],
+    "tensor(int64)": np.dtype(np.int64),
+    "tensor(bool)": np.dtype(np.bool_),
+}
+_, _JOIN = MEETINGS
 
 
 def import_onnxruntime() -> Any:
@@ -91,7 +102,12 @@ class OnnxRuntimeLibrary(Library):
         self._ort = import_onnxruntime()
         self._counted: set[str] = set()
 
-    def _open(self, graph: Model | ProgramGraph, engines: Sequence[CompiledEngine]) -> SessionExecutor:
+    def _open(
+        self,
+        graph: Model | ProgramGraph,
+        engines: Sequence[CompiledEngine],
+        communicator: Communicator | None = None,
+    ) -> SessionExecutor:
         """What runs a graph; that of a model is opened once, as every session has its own copy of the weights.
 
         Those of the step program have no weights: they are opened once a shape, so that onnxruntime works out sizes as
@@ -101,16 +117,18 @@ class OnnxRuntimeLibrary(Library):
         if isinstance(graph, Model) and graph.weights not in self._counted:
             self._counted.add(graph.weights)
             self._device.budget.require(self._bundle.file(graph.weights).stat().st_size, f"loading {graph.weights}")
-        path, vocab = self._bundle.file(engine.file), self._bundle.manifest.target.vocab_size
+        paths = [self._bundle.file(name) for name in engine.segments or (engine.file,)]
+        vocab = self._bundle.manifest.target.vocab_size
         sizes = {point: program_sizes(point, vocab) for point in engine.profiles}
         first = next(iter(sizes.values()))
         if isinstance(graph, Model):
             same = {name for name in first if all(of_one[name] == first[name] for of_one in sizes.values())}
-            session = self._session(path, {name: first[name] for name in same})
-            sessions = dict.fromkeys(sizes, session)
+            opened = [self._session(path, {name: first[name] for name in same}) for path in paths]
+            sessions = dict.fromkeys(sizes, opened)
         else:
-            sessions = {point: self._session(path, of_one) for point, of_one in sizes.items()}
-        return SessionExecutor(self._ort, sessions, CACHE_TYPES[engine.compute], self._device.cuda.device.index)
+            sessions = {point: [self._session(path, of_one) for path in paths] for point, of_one in sizes.items()}
+        ranks = len(self._bundle.manifest.target.ranks)
+        return SessionExecutor(self._ort, sessions, CACHE_TYPES[engine.compute], self._device, ranks, communicator)
 
     def _session(self, path: Path, sizes: Mapping[str, int]) -> Any:
         """A session over a graph, all of it on the device, with the sizes of these dimensions fixed.
@@ -168,39 +186,109 @@ def on_device(path: Path, session: Any) -> None:
         )
 
 
+@dataclass
+class _Between:
+    """What goes from one segment to another at a shape, its addresses counted from where the workspace begins.
+
+    Attributes:
+        made: what segments make, by name.
+        read: what later ones read: the same, and for what the ranks joined all of it.
+        nbytes: of the workspace.
+    """
+
+    made: dict[str, Tensor] = field(default_factory=dict)
+    read: dict[str, Tensor] = field(default_factory=dict)
+    nbytes: int = 0
+
+    @classmethod
+    def of(cls, sessions: Sequence[Any], point: ShapePoint, ranks: int) -> _Between:
+        """Places them; what no segment reads any more makes room for others of its size."""
+        placed, free = cls(), defaultdict[int, list[int]](list)
+        last = {value.name: at for at, session in enumerate(sessions) for value in session.get_inputs()}
+
+        def place(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Tensor:
+            nbytes = aligned(Tensor(0, dtype, shape).nbytes)
+            if free[nbytes]:
+                return Tensor(free[nbytes].pop(), dtype, shape)
+            placed.nbytes += nbytes
+            return Tensor(placed.nbytes - nbytes, dtype, shape)
+
+        for at, session in enumerate(sessions):
+            done = [placed.read[name] for name, until in last.items() if until == at and name in placed.read]
+            for value in session.get_outputs():
+                if value.name.startswith((CARRIED, *MEETINGS)):
+                    shape = tuple(size if isinstance(size, int) else point.sizes[size] for size in value.shape)
+                    made = placed.made[value.name] = placed.read[value.name] = place(_TYPES[value.type], shape)
+                    if value.name.startswith(_JOIN):
+                        placed.read[value.name] = place(made.dtype, (ranks, *shape))
+                        done.append(made)
+            for tensor in done:
+                free[aligned(tensor.nbytes)].append(tensor.address)
+        return placed
+
+
 class SessionExecutor:
-    """Runs a graph in a session, or one a shape; see :class:`~specexport.runtime.cuda.executor.Executor`."""
+    """Runs a graph in a session, or one a shape; see :class:`~specexport.runtime.cuda.executor.Executor`.
 
-    workspace = 0  # onnxruntime takes its own
+    A rank's part of a split target has a session a segment, which run one after the other: between two of them the
+    ranks meet through the communicator.
+    """
 
-    def __init__(self, ort: Any, sessions: Mapping[ShapePoint, Any], cache_dtype: np.dtype[Any], device: int) -> None:
+    def __init__(
+        self,
+        ort: Any,
+        sessions: Mapping[ShapePoint, Sequence[Any]],
+        cache_dtype: np.dtype[Any],
+        device: Device,
+        ranks: int = 0,
+        communicator: Communicator | None = None,
+    ) -> None:
         self._ort = ort
         self._sessions = dict(sessions)
         self._device = device
+        self._communicator = communicator
+        self._between = {point: _Between.of(each, point, ranks) for point, each in sessions.items()}
+        self.workspace = max(between.nbytes for between in self._between.values())  # onnxruntime takes its own beside
         self.cache_dtype = cache_dtype
         self.points = frozenset(sessions)
 
     def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
-        session, options = self._sessions[point], self._ort.RunOptions()
+        options = self._ort.RunOptions()
         # The loop waits once a step, for what it reads back.
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        binding = session.io_binding()
-        for values, bind in (
-            (session.get_inputs(), binding.bind_input),
-            (session.get_outputs(), binding.bind_output),
-        ):
-            for value in values:
-                if value.name not in tensors:
-                    raise BackendError(f"the graph has a tensor {value.name!r}, which no graph of a bundle has")
-                tensor = tensors[value.name]
-                kind = _BFLOAT16 if tensor.dtype == CACHE_TYPES["bf16"] else tensor.dtype.type
-                bind(value.name, "cuda", self._device, kind, tensor.shape, tensor.address)
+        made, read = (
+            {name: replace(one, address=one.address + workspace.address) for name, one in inner.items()}
+            for inner in (self._between[point].made, self._between[point].read)
+        )
+        runs = []
+        for session in self._sessions[point]:
+            binding = session.io_binding()
+            for values, bind, known in (
+                (session.get_inputs(), binding.bind_input, {**tensors, **read}),
+                (session.get_outputs(), binding.bind_output, {**tensors, **made}),
+            ):
+                for value in values:
+                    if value.name not in known:
+                        raise BackendError(f"the graph has a tensor {value.name!r}, which no graph of a bundle has")
+                    tensor = known[value.name]
+                    kind = _BFLOAT16 if tensor.dtype == CACHE_TYPES["bf16"] else tensor.dtype.type
+                    bind(value.name, "cuda", self._device.cuda.device.index, kind, tensor.shape, tensor.address)
+            meetings = [value.name for value in session.get_outputs() if value.name.startswith(MEETINGS)]
+            runs.append((session, binding, meetings))
+        communicator, stream = self._communicator, self._device.stream.handle
 
         def enqueue() -> None:
-            try:
-                session.run_with_iobinding(binding, options)
-            except Exception as error:  # onnxruntime's exceptions share no public base
-                raise BackendError(f"onnxruntime did not run the graph at {point}: {error}") from error
+            for session, binding, meetings in runs:
+                try:
+                    session.run_with_iobinding(binding, options)
+                except Exception as error:  # onnxruntime's exceptions share no public base
+                    raise BackendError(f"onnxruntime did not run the graph at {point}: {error}") from error
+                for name in meetings:
+                    assert communicator is not None  # only a rank's part has segments
+                    if name.startswith(_JOIN):
+                        communicator.gather(made[name], read[name], stream)
+                    else:
+                        communicator.add_up(made[name], stream)
 
         return enqueue
 

@@ -16,7 +16,7 @@ from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.executor import CACHE_TYPES, Enqueue
-from specexport.runtime.cuda.library import Library, choose
+from specexport.runtime.cuda.library import Library
 from specexport.runtime.cuda.memory import Device, Region, Tensor
 from specexport.runtime.cuda.nccl import Communicator
 from specexport.runtime.cuda.stream import CudaStream
@@ -229,11 +229,6 @@ class EngineLibrary(Library):
     def __init__(self, bundle: Bundle, device: Device, name: EngineRuntime) -> None:
         super().__init__(bundle, device, name)
         self._kernels = CompiledKernels(bundle, device) if name == "tensorrt-rtx" else None
-
-    def rank(self, model: Model, rank: int, communicator: Communicator) -> EngineExecutor:
-        """What runs a rank's part of a split model; see :meth:`model`."""
-        part = model.of_rank(rank)
-        return self._open(part, choose(part.engines, self.name, self._device.cuda.device), communicator)
 
     def _open(
         self,
