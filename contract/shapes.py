@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Annotated
 
@@ -50,6 +51,15 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
             "K": self.drafts,
             "F": self.fed,
         }
+
+    def size(self, dim: int | str) -> int:
+        """The length of an axis that a graph calls ``T``, or a product such as ``2*T``.
+
+        Raises:
+            KeyError: no symbolic dimension is called so.
+        """
+        factors = str(dim).split("*")
+        return math.prod(int(one) if one.isdecimal() else self.sizes[one] for one in factors)
 
     def __str__(self) -> str:
         rows = f".r{self.rows}" if self.rows else ""

@@ -92,16 +92,18 @@ def write_segments(source: Path, sizes: dict[str, int]) -> list[Path]:
     Raises:
         BuildError: what goes from one segment to another is of no size that a shape point says.
     """
-    known, written = ShapePoint(1, 1, 1).sizes, []
+    any_point, written = ShapePoint(1, 1, 1), []
     for at, segment in enumerate(cut(ir.load(source), sizes_apart=True)):
         _fix(segment.graph, sizes)
         for value in segment.graph.outputs:
-            unknown = [dim for dim in value.shape or ("?",) if not isinstance(dim, int) and str(dim) not in known]
-            if unknown:
+            try:
+                for dim in value.shape or ("?",):
+                    any_point.size(str(dim))
+            except KeyError as dim:
                 raise BuildError(
-                    f"{source}: between its segments {value.name} has an axis of unknown size, {unknown[0]}; choose "
-                    "--backend onnxruntime, or build without --tensor-parallel"
-                )
+                    f"{source}: {value.name}, which goes from one segment to another, has an axis of unknown size "
+                    f"({dim}); choose --backend onnxruntime, or build without --tensor-parallel"
+                ) from None
         written.append(source.with_name(f"{source.stem}.{at:03}.onnx"))
         ir.save(segment, written[-1])
     return written

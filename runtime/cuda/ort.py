@@ -217,7 +217,7 @@ class _Between:
             done = [placed.read[name] for name, until in last.items() if until == at and name in placed.read]
             for value in session.get_outputs():
                 if value.name.startswith((CARRIED, *MEETINGS)):
-                    shape = tuple(size if isinstance(size, int) else point.sizes[size] for size in value.shape)
+                    shape = tuple(map(point.size, value.shape))
                     made = placed.made[value.name] = placed.read[value.name] = place(_TYPES[value.type], shape)
                     if value.name.startswith(_JOIN):
                         placed.read[value.name] = place(made.dtype, (ranks, *shape))

@@ -64,6 +64,7 @@ KINDS = (
     "mlp_speculator",
     "self_draft",
     "plain",
+    "split",
 )
 CHOSEN = (
     *(f"hybrid-{precision}-{lowering}" for precision, lowering in _MIXED),
@@ -77,6 +78,8 @@ CHOSEN = (
     "mlp_speculator-int4-native",
     "self_draft-int8-portable",
     "plain-fp16-native",
+    "split-fp16-native",
+    "split-int4-native",
 )
 """Every precision, lowering, method and number of slots meets every other. The hybrid has all methods that one bundle
 can have together, so with every precision and lowering it meets all pairs; of the two methods that need another draft
@@ -111,6 +114,7 @@ def make(name: str, root: Path) -> Path:
                     max_seq_len=128,
                     max_batch_size=max(SLOTS),
                     backend=BACKEND,
+                    tensor_parallel=2 if kind == "split" else 1,
                     engines=EngineOptions(BACKEND),
                 )
             )
@@ -142,6 +146,7 @@ def methods(kind: str, checkpoints: Path) -> tuple[Method, ...]:
         "mlp_speculator": ways(mlp_speculator=stages, trees=(_TREE,)),
         "self_draft": ways(self_draft=1, trees=(_TREE,)),
         "plain": (),
+        "split": ways(draft=draft, sizes=(3,)),
     }[kind]
 
 

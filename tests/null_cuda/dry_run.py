@@ -40,6 +40,7 @@ PROMPT = [*[0] * 8, 5, 6, 7]
 """It ends in text, for drafts with another tokenizer, and null kernels go on with zeros, so that look-ups find some."""
 TEXT_METHOD = "ngram"
 """It needs no graph, so every bundle has it: in most of them its chains are longer than what the device can decide."""
+SPLIT = "the host takes the steps, as GPUs share the target"
 _SHAPES = frozenset({"Shape", "Size"})
 
 
@@ -241,6 +242,11 @@ class DryRun:
 def main(arguments: Sequence[str]) -> None:
     """Loads, steps and writes the report."""
     bundle, slots, report = Path(arguments[0]), int(arguments[1]), Path(arguments[2])
+    # Other ranks are processes of their own, on such a GPU each; one log is one process's.
+    start = "import os\nfrom tests.null_cuda.bindings import NullRuntime, install\n"
+    start += "os.environ.pop('NULL_CUDA_LOG', None)\ninstall(NullRuntime())\n"
+    (report.parent / "sitecustomize.py").write_text(start, encoding="utf-8")
+    sys.path.insert(0, str(report.parent))
     onnxruntime.set_default_logger_severity(3)
     runtime = install(NullRuntime())
     speculate_always()
@@ -259,9 +265,10 @@ def main(arguments: Sequence[str]) -> None:
             run.all()
             backend: Any = engine.backend
             sessions.problems += run.problems
+            ranks = engine.manifest.target.ranks
             # A bundle that was built without methods has no graphs to decide with.
-            said["execution"] = backend.execution if engine.manifest.program else "host"
-            if backend.fallback:
+            said["execution"] = backend.execution if engine.manifest.program or ranks else "host"
+            if backend.fallback != (SPLIT if ranks else ""):
                 sessions.problems.append(f"falls back: {backend.fallback}")
     said["loads"] = sum(sessions.loads.values())
     report.write_text(json.dumps(said), encoding="utf-8")

@@ -29,6 +29,7 @@ LIBRARIES = {
     "cublaslt.c": "libcublasLt.so.13",
     "cudnn.c": "libcudnn.so.9",
     "curand.c": "libcurand.so.10",
+    "nccl.c": "libnccl.so.2",
     "driver.c": "libcuda.so.1",
 }
 _INSTALL_SECONDS = 900

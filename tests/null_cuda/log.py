@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-LAUNCHES = ("kernel", "cublas", "cudnn", "cudaMemcpy", "cudaMemset", "cudaLaunchHostFunc")
+LAUNCHES = ("kernel", "cublas", "cudnn", "nccl", "cudaMemcpy", "cudaMemset", "cudaLaunchHostFunc")
 """What calls that give work to a stream begin with, but for ``SETUP``."""
 SETUP = ("cublasCreate", "cublasDestroy", "cublasLtMatmulAlgoGetHeuristic", "cudnnCreate", "cudnnDestroy")
 MEMORY = ("cudaMalloc", "cudaHostAlloc", "cudaFree", "cublasCreate", "cudnnCreate", "cudaMemPoolCreate")
@@ -199,7 +199,7 @@ def _role(run: str) -> str:
     folder, _, file = run.split()[0].rpartition("/")
     if folder.endswith("program"):
         return next((role for role in ("accept", "commit") if file.startswith(role)), "draft")
-    return "target" if folder.endswith("target") and file.startswith("step") else "draft"
+    return "target" if folder.split("/")[0] == "target" and file.startswith("step") else "draft"
 
 
 @cache
