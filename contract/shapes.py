@@ -53,13 +53,13 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
         }
 
     def size(self, dim: int | str) -> int:
-        """The length of an axis that a graph calls ``T``, or a product such as ``2*T``.
+        """The length of an axis that a graph calls ``T``, or a sum or product such as ``S + 2*T``.
 
         Raises:
             KeyError: no symbolic dimension is called so.
         """
-        factors = str(dim).split("*")
-        return math.prod(int(one) if one.isdecimal() else self.sizes[one] for one in factors)
+        terms = [term.strip().split("*") for term in str(dim).split("+")]
+        return sum(math.prod(int(one) if one.isdecimal() else self.sizes[one] for one in term) for term in terms)
 
     def __str__(self) -> str:
         rows = f".r{self.rows}" if self.rows else ""

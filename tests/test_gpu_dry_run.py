@@ -80,8 +80,9 @@ def test_dry_run(
     if RECORD:
         record(cell, used)
     problems = [*found["problems"], *wrong(report), *over_budget(cell, used)]
-    if used and found["execution"] not in ("graph per engine" if name.startswith("split") else "graph per step", "host"):
-        problems.append(f"steps run as {found['execution']!r} instead of as captured graphs")
+    expected = "graph per engine" if name.startswith("split") else "graph per step"
+    if used and found["execution"] not in (expected, "host"):
+        problems.append(f"steps run as {found['execution']!r} instead of {expected!r}")
     memory = sum(len(step.memory) for step in report.steps)
     record_property("gpu dry run", [cell, found["loads"], len(report.captures), used, memory, len(problems)])
     assert not problems, "\n".join(problems)

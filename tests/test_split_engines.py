@@ -8,12 +8,14 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -25,13 +27,16 @@ from specexport.exporter.build import build
 from specexport.exporter.engines import compiler
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import EngineOptions
-from specexport.exporter.engines.source import write_source
+from specexport.exporter.engines.source import write_segments, write_source
 from specexport.exporter.options import BuildOptions
-from specexport.runtime import Engine, SamplingParams
+from specexport.runtime import Engine, SamplingParams, segments
+from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda import nccl
+from specexport.runtime.cuda.memory import Tensor
 from specexport.runtime.segments import open_whole
 from specexport.runtime.speculative import PLAIN
 from specexport.verify.engines import runnable
+from specexport.verify.graphs import check_graphs
 from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, tokenizer
 from tests.compiled import compiled
 from tests.nccl_stand_in import followed
@@ -117,9 +122,9 @@ def test_the_network_has_a_collective_for_each_meeting(split: Callable[[str], Pa
     ],
 )
 def test_with_collectives_a_graph_computes_what_its_segments_do(
-    family: str, meetings: int, more: dict[str, Any], tmp_path: Path
+    family: str, meetings: int, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both ranks' graphs in one, in which a collective reads what both have."""
+    """Both ranks' graphs in one, in which a collective reads what both have; then the segments for ONNX Runtime."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {**GROUPED, "vocab_size": VOCAB, "num_key_value_heads": 4}
@@ -140,12 +145,26 @@ def test_with_collectives_a_graph_computes_what_its_segments_do(
             parts.append(onnx.load(source, load_external_data=False))
             assert [node.op_type for node in parts[-1].graph.node].count("DistCollective") == meetings
         (folder / "target/both.onnx").write_bytes(_together(parts).SerializeToString())
-        _compare(folder, manifest, slots=1 if fixed else 2)
+        given, expected = _expected(folder, manifest, slots=1 if fixed else 2)
+        _compare(folder, given, expected)
+    ranks = []
+    for files in manifest.target.ranks:
+        source = (folder / files.master).with_name("apart.onnx")
+        write_source(folder / files.master, source, "fp32", 0, {}, compiled=False, ranks=2)
+        ranks.append([onnxruntime.InferenceSession(str(path)) for path in write_segments(source, {})])
+    monkeypatch.setattr(segments, "_whole", lambda name, part, ranks: (ranks, *part) if "join" in name else part)
+    monkeypatch.setattr(segments, "put_together", _as_nccl)
+    found = segments.AllRanks(ranks).run(list(expected), given)
+    for one, wanted in zip(found, expected.values(), strict=True):
+        np.testing.assert_allclose(one, wanted, atol=1e-5)
 
 
-def _compare(folder: Path, manifest: Manifest, slots: int) -> None:
-    import onnxruntime
+def _as_nccl(name: str, parts: Any, whole: Any) -> None:
+    whole[...] = np.stack(parts) if name.startswith("join.") else sum(parts)
 
+
+def _expected(folder: Path, manifest: Manifest, slots: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Inputs of a step, and what the CPU's segments make of them."""
     whole = open_whole(lambda name: folder / name, manifest.target, "native", 1)
     given, generator = {}, np.random.default_rng(0)
     tokens = {"B": slots, "T": 3, "R": 2, "S": 16}
@@ -156,7 +175,10 @@ def _compare(folder: Path, manifest: Manifest, slots: int) -> None:
     given |= {"position_ids": np.tile([5, 6, 7], (slots, 1)), "past_length": np.full(slots, 5)}
     given["logits_rows"] = np.tile([0, 2], (slots, 1))
     names = [one.name for one in whole.get_outputs()]
-    expected = dict(zip(names, whole.run(None, given), strict=True))
+    return given, dict(zip(names, whole.run(None, given), strict=True))
+
+
+def _compare(folder: Path, given: dict[str, Any], expected: dict[str, Any]) -> None:
     session = onnxruntime.InferenceSession(str(folder / "target/both.onnx"))
     both = {}
     for rank in range(2):
@@ -164,7 +186,7 @@ def _compare(folder: Path, manifest: Manifest, slots: int) -> None:
             own = np.split(array, 2, 1)[rank] if name.startswith(tensors.CACHES) else array
             both[f"{rank}/{name}"] = own
     found = dict(zip((one.name for one in session.get_outputs()), session.run(None, both), strict=True))
-    for name in names:
+    for name in expected:
         parts = [found[f"{rank}/{name}"] for rank in range(2)]
         if name == "logits":
             np.testing.assert_allclose(parts[0], expected[name], atol=1e-5)
@@ -240,6 +262,37 @@ def test_libraries_without_collectives_are_refused(
     monkeypatch.setattr(Old, "IDistCollectiveLayer", None, raising=False)
     with pytest.raises(BuildError, match=r"compute_capability is 7\.5, and the collective layers.*need 8\.0"):
         compile_bundle(split("fp32"), EngineOptions("tensorrt", capabilities=((8, 9), (7, 5))))
+
+
+@pytest.mark.parametrize(("compute", "kind"), [("fp16", 10), ("bf16", 16)])
+def test_segments_for_onnxruntime_meet_in_the_type_they_compute_in(
+    compute: Any, kind: int, split: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """And sizes do not go from one to another, where the host would read them back from the device."""
+    folder = shutil.copytree(split("fp32") / "target/rank-1", tmp_path / "rank-1")
+    write_source(folder / "step.onnx", folder / "half.onnx", compute, 0, {"S": 256}, compiled=False, ranks=2)
+    graphs = [onnx.load(path, load_external_data=False).graph for path in write_segments(folder / "half.onnx", {})]
+    between = [one for graph in graphs for one in graph.output if one.name.startswith(("sum.", "join.", "carried."))]
+    met = [one for one in between if not one.name.startswith("carried.")]
+    assert [one.name for one in met] == [*(f"sum.{at}" for at in range(5)), "join.5"]
+    assert {one.type.tensor_type.elem_type for one in met} == {kind}
+    assert all(len(one.type.tensor_type.shape.dim) > 2 for one in between)
+
+
+def test_every_rank_has_as_many_segments(split: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(split("fp32"), tmp_path / "bundle")
+    for _ in range(2):  # again it takes the graphs that are there
+        compile_bundle(folder, EngineOptions("onnxruntime-cuda"))
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, hashes=True)
+    check_graphs(Bundle.open(folder), lambda *_: None)
+    first, second = manifest.target.engines
+    assert (first.rank, second.rank, len(first.segments), len(second.segments)) == (0, 1, 7, 7)
+    engines = (first, msgspec.structs.replace(second, segments=second.segments[:-1]))
+    changed = msgspec.structs.replace(manifest, target=msgspec.structs.replace(manifest.target, engines=engines))
+    (folder / "specexport.json").write_bytes(msgspec.json.encode(changed))
+    with pytest.raises(BundleError, match="engines of the target for onnxruntime-cuda: expected as many segments"):
+        read_manifest(folder)
 
 
 def test_an_engine_is_of_a_rank_that_is_there(split: Callable[[str], Path], tmp_path: Path) -> None:
@@ -359,6 +412,16 @@ int ncclCommInitRank(void **made, int ranks, ncclUniqueId id, int rank) {
     return 0;
 }
 int ncclCommAbort(void *made) { ++*(int *)made; return 0; }
+int ncclAllReduce(const void *from, void *to, size_t count, int type, int operation, void *made, void *stream) {
+    if (made != &aborted || stream != (void *)5 || type != 6 || operation != 0) return 4;
+    memcpy(to, from, 2 * count);
+    return *(const short *)from == 3 ? 0 : 4;
+}
+int ncclAllGather(const void *from, void *to, size_t count, int type, void *made, void *stream) {
+    if (made != &aborted || stream != (void *)5 || type != 9) return 4;
+    for (int rank = 0; rank < 2; rank++) memcpy((char *)to + rank * 2 * count, from, 2 * count);
+    return 0;
+}
 const char *ncclGetErrorString(int status) { return status == 5 ? "invalid usage" : "invalid argument"; }
 """
 
@@ -379,9 +442,18 @@ def test_nccl_is_called_as_its_header_says(tmp_path: Path, monkeypatch: pytest.M
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     count = ctypes.c_int.in_dll(real(str(built)), "aborted")
     assert pointer(communicator.capsule, b"ncclComm_t") == ctypes.addressof(count)
+    part, whole = np.full(4, 3, np.uint16), np.zeros((2, 4), np.uint16)
+    given = Tensor(part.ctypes.data, part.dtype, part.shape)
+    communicator.gather(given, Tensor(whole.ctypes.data, whole.dtype, whole.shape), 5)
+    np.testing.assert_array_equal(whole, 3)
+    communicator.add_up(replace(given, dtype=np.dtype(np.float16)), 5)
+    with pytest.raises(BackendError, match="ncclAllReduce failed with status 4"):
+        communicator.add_up(given, 5)
     for _ in range(2):
         communicator.close()
     assert count.value == 1
+    with pytest.raises(BackendError, match="ncclAllReduce: a rank ended, and with it what the ranks meet through"):
+        communicator.add_up(given, 5)
     with pytest.raises(BackendError, match="ncclCommInitRank failed with status 5: invalid usage; NCCL_DEBUG=INFO"):
         library.join(unique_id, 2, 2)
     with pytest.raises(BackendError, match="status 4: invalid argument"):

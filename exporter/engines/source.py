@@ -92,18 +92,17 @@ def write_segments(source: Path, sizes: dict[str, int]) -> list[Path]:
     Raises:
         BuildError: what goes from one segment to another is of no size that a shape point says.
     """
-    any_point, written = ShapePoint(1, 1, 1), []
-    for at, segment in enumerate(cut(ir.load(source), sizes_apart=True)):
+    segments, written = cut(ir.load(source), sizes_apart=True), []
+    try:
+        for value in [value for segment in segments for value in segment.graph.outputs]:
+            list(map(ShapePoint(1, 1, 1).size, map(str, value.shape or ("?",))))
+    except KeyError as unknown:
+        raise BuildError(
+            f"{source}: {value.name}, which goes from one segment to another, has an axis of unknown size, {unknown}; "
+            "choose --backend onnxruntime, or build without --tensor-parallel"
+        ) from None
+    for at, segment in enumerate(segments):
         _fix(segment.graph, sizes)
-        for value in segment.graph.outputs:
-            try:
-                for dim in value.shape or ("?",):
-                    any_point.size(str(dim))
-            except KeyError as dim:
-                raise BuildError(
-                    f"{source}: {value.name}, which goes from one segment to another, has an axis of unknown size "
-                    f"({dim}); choose --backend onnxruntime, or build without --tensor-parallel"
-                ) from None
         written.append(source.with_name(f"{source.stem}.{at:03}.onnx"))
         ir.save(segment, written[-1])
     return written

@@ -80,6 +80,7 @@ CHOSEN = (
     "plain-fp16-native",
     "split-fp16-native",
     "split-int4-native",
+    "split-int8-portable",
 )
 """Every precision, lowering, method and number of slots meets every other. The hybrid has all methods that one bundle
 can have together, so with every precision and lowering it meets all pairs; of the two methods that need another draft
