@@ -26,8 +26,6 @@ PROBE_SHARE = 0.005
 """The share of time that trying to speculate again may cost where it did not pay."""
 READ_SHARE = 0.01
 """The share beside it where a draft has to read what it missed first."""
-_LONG_MATCH = 4
-"""Matched tokens beyond which look-ups are taken to come true alike."""
 _STEPS_AHEAD = 64
 """Most steps that what a draft reads is expected to be of use in."""
 _TOKENS_A_STEP = 3
@@ -246,14 +244,11 @@ class MeasuredPolicy(SpeculationPolicy):
 
     def _gains(self, request: Request, method: str, fits: Sequence[Fit]) -> list[tuple[float, Fit]]:
         """Draft tokens of each tree that are expected to be accepted; what is beyond the output's end is none."""
-        most = request.room - 1.0
-        if method == request.lookup:
-            acceptance, _ = self._acceptance(request, method, _alike(self._found[request]))
-            return [(min(acceptance.expected(fit.depth), most), fit) for fit in fits]
         deepest: dict[int, int] = {}
         for fit in fits:
             deepest[fit.alike] = max(fit.depth, deepest.get(fit.alike, 0))
         known = {alike: self._acceptance(request, method, alike)[0].by_depth(deep) for alike, deep in deepest.items()}
+        most = request.room - 1.0
         return [(min(known[fit.alike][fit.depth], most), fit) for fit in fits]
 
     def _fit(self, name: str, tree: TokenTree) -> Fit:
@@ -267,7 +262,7 @@ class MeasuredPolicy(SpeculationPolicy):
             if (found := self._found.get(request)) and request.lookup is not None:
                 right = common_prefix(found, outcome.tokens)
                 known = min(len(found), right + (right < len(outcome.tokens)))  # what comes after the step is not
-                for acceptance in self._acceptance(request, request.lookup, _alike(found)):
+                for acceptance in self._acceptance(request, request.lookup, 0):
                     acceptance.learn(known, right)
             if fit is None or request.view.lookup is not None:
                 history.unread += len(outcome.tokens)
@@ -353,11 +348,6 @@ def best(
 def _pick(options: Sequence[Option], rate: float) -> Option | None:
     most = max(options, key=lambda one: one.gain - rate * one.seconds, default=None)
     return most if most is not None and most.gain > rate * most.seconds else None
-
-
-def _alike(found: Sequence[int]) -> int:
-    """Apart from trees' kinds, the same for look-ups that come true as often: long matches give more tokens."""
-    return -min((len(found) + 1) // 2, _LONG_MATCH)
 
 
 def _at_least(sizes: Sequence[int], wanted: int) -> int:

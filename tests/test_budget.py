@@ -148,21 +148,6 @@ def test_a_look_up_is_weighed_by_the_speed_without_it(manifest: Manifest) -> Non
     assert request.view.lookup == "ngram"
 
 
-def test_short_and_long_matches_come_true_by_themselves(manifest: Manifest) -> None:
-    batch = Batch(manifest, curve(manifest, lambda _, tokens: 9.0 + tokens, lambda _, nodes: 3.0 * nodes), 1, 8)
-    policy, (request,) = batch.budget, batch.requests
-    request.lookup = "ngram"
-    chosen = {}
-    for turn in range(24):
-        found = [1] * (7 if turn % 2 else 3)
-        policy.look_up = lambda *_, found=found: found
-        policy.assign([request])
-        chosen[len(found)] = request.view.lookup
-        right = 7 if turn % 2 else 0
-        policy.learn([request], [Outcome([1] * right + [2], 0, 0, right)])
-    assert chosen == {3: None, 7: request.lookup}
-
-
 def test_one_request_s_rejections_are_its_own(manifest: Manifest) -> None:
     """All slots pay for the widest tree, so that one that is always rejected costs nothing beside the others."""
     batch = Batch(manifest, curve(manifest, lambda _, tokens: 4.0 + tokens), 4, 5)

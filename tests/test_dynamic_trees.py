@@ -15,7 +15,6 @@ import pytest
 from specexport.contract.errors import BuildError, SpecExportError
 from specexport.contract.methods import read_methods
 from specexport.contract.tree import TokenTree
-from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import most_probable_tree
 from specexport.runtime.proposers.eagle3 import best_of_levels
@@ -151,13 +150,19 @@ def test_several_requests_at_once(bundle: Callable[[str], Path], tmp_path: Path,
     assert together == alone
 
 
-def test_only_dynamic_trees_are_expanded_and_engines_expand_none(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_only_dynamic_trees_are_expanded(bundle: Callable[[str], Path], tmp_path: Path) -> None:
     source = copytree(bundle("dice-eagle3-levels"), tmp_path / "b")
     manifest = json.loads((source / "specexport.json").read_text())
     manifest["methods"][0]["dynamic_tree"] = False
     (source / "specexport.json").write_text(json.dumps(manifest))
     with pytest.raises(SpecExportError, match="expand is 3, but only a dynamic tree is expanded; set dynamic_tree too"):
         Engine.load(source)
+
+
+@pytest.mark.exporter
+def test_engines_expand_no_trees() -> None:
+    from specexport.exporter.options import BuildOptions
+
     levels = read_methods([{"method": "eagle3", "model": "here", "expand": 3, "dynamic_tree": True}])
     for lowering, backend in (("portable", "onnxruntime"), ("native", "tensorrt-rtx"), ("native", "onnxruntime-cuda")):
         said = f"eagle3: expand was given with lowering {lowering} and backend {backend}"
