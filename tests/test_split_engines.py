@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError, BundleError
 from specexport.contract.manifest import Manifest
 from specexport.contract.reading import check_files, read_manifest
+from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build import build
 from specexport.exporter.engines import compiler
 from specexport.exporter.engines.bundle import compile_bundle
@@ -33,6 +35,7 @@ from specexport.runtime import Engine, SamplingParams, segments
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda import nccl
 from specexport.runtime.cuda.memory import Tensor
+from specexport.runtime.cuda.ort import _Between
 from specexport.runtime.segments import open_whole
 from specexport.runtime.speculative import PLAIN
 from specexport.verify.engines import runnable
@@ -293,6 +296,32 @@ def test_every_rank_has_as_many_segments(split: Callable[[str], Path], tmp_path:
     (folder / "specexport.json").write_bytes(msgspec.json.encode(changed))
     with pytest.raises(BundleError, match="engines of the target for onnxruntime-cuda: expected as many segments"):
         read_manifest(folder)
+
+
+def test_what_goes_between_segments_has_room() -> None:
+    """A carried value keeps its place until it was read for the last time; a part is apart from what it becomes."""
+
+    def session(given: list[str], made: list[str], size: Any = "2*T") -> Any:
+        def values(names: list[str]) -> list[Any]:
+            return [SimpleNamespace(name=one, type="tensor(float16)", shape=["B", size, 32]) for one in names]
+
+        return SimpleNamespace(get_inputs=lambda: values(given), get_outputs=lambda: values(made))
+
+    point = ShapePoint(2, 4, 128, 4)
+    sessions = [
+        session([], ["sum.0", "carried.a"]),
+        session(["sum.0"], ["sum.1", "carried.b"]),
+        session(["sum.1", "carried.a"], ["join.2"]),
+        session(["join.2", "carried.b"], ["logits"]),
+    ]
+    between = _Between.of(sessions, point, 2)
+    each = 2 * 8 * 32 * 2
+    at = {name: tensor.address // each for name, tensor in between.made.items()}
+    assert at == {"sum.0": 0, "carried.a": 1, "sum.1": 2, "carried.b": 3, "join.2": 0}
+    assert (between.read["join.2"].address, between.read["join.2"].shape) == (4 * each, (2, 2, 8, 32))
+    assert between.nbytes == 6 * each and "logits" not in between.made
+    with pytest.raises(BackendError, match=r"sum\.0, which goes from one .* unknown type or size \('Z'\); compile the"):
+        _Between.of([session([], ["sum.0"], "S + Z")], point, 2)
 
 
 def test_an_engine_is_of_a_rank_that_is_there(split: Callable[[str], Path], tmp_path: Path) -> None:

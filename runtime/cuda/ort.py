@@ -217,14 +217,24 @@ class _Between:
             done = [placed.read[name] for name, until in last.items() if until == at and name in placed.read]
             for value in session.get_outputs():
                 if value.name.startswith((CARRIED, *MEETINGS)):
-                    shape = tuple(map(point.size, value.shape))
-                    made = placed.made[value.name] = placed.read[value.name] = place(_TYPES[value.type], shape)
+                    dtype, shape = _declared(value, point)
+                    made = placed.made[value.name] = placed.read[value.name] = place(dtype, shape)
                     if value.name.startswith(_JOIN):
                         placed.read[value.name] = place(made.dtype, (ranks, *shape))
                         done.append(made)
             for tensor in done:
                 free[aligned(tensor.nbytes)].append(tensor.address)
         return placed
+
+
+def _declared(value: Any, point: ShapePoint) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    try:
+        return _TYPES[value.type], tuple(map(point.size, value.shape))
+    except KeyError as unknown:
+        raise BackendError(
+            f"{value.name}, which goes from one segment to another, has an unknown type or size ({unknown}); compile "
+            "the bundle again"
+        ) from None
 
 
 class SessionExecutor:
@@ -247,7 +257,8 @@ class SessionExecutor:
         self._sessions = dict(sessions)
         self._device = device
         self._communicator = communicator
-        self._between = {point: _Between.of(each, point, ranks) for point, each in sessions.items()}
+        # What is not split has nothing of the kind, whatever its tensors are called.
+        self._between = {at: _Between.of(each if communicator else (), at, ranks) for at, each in sessions.items()}
         self.workspace = max(between.nbytes for between in self._between.values())  # onnxruntime takes its own beside
         self.cache_dtype = cache_dtype
         self.points = frozenset(sessions)
@@ -273,7 +284,8 @@ class SessionExecutor:
                     tensor = known[value.name]
                     kind = _BFLOAT16 if tensor.dtype == CACHE_TYPES["bf16"] else tensor.dtype.type
                     bind(value.name, "cuda", self._device.cuda.device.index, kind, tensor.shape, tensor.address)
-            meetings = [value.name for value in session.get_outputs() if value.name.startswith(MEETINGS)]
+            returned = [value.name for value in session.get_outputs()]
+            meetings = [name for name in returned if name in made and name.startswith(MEETINGS)]
             runs.append((session, binding, meetings))
         communicator, stream = self._communicator, self._device.stream.handle
 
