@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="processes of one host that share the target; with TensorRT each has a GPU of its own",
+        help="processes of one host that share the target; on GPUs each has one of its own",
     )
     device.add_argument(
         "--no-compile",
