@@ -2,9 +2,10 @@
 
 A cell is a precision, a kind of text, a temperature and a number of requests at once. All ways take turns, every time
 in another order, and what is reported are medians of ratios within a turn, so that a machine whose speed drifts treats
-them alike. A fixed choice is kept in a batch too, which a request cannot ask for. ``first`` is the default as after
-opening a bundle: nothing is known of what earlier requests accepted. Cells that a result file holds already are not run
-again.
+them alike. The best of several noisy figures flatters: so first the best fixed choice is found, and then it, plain
+decoding and the default take further turns, which alone count. A fixed choice is kept in a batch too, which a request
+cannot ask for. ``first`` is the default as after opening a bundle: nothing is known of what earlier requests accepted,
+nor of how long steps took. Cells that a result file holds already are not run again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ from benchmarks.common import add_common_arguments, machine, new_table, write_re
 from benchmarks.pair import bundle, inflated_pair
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams, Stream
+from specexport.runtime.costs import Costs
 from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.request import Request
 from specexport.runtime.speculative import DEFAULT, PLAIN, Speculative
@@ -38,6 +40,8 @@ NEW_TOKENS = {1: 48, 4: 48, 8: 32}
 """Of each request, unless ``--new-tokens`` says so, likewise."""
 ALONE = 3
 """Prompts that are decoded one after the other where requests are alone."""
+FINDING = 2
+"""Turns that find the best fixed choice."""
 MAX_SEQ_LEN = 512
 LOOKUP = "ngram"
 TEXTS = {"code": "completion", "prose": "text", "edits": "edit"}
@@ -53,8 +57,9 @@ class Row:
         text: kind of prompt; ``random`` are tokens drawn evenly.
         temperature: 0 is greedy.
         concurrency: requests at once.
-        speeds: by way: ``plain``, ``default``, the draft's number of tokens, a look-up.
-        best: the fixed choice that was fastest, plain decoding among them.
+        speeds: by way: ``plain``, ``default``, the draft's number of tokens, a look-up; of ``best`` and these two in
+            the turns that count.
+        best: the fixed choice that was fastest in the turns before, plain decoding among them.
         over_best: median of the repeats' ratios of the default to it.
         over_plain: likewise to plain decoding.
         first_over_plain: likewise of a first request, which is alone.
@@ -89,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", default=",".join((*TEXTS, RANDOM)))
     parser.add_argument("--temperatures", default="0,0.7,1.5")
     parser.add_argument("--concurrency", default="1,4,8")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="turns that count")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -110,9 +115,8 @@ def main(args: argparse.Namespace) -> int:
         with Engine.load(folder, threads=args.threads, check_hashes=False, prefix_cache=False) as engine:
             warm = set[int]()
             for text, temperature, concurrency in missing:
-                turns = range(int(concurrency in warm), args.repeats + 1)  # turn 0 pays for buffers
+                rows.append(_cell(engine, precision, text, temperature, concurrency, concurrency not in warm, args))
                 warm.add(concurrency)
-                rows.append(_cell(engine, precision, text, temperature, concurrency, turns, args))
                 write_report(args.json, {"machine": machine(args.threads), "rows": [asdict(row) for row in rows]})
                 _print(rows[-1:])
     _print(rows)
@@ -125,7 +129,7 @@ def _cell(
     text: str,
     temperature: float,
     concurrency: int,
-    turns: range,
+    cold: bool,
     args: argparse.Namespace,
 ) -> Row:
     prompts = _prompts(engine, text, max(concurrency, ALONE), args.prompt_tokens)
@@ -141,28 +145,38 @@ def _cell(
     times: dict[str, list[float]] = {name: [] for name in ways}
     texts: dict[str, list[list[int]]] = {}
     steps: dict[str, int] = {}
-    for turn in turns:
+
+    def turn_of(names: Sequence[str], turn: int) -> None:
         params = SamplingParams(temperature=temperature, max_tokens=new_tokens, ignore_eos=True, seed=turn)
-        order = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]
-        for name, way in ((name, ways[name]) for name in order):
+        for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
             seconds, streams = 0.0, list[Stream]()
             for each in together:
                 with _policy(engine, name):
-                    taken, made = _run(engine, each, params, concurrency, way)
+                    taken, made = _run(engine, each, params, concurrency, ways[name])
                 seconds, streams = seconds + taken, streams + made
             texts[name] = [stream.tokens[-new_tokens:] for stream in streams]
-            if turn:
-                times[name].append(seconds)
-            if turn and name == "default":
+            times[name].append(seconds)
+            if name == "default":
                 for stream in streams:
                     for method, by in stream.stats.steps_by_draft.items():
                         steps[method] = steps.get(method, 0) + sum(by.values())
+
+    if cold:  # pays for buffers
+        turn_of(list(ways), 0)
+        times = {name: [] for name in ways}
+    fixed = [name for name in ways if name not in ("default", "first")]
+    for turn in range(FINDING):
+        turn_of(fixed, turn)
+    best = min(fixed, key=lambda name: statistics.median(times[name]))
+    counted = [name for name in ways if name in ("plain", "default", "first", best)]
+    times |= {name: [] for name in counted}
+    steps.clear()
+    for turn in range(args.repeats):
+        turn_of(counted, FINDING + turn)
     tokens = len(prompts) * new_tokens
 
     def over(name: str, way: str = "default") -> float:
         return statistics.median(other / own for own, other in zip(times[way], times[name], strict=True))
-
-    best = min((name for name in ways if name not in ("default", "first")), key=over)
 
     return Row(
         precision,
@@ -186,7 +200,8 @@ def _policy(engine: Engine, name: str) -> Iterator[None]:
     assert engine.costs is not None
     kept = scheduler._policy
     if name == "first":
-        fresh = MeasuredPolicy(engine.manifest, engine.speculations, engine.costs, program.sizes)
+        costs = Costs(engine.costs.curve, refined=True)
+        fresh = MeasuredPolicy(engine.manifest, engine.speculations, costs, program.sizes)
         fresh.look_up = program.look_up
         scheduler._policy = fresh
     elif name != "default":

@@ -5,13 +5,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta
 
 from specexport.contract.model import Size, Strict
 
 Seconds = Annotated[float, Meta(gt=0.0, le=1e6)]
+_PACE_STEP, _FACTOR_STEP = 1.02, 1.005
+"""By what a time that was seen moves the machine's speed, and how a call compares with the others."""
+_MOST: Final = 1.5
+"""Furthest that a cost is moved from what was measured."""
 
 
 class Cost(Strict, frozen=True):
@@ -69,24 +73,63 @@ class Costs:
 
     A batch larger than all that were measured takes as long as the largest of them does with as many tokens in all,
     and its proposals take longer in proportion.
+
+    The times of the steps themselves refine them (:meth:`refine`): in decoding a wide step takes some percent longer,
+    beside a plain one, than when it was measured, and the machine may have been busy then. Only how costs compare
+    matters. So each call has a factor of its own beside the machine's present speed, and a time that is longer or
+    shorter than expected moves both a little, whatever it is: they follow the median, and an outlier is one step.
+
+    Attributes:
+        curve: what was measured.
+
+    Args:
+        curve: it.
+        refined: whether to take in the times of steps; else costs stay what they are.
     """
 
-    def __init__(self, curve: CostCurve) -> None:
-        self._curve = curve
+    def __init__(self, curve: CostCurve, refined: bool = False) -> None:
+        self.curve = curve
+        self._refined = refined
+        self._pace = 1.0
+        self._factors: dict[tuple[str | None, int, int], float] = {}
         self._steps, self._longer = _Line(curve.steps), _Line(curve.longer)
         self._propose = {one.method: _Line(one.propose) for one in curve.methods}
         self._read = {one.method: one.read for one in curve.methods}
-        self.step = lru_cache(maxsize=4096)(self._step)
+        self._measured_step = lru_cache(maxsize=4096)(self._step)
+        self._measured_propose = lru_cache(maxsize=4096)(self._proposing)
 
-    def _step(self, batch: int, tokens: int, rows: int) -> float:
+    def step(self, batch: int, tokens: int, rows: int) -> float:
         """Seconds of a step that verifies ``tokens`` tokens a slot, without proposing."""
-        more = self._curve.more_rows - self._curve.rows
-        row = max(0.0, self._longer.at(1, tokens) - self._steps.at(1, tokens)) / more if self._curve.longer else 0.0
-        wide = tokens * max(1.0, batch / self._steps.largest)
-        return self._steps.at(batch, wide) + row * batch * max(0, rows - self._curve.rows)
+        return self._measured_step(batch, tokens, rows) * self._factors.get((None, batch, tokens), 1.0)
 
     def propose(self, method: str, batch: int, nodes: int) -> float:
         """Seconds of proposing a tree of this many nodes for each slot."""
+        return self._measured_propose(method, batch, nodes) * self._factors.get((method, batch, nodes), 1.0)
+
+    def refine(self, method: str | None, batch: int, tokens: int, expected: float, seconds: float) -> None:
+        """Takes in how long a call took.
+
+        Args:
+            method: that proposed; None for a step without proposing.
+            batch: slots that took part.
+            tokens: of a step, a slot; of proposing, the nodes of the tree.
+            expected: seconds that :meth:`step` or :meth:`propose` said.
+            seconds: that it took.
+        """
+        if not self._refined or expected <= 0.0:
+            return
+        key, longer = (method, batch, tokens), seconds > expected * self._pace
+        self._pace *= _PACE_STEP if longer else 1 / _PACE_STEP
+        factor = self._factors.get(key, 1.0) * (_FACTOR_STEP if longer else 1 / _FACTOR_STEP)
+        self._factors[key] = min(max(factor, 1 / _MOST), _MOST)
+
+    def _step(self, batch: int, tokens: int, rows: int) -> float:
+        more = self.curve.more_rows - self.curve.rows
+        row = max(0.0, self._longer.at(1, tokens) - self._steps.at(1, tokens)) / more if self.curve.longer else 0.0
+        wide = tokens * max(1.0, batch / self._steps.largest)
+        return self._steps.at(batch, wide) + row * batch * max(0, rows - self.curve.rows)
+
+    def _proposing(self, method: str, batch: int, nodes: int) -> float:
         known = self._propose.get(method)  # methods that need no graph cost next to nothing and may be unmeasured
         if known is None:
             return 0.0

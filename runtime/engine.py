@@ -95,15 +95,18 @@ class Engine:
         self.widths = backend.widths(target, exactness)
         program = backend.program(target, self.speculations, self.widths)
         self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.speculations), Reuse.PROMPTS))
-        if costs is None and calibrate and self._built:
-            costs = self._calibrated()
-        self.costs = None if costs is None else Costs(costs)
+        if costs is not None:
+            self.costs: Costs | None = Costs(costs)
+        else:
+            measured = self._calibrated() if calibrate and self._built else None
+            self.costs = None if measured is None else Costs(measured, refined=True)
         self._lookup: str | None = None
-        policy = SpeculationPolicy(self.manifest, self.speculations)
-        if self.costs is not None:
-            policy = measured = MeasuredPolicy(self.manifest, self.speculations, self.costs, target.sizes)
+        if self.costs is None:
+            policy = SpeculationPolicy(self.manifest, self.speculations)
+        else:
+            policy = MeasuredPolicy(self.manifest, self.speculations, self.costs, target.sizes)
             if isinstance(program, HostProgram):  # a device's steps are captured with one way to propose
-                measured.look_up = program.look_up
+                policy.look_up = program.look_up
                 texts = (one.name for one in self.methods.values() if not one.needs_graph and not one.takes_hypothesis)
                 self._lookup = next(texts, None)
         reuse = Reuse.TEXTS if self.widths.chunks else Reuse.PROMPTS

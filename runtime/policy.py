@@ -12,7 +12,7 @@ from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
 from specexport.runtime.acceptance import KEEP_OF_ALL, Acceptance, History
 from specexport.runtime.costs import Costs
-from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation
+from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation, StepResult
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.reader import common_prefix
 from specexport.runtime.request import Request
@@ -49,8 +49,10 @@ class SpeculationPolicy:
             # The last token of an output needs no draft.
             request.view.tree = PLAIN_TREE if request.room <= 1 else self._share(request, len(requests))
 
-    def learn(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
-        """Takes in what the step did that the last :meth:`assign` was for; a rule learns nothing."""
+    def learn(self, requests: Sequence[Request], step: StepResult, seconds: float) -> None:
+        """Takes in what the step did that the last :meth:`assign` was for, and how long it took, proposing included; a
+        rule learns nothing.
+        """
 
     def _share(self, request: Request, others: int) -> TokenTree:
         method = request.view.method
@@ -64,10 +66,11 @@ class MeasuredPolicy(SpeculationPolicy):
     """Chooses the trees that are expected to commit most tokens a second on this machine.
 
     What is expected to be accepted comes from the request's own steps so far, at first from those of earlier requests;
-    what a step costs comes from what was measured, and no clock is read. What a draft has to read first is spread over
-    the steps that are left. While others join, a step has to be faster than plain decoding of them all: what it saves
-    is worth no more, once they are there. All slots of a step pay for the widest tree among them, and those of one
-    method for its largest: see :func:`best`. A request alone that named its number of draft tokens gets it.
+    what a step costs comes from what was measured, refined by how long such steps took since. What a draft has to read
+    first is spread over the steps that are left. While others join, a step has to be faster than plain decoding of them
+    all: what it saves is worth no more, once they are there. All slots of a step pay for the widest tree among them,
+    and those of one method for its largest: see :func:`best`. A request alone that named its number of draft tokens
+    gets it.
 
     A request that named no method has draft tokens looked up in its text where that promises more than its own method.
     What is found is compared with what the step then says, taken or not, so that how often it comes true is known at
@@ -97,31 +100,29 @@ class MeasuredPolicy(SpeculationPolicy):
         self._chosen: dict[Request, Fit] = {}
         self._idle: list[_Idle] = []
         self._found: dict[Request, Sequence[int]] = {}
+        self._gained: dict[tuple[Request, str, int], list[tuple[float, Fit]]] = {}
+        self._size, self._rows = 1, 1
         self._everyone = History(keep=KEEP_OF_ALL)
         self._saved: dict[str, float] = {}
 
     def assign(self, requests: Sequence[Request], joining: int = 0) -> None:
-        self._chosen, self._idle, self._found = {}, [], {}
+        self._chosen, self._idle, self._found, self._gained = {}, [], {}, {}
         for request in requests:
             request.view.lookup = None
+        # As many as the cache will have.
+        self._rows = _at_least(self._caches, max(len(request.view.tokens) for request in requests))
+        self._size = self._batch(requests)
         if len(requests) == 1 and requests[0].fixed:
             super().assign(requests)
             for request in requests:
                 if request.view.method is not None and len(request.view.tree) > 1:
                     self._chosen[request] = self._fit(request.view.method, request.view.tree)
             return
-        # As many as the cache will have.
-        rows = _at_least(self._caches, max(len(request.view.tokens) for request in requests))
-        batch = self._batch(requests)
-
-        @cache
-        def verify(width: int) -> float:
-            return self._costs.step(batch, _at_least(self._widths, width), rows)
-
+        verify = cache(self._verify)
         coming = len(requests) + joining
         plain = len(requests) / verify(1)
         if joining:
-            plain = max(plain, coming / self._costs.step(_at_least(self._sizes, coming), 1, rows))
+            plain = max(plain, coming / self._costs.step(_at_least(self._sizes, coming), 1, self._rows))
         groups: dict[str, list[Request]] = {}
         for request in requests:
             # The last token of an output needs no draft.
@@ -132,6 +133,10 @@ class MeasuredPolicy(SpeculationPolicy):
         for request in requests:
             fit = self._chosen.get(request)
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
+
+    def _verify(self, width: int) -> float:
+        """Seconds of the step with trees of at most this width, without proposing."""
+        return self._costs.step(self._size, _at_least(self._widths, width), self._rows)
 
     def _choose(
         self,
@@ -244,6 +249,12 @@ class MeasuredPolicy(SpeculationPolicy):
 
     def _gains(self, request: Request, method: str, fits: Sequence[Fit]) -> list[tuple[float, Fit]]:
         """Draft tokens of each tree that are expected to be accepted; what is beyond the output's end is none."""
+        key = request, method, len(fits)
+        if key not in self._gained:
+            self._gained[key] = self._expected(request, method, fits)
+        return self._gained[key]
+
+    def _expected(self, request: Request, method: str, fits: Sequence[Fit]) -> list[tuple[float, Fit]]:
         deepest: dict[int, int] = {}
         for fit in fits:
             deepest[fit.alike] = max(fit.depth, deepest.get(fit.alike, 0))
@@ -255,8 +266,9 @@ class MeasuredPolicy(SpeculationPolicy):
         width, nodes = self._speculations[name].method.width(tree), len(tree)
         return Fit(tree, width, nodes, tree.depth, 0 if tree.is_chain else nodes)
 
-    def learn(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
-        made = dict(zip(requests, outcomes, strict=True))
+    def learn(self, requests: Sequence[Request], step: StepResult, seconds: float) -> None:
+        made = dict(zip(requests, step.outcomes, strict=True))
+        self._refine(made, step.propose, seconds - step.propose)
         for request, outcome in made.items():
             fit, history = self._chosen.get(request), request.history
             if (found := self._found.get(request)) and request.lookup is not None:
@@ -274,6 +286,19 @@ class MeasuredPolicy(SpeculationPolicy):
                 history.unread = max(0, history.unread - self._chunk) + len(outcome.tokens)
         for idle in self._idle:
             self._saved[idle.name] = idle.settled(self._saved.get(idle.name, 0.0), made)
+
+    def _refine(self, made: Mapping[Request, Outcome], proposing: float, verifying: float) -> None:
+        """Takes in a step's times, unless it was not as chosen, or a draft read what it had missed."""
+        as_chosen = (made[request].drafted or fit.windowed for request, fit in self._chosen.items())
+        if any(one.verified is not None and one.verified.held for one in made.values()) or not all(as_chosen):
+            return
+        width = _at_least(self._widths, max((fit.width for fit in self._chosen.values()), default=1))
+        self._costs.refine(None, self._size, width, self._verify(width), verifying)
+        methods = {request.view.lookup or request.view.method for request in self._chosen}
+        if len(methods) == 1 and not any(request.history.unread for request in self._chosen):
+            method, batch = methods.pop() or "", self._batch(self._chosen)
+            nodes = max(fit.nodes for fit in self._chosen.values())
+            self._costs.refine(method, batch, nodes, self._costs.propose(method, batch, nodes), proposing)
 
 
 @dataclass(frozen=True)
@@ -333,6 +358,12 @@ def best(
     """
     rate = least
     chosen: tuple[Option | None, ...] = (None,) * len(options)
+    if len(options) == 1:  # as most often: there is nothing to combine
+        for one in options[0]:
+            found = (requests + one.gain) / (verify(one.width) + one.seconds)
+            if found > rate:
+                rate, chosen = found, (one,)
+        return rate, chosen
     for width in sorted({option.width for known in options for option in known}):
         while True:
             picks = tuple(_pick([one for one in known if one.width <= width], rate) for known in options)

@@ -141,8 +141,13 @@ class Proposer(ABC):
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         """Proposals by slot; a slot without one takes a plain step."""
 
-    def prefill(self, view: SlotView) -> bool:
-        """Reads up to one chunk of a slot's text, before its first step; returns whether there is more to read."""
+    def prefill(self, view: SlotView, left: int = 0) -> bool:
+        """Reads up to one chunk of a slot's text; returns whether there is more to read.
+
+        Args:
+            view: the slot.
+            left: of its last tokens so many need not be read, if a run that drafts can read them along.
+        """
         return False
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:

@@ -249,8 +249,9 @@ class Scheduler:
         """A step for requests whose prompts are read; gives what it made to their readers."""
         start = time.perf_counter()
         self._policy.assign(requests, len(self._running) - len(requests))
+        chosen = time.perf_counter()
         step = self._program.step([request.view for request in requests])
-        self._policy.learn(requests, step.outcomes)
+        self._policy.learn(requests, step, time.perf_counter() - chosen)
         made = [(request, _take(request, outcome)) for request, outcome in zip(requests, step.outcomes, strict=True)]
         now, total = self._clock(), time.perf_counter() - start
         for request, chunk in made:

@@ -91,9 +91,8 @@ class HostProgram:
         proposals: dict[int, Proposal] = {}
         for method, its_views in by_method.items():
             proposer = self.proposer(method)
-            # Alone it stalls no other, and its proposals must not depend on how much a cache held already.
-            while len(views) == 1 and proposer.prefill(its_views[0]):
-                pass
+            while len(views) == 1 and proposer.prefill(its_views[0], proposer.reads_along):
+                pass  # alone it stalls no other
             proposals |= proposer.propose(its_views)
         for view in views:
             if (held := self._held.get(view.slot)) is not None:

@@ -17,6 +17,8 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, RequestError, SamplingParams, Stream
 from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.program import PLAIN_TREE, StepResult
+from specexport.runtime.proposal import SlotView
+from specexport.runtime.proposers.draft_model import DraftModelProposer
 from specexport.runtime.request import Request
 from specexport.runtime.slots import Reuse, Slots
 from specexport.runtime.step import HostProgram
@@ -260,6 +262,36 @@ def test_a_conversation_goes_on_where_it_was_and_others_keep_theirs(generous: Ca
             # Its last token is in the cache if it was a draft token that the last step accepted.
             assert stream.stats.cached_tokens in ((len(talk) - 3, len(talk) - 2) if turn else (0,))
             talk += [*got, 11, 12]
+
+
+def test_alone_a_draft_reads_what_it_missed_in_the_run_that_drafts(
+    generous: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = generous("llama-near-batch")
+    program = engine._scheduler._program
+    assert isinstance(program, HostProgram)
+    proposer = program.proposer("draft_model")
+    assert isinstance(proposer, DraftModelProposer)
+    run, runs = proposer.graph.run, list[int]()
+    text = [int(token) for token in np.random.default_rng(0).integers(0, 96, 90)]
+
+    def counted(tokens: int, *rest: Any, **more: Any) -> Any:
+        runs.append(tokens)
+        return run(tokens, *rest, **more)
+
+    def drafted(slot: int, length: int) -> list[int]:
+        runs.clear()
+        tree, noise = engine.methods["draft_model"].token_trees()[0], np.random.default_rng(0)
+        view = SlotView(slot, text[:length], GREEDY, noise, tree, text[:1], "draft_model")
+        (proposal,) = program.propose([view]).values()
+        return [int(token) for token in proposal.tokens]
+
+    monkeypatch.setattr(proposer.graph, "run", counted)
+    for slot, missed in enumerate((1, 2, 6, 20), start=1):
+        drafted(0, 60)
+        found = drafted(0, 60 + missed)
+        assert len(runs) == 1, (missed, runs)
+        assert drafted(slot, 60 + missed) == found
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime import engine as engine_module
 from specexport.runtime.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
-from specexport.runtime.costs import Cost, CostCurve, Costs
+from specexport.runtime.costs import Cost, CostCurve, Costs, MethodCosts
 from specexport.runtime.policy import (
     MARGIN,
     PROBE_SHARE,
@@ -34,7 +34,7 @@ from specexport.runtime.policy import (
     SpeculationPolicy,
     best,
 )
-from specexport.runtime.program import Outcome, Speculation
+from specexport.runtime.program import Outcome, Speculation, StepResult
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.speculative import PLAIN
@@ -83,7 +83,7 @@ class Batch:
         for tree in trees:
             kept = accepted(tree.depth) if len(tree) > 1 else 0
             outcomes.append(Outcome([0] * (kept + 1), len(tree) - 1, tree.depth, kept))
-        self.budget.learn(self.requests, outcomes)
+        self.budget.learn(self.requests, StepResult(outcomes, 0.0, 0.0, 0.0, "host"), 1.0)
         return [len(tree) for tree in trees]
 
 
@@ -156,7 +156,7 @@ def test_one_request_s_rejections_are_its_own(manifest: Manifest) -> None:
         trees = [request.view.tree for request in batch.requests]
         kept = [tree.depth if at < 3 else 0 for at, tree in enumerate(trees)]
         made = [Outcome([0] * (k + 1), len(tree) - 1, tree.depth, k) for k, tree in zip(kept, trees, strict=True)]
-        batch.budget.learn(batch.requests, made)
+        batch.budget.learn(batch.requests, StepResult(made, 0.0, 0.0, 0.0, "host"), 1.0)
     assert {len(tree) for tree in trees[:3]} == {5}
     chances = [request.history.acceptance(request.view.method, 0).expected(1) for request in batch.requests]
     assert min(chances[:3]) > 0.9
@@ -276,6 +276,58 @@ def test_what_was_not_measured_lies_between(manifest: Manifest) -> None:
     assert costs.step(1, 14, 256) == pytest.approx(15.0)
     # Of 4 slots at most: 8 of them with 2 tokens each take as long as 4 with 4.
     assert costs.step(8, 2, 256) == pytest.approx(costs.step(4, 4, 256))
+
+
+TRUE = {1: 1.0, 3: 1.2, 5: 1.4}
+"""Seconds of steps by their tokens; proposing for the widest takes ``PROPOSING``."""
+PROPOSING = 0.3
+
+
+def _busy_costs(refined: bool) -> Costs:
+    """What a machine that was busy made of ``TRUE``: speculation does not seem to pay."""
+    measured = {1: 1.0, 3: 1.6, 5: 2.0}
+    steps = tuple(Cost(batch=1, tokens=tokens, seconds=seconds) for tokens, seconds in measured.items())
+    method = MethodCosts(method="draft_model", propose=(Cost(batch=1, tokens=5, seconds=0.36),), read=0.0)
+    return Costs(CostCurve(rows=256, steps=steps, more_rows=256, longer=(), methods=(method,)), refined)
+
+
+@pytest.mark.parametrize("speed", [0.5, 1.0, 3.0], ids=lambda speed: f"{speed}x")
+def test_steps_times_refine_costs(speed: float) -> None:
+    """How costs compare is found out, whatever the machine's speed is, among times a tenth of which are outliers."""
+    costs, noise = _busy_costs(refined=True), np.random.default_rng(0)
+
+    def took(true: float) -> float:
+        return true * speed * (1 + noise.exponential(0.02)) * (4.0 if noise.random() < 0.1 else 1.0)
+
+    for _ in range(150):
+        for tokens, true in TRUE.items():
+            costs.refine(None, 1, tokens, costs.step(1, tokens, 256), took(true))
+        costs.refine("draft_model", 1, 5, costs.propose("draft_model", 1, 5), took(PROPOSING))
+    for tokens, true in TRUE.items():
+        assert costs.step(1, tokens, 256) / costs.step(1, 1, 256) == pytest.approx(true, rel=0.06)
+    assert costs.propose("draft_model", 1, 5) / costs.step(1, 1, 256) == pytest.approx(PROPOSING, rel=0.06)
+
+
+def test_costs_are_moved_only_so_far_and_those_that_were_given_not_at_all() -> None:
+    given, refined = _busy_costs(refined=False), _busy_costs(refined=True)
+    for costs in (given, refined):
+        for _ in range(2000):
+            costs.refine(None, 1, 1, costs.step(1, 1, 256), 1.0)
+            costs.refine(None, 1, 5, costs.step(1, 5, 256), 100.0)
+    assert (given.step(1, 1, 256), given.step(1, 5, 256)) == (1.0, 2.0)
+    assert 2.0 < refined.step(1, 5, 256) / refined.step(1, 1, 256) <= 2.0 * 1.5**2
+    assert refined.step(1, 3, 256) == 1.6  # never seen
+
+
+def test_decoding_refines_measured_costs(bundle: Bundles, remembered: Path) -> None:
+    with Engine.load(bundle("dice-near-batch"), threads=1, calibrate=True) as engine:
+        assert engine.costs is not None
+        points, before = [(1, 1, 128), (1, 5, 128)], Costs(engine.costs.curve)
+        engine.generate([5, 6, 7] * 8, GREEDY)
+        engine.generate([5, 6, 7] * 8, GREEDY, PLAIN)
+        assert any(engine.costs.step(*point) != before.step(*point) for point in points)
+        # What is remembered is what was measured.
+        assert next(remembered.iterdir()).read_bytes() == msgspec.json.encode(engine.costs.curve)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from specexport.contract.methods.universal_draft import UniversalDraft
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.proposal import Proposal, SlotView
+from specexport.runtime.proposal import Proposal, Proposer, SlotView
 from specexport.runtime.proposers.universal_draft import UniversalDraftProposer
 from specexport.runtime.speculative import PLAIN
 from tests.manifests import rewritten
@@ -35,7 +35,7 @@ def letters() -> Tokenizer:
     return made
 
 
-class Scripted:
+class Scripted(Proposer):
     """In the place of a draft: goes on with a text it knows, and keeps what it was shown."""
 
     def __init__(self, text: str) -> None:

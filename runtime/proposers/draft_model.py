@@ -113,20 +113,20 @@ class DraftModelProposer(ReadingProposer):
         self.graph.commit(view.slot, len(view.tokens) - T, range(T + len(drafted)))
         self._reader.note(view.slot, [*view.tokens, *drafted])
 
-    def prefill(self, view: SlotView) -> bool:
+    def prefill(self, view: SlotView, left: int = 0) -> bool:
         """See :class:`Proposer`; all but the last two tokens are read."""
-        return self._reader.read(view.slot, view.tokens[:-CATCH_UP_TOKENS])
+        return self._reader.read(view.slot, view.tokens[: -max(CATCH_UP_TOKENS, left)])
 
     def _read(self, slot: int, tokens: list[int], past: int) -> None:
-        slots = range(slot, slot + 1)
-        self.graph.reserve(past + self._chunk)
-        given = self.graph.inputs(self._chunk, drafts=1, slots=slots)
+        slots, T = range(slot, slot + 1), self.graph.chunk(self._chunk, len(tokens))
+        self.graph.reserve(past + T)
+        given = self.graph.inputs(T, drafts=1, slots=slots)
         given[tensors.INPUT_IDS][0, : len(tokens)] = tokens
         given[tensors.PAST_LENGTH][0] = past
         given[tensors.LAST_ROW][0] = len(tokens) - 1
         if tensors.KNOWN_TOKENS in given:
             given[tensors.KNOWN_TOKENS][0] = len(tokens)
-        self.graph.run(self._chunk, drafts=1, slots=slots)
+        self.graph.run(T, drafts=1, slots=slots)
         self.graph.commit(slot, past, range(len(tokens)))
 
 

@@ -51,7 +51,7 @@ class MedusaDraftProposer(ReadingProposer):
             if view.slot in made
         }
 
-    def prefill(self, view: SlotView) -> bool:
+    def prefill(self, view: SlotView, left: int = 0) -> bool:
         """See :class:`Proposer`; all but the tokens it is given in each step."""
         return self._reader.read(view.slot, view.tokens[: -self._width])
 

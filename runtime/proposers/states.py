@@ -54,6 +54,7 @@ class StatesProposer(Proposer):
         self.graph = graph
         self._chunk = manifest.prefill_chunk
         self._width = method.catch_up
+        self.reads_along = self._chunk if graph.any_width else self._width
         self._dynamic: Dynamic | None = None
         if method.dynamic_tree:
             self._dynamic = "any" if method.branching == 2 else "spine"
@@ -97,11 +98,12 @@ class StatesProposer(Proposer):
         return self if self._dynamic is None else None
 
     # --- the draft's runs ---------------------------------------------------------------------------------------------
-    def prefill(self, view: SlotView) -> bool:
-        """See :class:`Proposer`; what one call may take together with drafting is left."""
-        if self._unread(view) > self._width:
+    def prefill(self, view: SlotView, left: int = 0) -> bool:
+        """See :class:`Proposer`; what a call of any slot may take together with drafting is left in any case."""
+        most = max(left, self._width)
+        if self._unread(view) > most:
             self._read(view)
-        return self._unread(view) > self._width
+        return self._unread(view) > most
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         """See :class:`Proposer`; texts of one token, and those whose states were not all shown, are left out.
@@ -110,16 +112,19 @@ class StatesProposer(Proposer):
         """
         left = {view.slot: len(view.tokens) - 1 - self._next_row(view) for view in views}
         known = [view for view in views if 0 < left[view.slot] == self._unread(view)]
-        behind = [view for view in known if left[view.slot] > self._width]
+        most = self.reads_along if len(views) == 1 else self._width  # all slots of a run are as wide as the widest
+        behind = [view for view in known if left[view.slot] > most]
         if behind:
             self._read(behind[0])
-        ready = [view for view in known if self._unread(view) <= self._width]
+        ready = [view for view in known if self._unread(view) <= most]
         return self._draft(ready) if ready else {}
 
     def _draft(self, ready: Sequence[SlotView]) -> dict[int, Proposal]:
         K = max(view.tree.depth for view in ready)
         # A run makes the rows of padding too, where its graph takes no other width.
         T = max(map(self._unread, ready)) if self.graph.any_width else self._width
+        if self._width < T:  # for there to be few shapes
+            T = self.graph.chunk(self._chunk, T)
         if self._rows(ready, T, K) > self.graph.cache_sizes[-1]:
             return {}
         slots = self.ask(ready, T, K)
@@ -169,8 +174,9 @@ class StatesProposer(Proposer):
     def _read(self, view: SlotView) -> None:
         """Makes as many of a text's next rows as a chunk holds."""
         slots, count = range(view.slot, view.slot + 1), min(self._chunk, self._unread(view))
-        self._inputs([view], self._chunk, 1, slots, self._next_row(view) + self._chunk)
-        self.graph.run(self._chunk, drafts=1, slots=slots)
+        T = self.graph.chunk(self._chunk, count)
+        self._inputs([view], T, 1, slots, self._next_row(view) + T)
+        self.graph.run(T, drafts=1, slots=slots)
         self._keep(view, count)
 
     def _inputs(self, views: Sequence[SlotView], width: int, K: int, slots: range, rows: int) -> dict[str, Array]:

@@ -57,6 +57,7 @@ class UniversalDraftProposer(SlotProposer[_Text]):
     ) -> None:
         super().__init__()
         self._drafter = drafter
+        self.reads_along = drafter.reads_along
         self._target = target
         self._draft = draft
         self._chains = Chains(trees)
@@ -73,9 +74,9 @@ class UniversalDraftProposer(SlotProposer[_Text]):
                 made[slot] = translated
         return made
 
-    def prefill(self, view: SlotView) -> bool:
+    def prefill(self, view: SlotView, left: int = 0) -> bool:
         translated = self._translated(view)
-        return translated is not None and self._drafter.prefill(translated)
+        return translated is not None and self._drafter.prefill(translated, left)
 
     def _translated(self, view: SlotView) -> SlotView | None:
         """What the draft sees of a slot; None where there is nothing it could go on with."""
