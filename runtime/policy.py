@@ -19,9 +19,10 @@ from specexport.runtime.request import Request
 
 LookUp = Callable[[str, SlotView], Sequence[int]]
 """What a method that finds draft tokens in text would propose for a slot."""
-MARGIN, BATCH_MARGIN = 1.02, 1.05
-"""By how much speculation must promise to be faster than plain decoding, of one request and of several: a measured
-curve is not exact, and that of a batch least."""
+MARGIN = 1.02
+"""By how much speculation must promise to be faster than plain decoding: costs are not exact."""
+LONGEST_REST = 4
+"""Most plain steps in a row without asking again what pays: asking takes 0.2 to 0.4 ms."""
 PROBE_SHARE = 0.005
 """The share of time that trying to speculate again may cost where it did not pay."""
 READ_SHARE = 0.01
@@ -76,6 +77,8 @@ class MeasuredPolicy(SpeculationPolicy):
     What is found is compared with what the step then says, taken or not, so that how often it comes true is known at
     all times.
 
+    Where nothing pays, the next steps are plain without asking again: one, then three, then ``LONGEST_REST`` each time.
+
     Where a method is left out, ``PROBE_SHARE`` of the time is saved up, with a draft ``READ_SHARE`` too, and spent on
     trying its smallest tree. What is accepted pays back, so that a try that succeeds is followed by
     the next.
@@ -102,13 +105,22 @@ class MeasuredPolicy(SpeculationPolicy):
         self._found: dict[Request, Sequence[int]] = {}
         self._gained: dict[tuple[Request, str, int], list[tuple[float, Fit]]] = {}
         self._size, self._rows = 1, 1
+        self._plain: Sequence[Request] = ()
+        self._resting, self._rest, self._rested = False, 0, 0
         self._everyone = History(keep=KEEP_OF_ALL)
         self._saved: dict[str, float] = {}
 
     def assign(self, requests: Sequence[Request], joining: int = 0) -> None:
-        self._chosen, self._idle, self._found, self._gained = {}, [], {}, {}
+        self._chosen, self._found, self._gained = {}, {}, {}
         for request in requests:
             request.view.lookup = None
+        self._resting = self._rest > 0 and joining == 0 and requests == self._plain
+        if self._resting:
+            self._rest -= 1
+            for request in requests:
+                request.view.tree = PLAIN_TREE
+            return
+        self._idle = []
         # As many as the cache will have.
         self._rows = _at_least(self._caches, max(len(request.view.tokens) for request in requests))
         self._size = self._batch(requests)
@@ -129,10 +141,13 @@ class MeasuredPolicy(SpeculationPolicy):
             if request.view.method is not None and len(request.tree) > 1 and request.room > 1:
                 groups.setdefault(request.view.method, []).append(request)
         if groups:
-            self._choose(groups, requests, plain * (MARGIN if len(requests) == 1 else BATCH_MARGIN), verify)
+            self._choose(groups, requests, plain * MARGIN, verify)
         for request in requests:
             fit = self._chosen.get(request)
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
+        longer = min(2 * self._rested + 1, LONGEST_REST) if requests == self._plain else 0
+        self._rest = self._rested = 0 if self._chosen or any(self._found.values()) else longer
+        self._plain = () if joining else list(requests)
 
     def _verify(self, width: int) -> float:
         """Seconds of the step with trees of at most this width, without proposing."""
@@ -289,6 +304,8 @@ class MeasuredPolicy(SpeculationPolicy):
 
     def _refine(self, made: Mapping[Request, Outcome], proposing: float, verifying: float) -> None:
         """Takes in a step's times, unless it was not as chosen, or a draft read what it had missed."""
+        if self._resting:
+            return
         as_chosen = (made[request].drafted or fit.windowed for request, fit in self._chosen.items())
         if any(one.verified is not None and one.verified.held for one in made.values()) or not all(as_chosen):
             return

@@ -26,6 +26,7 @@ from specexport.runtime import engine as engine_module
 from specexport.runtime.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
 from specexport.runtime.costs import Cost, CostCurve, Costs, MethodCosts
 from specexport.runtime.policy import (
+    LONGEST_REST,
     MARGIN,
     PROBE_SHARE,
     READ_SHARE,
@@ -254,6 +255,21 @@ def test_trying_again_costs_its_share_and_finds_what_changed(manifest: Manifest,
             break
     else:
         pytest.fail("nobody speculates again")
+
+
+def test_where_nothing_pays_it_is_not_asked_each_step(manifest: Manifest) -> None:
+    batch = Batch(manifest, curve(manifest, lambda _, tokens: float(tokens)), 2, 8)
+    asked: list[bool] = []
+    choose = batch.budget._choose
+    batch.budget._choose = lambda *given: (asked.append(True), choose(*given))  # type: ignore[method-assign, assign, func-returns-value]
+    for _ in range(100):
+        assert batch.step(lambda _: 0) == [1, 1]
+    assert 100 / (LONGEST_REST + 1) <= len(asked) <= 100 / (LONGEST_REST + 1) + 4
+    # Others are there: it is asked at once.
+    asked.clear()
+    batch.requests.pop()
+    batch.step(lambda _: 0)
+    assert asked
 
 
 # --- the curve --------------------------------------------------------------------------------------------------------
