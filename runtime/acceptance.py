@@ -25,10 +25,12 @@ class Acceptance:
     Args:
         before: what is known of other requests.
         keep: of what is known, after each step that verified draft tokens: texts change.
+        prior: the chance without ``before``.
     """
 
-    def __init__(self, before: Acceptance | None = None, keep: float = KEEP) -> None:
+    def __init__(self, before: Acceptance | None = None, keep: float = KEEP, prior: float = PRIOR) -> None:
         self._before = before
+        self._prior = prior
         self._weight = WEIGHT if before is None else WEIGHT_OF_ALL
         self._keep = keep
         self._tried: list[float] = []
@@ -63,7 +65,7 @@ class Acceptance:
         if learned == self._known_at and depth < len(self._sums):
             return
         depth = max(depth, len(self._means))
-        before = [PRIOR] * depth
+        before = [self._prior] * depth
         if self._before is not None:
             self._before._know(depth)
             before = self._before._means[:depth]
@@ -91,8 +93,10 @@ class History:
         self._keep = keep
         self._acceptance: dict[Hashable, Acceptance] = {}
 
-    def acceptance(self, method: str | None, trees: Hashable, before: Acceptance | None = None) -> Acceptance:
+    def acceptance(
+        self, method: str | None, trees: Hashable, before: Acceptance | None = None, prior: float = PRIOR
+    ) -> Acceptance:
         """Of a method's trees that are alike, such as chains, whatever their length; with what is known of others."""
         if (method, trees) not in self._acceptance:
-            self._acceptance[method, trees] = Acceptance(before, self._keep)
+            self._acceptance[method, trees] = Acceptance(before, self._keep, prior)
         return self._acceptance[method, trees]

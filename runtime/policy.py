@@ -10,7 +10,7 @@ from functools import cache
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
-from specexport.runtime.acceptance import KEEP_OF_ALL, Acceptance, History
+from specexport.runtime.acceptance import KEEP_OF_ALL, PRIOR, Acceptance, History
 from specexport.runtime.costs import Costs
 from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation, StepResult
 from specexport.runtime.proposal import SlotView
@@ -19,7 +19,7 @@ from specexport.runtime.request import Request
 
 LookUp = Callable[[str, SlotView], Sequence[int]]
 """What a method that finds draft tokens in text would propose for a slot."""
-MARGIN = 1.02
+MARGIN = 1.03
 """By how much speculation must promise to be faster than plain decoding: costs are not exact."""
 LONGEST_REST = 4
 """Most plain steps in a row without asking again what pays: asking takes 0.2 to 0.4 ms."""
@@ -258,8 +258,9 @@ class MeasuredPolicy(SpeculationPolicy):
         return read * chunks / (1.0 if once else min(max(request.room / _TOKENS_A_STEP, 1.0), _STEPS_AHEAD))
 
     def _acceptance(self, request: Request, method: str | None, alike: int) -> tuple[Acceptance, Acceptance]:
-        """What is known of a request, and of all."""
-        everyone = self._everyone.acceptance(method, alike)
+        """What is known of a request, and of all of about its temperature: the higher that is, the less is accepted."""
+        heat = 0.0 if request.view.params.greedy else min(request.view.params.temperature, 2.0)
+        everyone = self._everyone.acceptance(method, (alike, round(2 * heat)), prior=PRIOR / max(1.0, heat))
         return request.history.acceptance(method, alike, everyone), everyone
 
     def _gains(self, request: Request, method: str, fits: Sequence[Fit]) -> list[tuple[float, Fit]]:
