@@ -40,8 +40,6 @@ NEW_TOKENS = {1: 48, 4: 48, 8: 32}
 """Of each request, unless ``--new-tokens`` says so, likewise."""
 ALONE = 3
 """Prompts that are decoded one after the other where requests are alone."""
-FINDING = 2
-"""Turns that find the best fixed choice."""
 MAX_SEQ_LEN = 512
 LOOKUP = "ngram"
 TEXTS = {"code": "completion", "prose": "text", "edits": "edit"}
@@ -94,7 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", default=",".join((*TEXTS, RANDOM)))
     parser.add_argument("--temperatures", default="0,0.7,1.5")
     parser.add_argument("--concurrency", default="1,4,8")
-    parser.add_argument("--repeats", type=int, default=3, help="turns that count")
+    parser.add_argument("--finding", type=int, default=2, help="turns that find the best fixed choice")
+    parser.add_argument("--repeats", type=int, default=5, help="turns that count")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -148,31 +147,32 @@ def _cell(
 
     def turn_of(names: Sequence[str], turn: int) -> None:
         params = SamplingParams(temperature=temperature, max_tokens=new_tokens, ignore_eos=True, seed=turn)
-        for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
-            seconds, streams = 0.0, list[Stream]()
-            for each in together:
-                with _policy(engine, name):
-                    taken, made = _run(engine, each, params, concurrency, ways[name])
-                seconds, streams = seconds + taken, streams + made
-            texts[name] = [stream.tokens[-new_tokens:] for stream in streams]
-            times[name].append(seconds)
-            if name == "default":
-                for stream in streams:
-                    for method, by in stream.stats.steps_by_draft.items():
-                        steps[method] = steps.get(method, 0) + sum(by.values())
+        order = (*names[turn % len(names) :], *names[: turn % len(names)])
+        seconds, streams = dict.fromkeys(order, 0.0), {name: list[Stream]() for name in order}
+        for each, name in itertools.product(together, order):
+            with _policy(engine, name):
+                taken, made = _run(engine, each, params, concurrency, ways[name])
+            seconds[name] += taken
+            streams[name] += made
+        for name in order:
+            texts[name] = [stream.tokens[-new_tokens:] for stream in streams[name]]
+            times[name].append(seconds[name])
+        for stream in streams.get("default", ()):
+            for method, by in stream.stats.steps_by_draft.items():
+                steps[method] = steps.get(method, 0) + sum(by.values())
 
     if cold:  # pays for buffers
         turn_of(list(ways), 0)
         times = {name: [] for name in ways}
     fixed = [name for name in ways if name not in ("default", "first")]
-    for turn in range(FINDING):
+    for turn in range(args.finding):
         turn_of(fixed, turn)
     best = min(fixed, key=lambda name: statistics.median(times[name]))
     counted = [name for name in ways if name in ("plain", "default", "first", best)]
     times |= {name: [] for name in counted}
     steps.clear()
     for turn in range(args.repeats):
-        turn_of(counted, FINDING + turn)
+        turn_of(counted, args.finding + turn)
     tokens = len(prompts) * new_tokens
 
     def over(name: str, way: str = "default") -> float:

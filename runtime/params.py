@@ -30,7 +30,7 @@ class SamplingParams:
         top_p: keep the smallest set of most probable tokens that holds this much probability; 1 keeps all.
         top_k: keep this many most probable tokens; 0 or -1 keeps all.
         min_p: drop tokens less probable than this fraction of the most probable one; 0 keeps all.
-        seed: makes the text reproducible on the same bundle and machine; None draws a fresh one.
+        seed: gives the same text again on a machine where steps verify the same trees; None draws a fresh one.
         stop: texts that end the output; they are not part of it.
         stop_token_ids: tokens that end the output as an end-of-text token does: its last token, not in its text.
         n: outputs for one prompt. A stream is one output; ``LLM`` and the server make several.

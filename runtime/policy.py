@@ -77,7 +77,7 @@ class MeasuredPolicy(SpeculationPolicy):
     What is found is compared with what the step then says, taken or not, so that how often it comes true is known at
     all times.
 
-    Where nothing pays, the next steps are plain without asking again: one, then three, then ``LONGEST_REST`` each time.
+    Where nothing pays, the next steps are plain without asking again: one, then three, then ``LONGEST_REST`` of them.
 
     Where a method is left out, ``PROBE_SHARE`` of the time is saved up, with a draft ``READ_SHARE`` too, and spent on
     trying its smallest tree. What is accepted pays back, so that a try that succeeds is followed by
@@ -105,8 +105,7 @@ class MeasuredPolicy(SpeculationPolicy):
         self._found: dict[Request, Sequence[int]] = {}
         self._gained: dict[tuple[Request, str, int], list[tuple[float, Fit]]] = {}
         self._size, self._rows = 1, 1
-        self._plain: Sequence[Request] = ()
-        self._resting, self._rest, self._rested = False, 0, 0
+        self._rest, self._resting = _Rest(), False
         self._everyone = History(keep=KEEP_OF_ALL)
         self._saved: dict[str, float] = {}
 
@@ -114,9 +113,8 @@ class MeasuredPolicy(SpeculationPolicy):
         self._chosen, self._found, self._gained = {}, {}, {}
         for request in requests:
             request.view.lookup = None
-        self._resting = self._rest > 0 and joining == 0 and requests == self._plain
+        self._resting = self._rest.covers(requests, joining)
         if self._resting:
-            self._rest -= 1
             for request in requests:
                 request.view.tree = PLAIN_TREE
             return
@@ -145,9 +143,7 @@ class MeasuredPolicy(SpeculationPolicy):
         for request in requests:
             fit = self._chosen.get(request)
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
-        longer = min(2 * self._rested + 1, LONGEST_REST) if requests == self._plain else 0
-        self._rest = self._rested = 0 if self._chosen or any(self._found.values()) else longer
-        self._plain = () if joining else list(requests)
+        self._rest.follow(requests, joining, plain=not self._chosen and not any(self._found.values()))
 
     def _verify(self, width: int) -> float:
         """Seconds of the step with trees of at most this width, without proposing."""
@@ -402,6 +398,26 @@ def _pick(options: Sequence[Option], rate: float) -> Option | None:
 def _at_least(sizes: Sequence[int], wanted: int) -> int:
     """The smallest of ascending sizes that is large enough, or the largest."""
     return next((size for size in sizes if size >= wanted), sizes[-1])
+
+
+class _Rest:
+    """Plain steps that follow one in which nothing paid, without asking again: the more, the more such there were."""
+
+    def __init__(self) -> None:
+        self._requests: Sequence[Request] = ()
+        self._left = self._last = 0
+
+    def covers(self, requests: Sequence[Request], joining: int) -> bool:
+        """Whether the next step is one of them, which it is not for other requests."""
+        covered = self._left > 0 and not joining and requests == self._requests
+        self._left -= covered
+        return covered
+
+    def follow(self, requests: Sequence[Request], joining: int, plain: bool) -> None:
+        """Takes in what was found for a step: whether that is plain, and nothing was found to be looked up."""
+        again = plain and requests == self._requests
+        self._left = self._last = min(2 * self._last + 1, LONGEST_REST) if again else 0
+        self._requests = () if joining else list(requests)
 
 
 @dataclass

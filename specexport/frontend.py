@@ -38,7 +38,7 @@ class Frontend:
     Attributes:
         max_model_len: most tokens of a prompt and its output together.
         speculative: how a request speculates that does not say.
-        seed: makes requests without a seed of their own reproducible, by their order; None draws fresh ones.
+        seed: gives requests without a seed of their own one each, by their order; None draws fresh ones.
     """
 
     engine: Engine

@@ -45,7 +45,7 @@ class LLM:
             several, the default first. None decodes a model plainly and a bundle by its default method. With a bundle,
             methods that need no graph take their options, the others ``num_speculative_tokens`` alone.
         max_model_len: most tokens of prompt and output together.
-        seed: makes requests without a seed of their own reproducible, by their order; None draws fresh ones.
+        seed: gives requests without a seed of their own one each, by their order; None draws fresh ones.
         tensor_parallel_size: how many processes share the target; None for 1, and for what a bundle was built for.
         gpu_memory_utilization: share of a GPU's memory that may be taken, in (0, 1]. Bundles for the CPU take none.
         backend: what runs it, one of ``contract.engines.BACKENDS``; None for what the bundle was built for.
