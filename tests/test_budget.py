@@ -62,11 +62,15 @@ class Batch:
 
     def __init__(self, manifest: Manifest, costs: CostCurve, count: int, asked: int) -> None:
         self.budget = MeasuredPolicy(manifest, speculations(manifest), Costs(costs), SIZES)
-        method = method_name(manifest.methods[0])
-        tree = next(tree for tree in trees_of(manifest, method) if len(tree) == asked)
+        self._method = method_name(manifest.methods[0])
+        self._tree = next(tree for tree in trees_of(manifest, self._method) if len(tree) == asked)
+        self.replace(count)
+
+    def replace(self, count: int, params: SamplingParams = GREEDY) -> None:
+        """Other requests take their place, of which nothing is known."""
         self.requests = [
             Request(
-                SlotView(slot, [1, 2, 3], GREEDY, np.random.default_rng(0), tree, (), method),
+                SlotView(slot, [1, 2, 3], params, np.random.default_rng(0), self._tree, (), self._method),
                 TextStream.__new__(TextStream),
                 10**6,
                 (),
@@ -147,6 +151,19 @@ def test_a_look_up_is_weighed_by_the_speed_without_it(manifest: Manifest) -> Non
     request.lookup, policy.look_up = "ngram", lambda *_: [1] * 7
     policy.assign([request])
     assert request.view.lookup == "ngram"
+
+
+def test_what_others_accepted_counts_at_about_their_temperature(manifest: Manifest) -> None:
+    batch = Batch(manifest, curve(manifest, lambda _, tokens: 4.0 + tokens), 1, 5)
+    hot, warm = SamplingParams(temperature=1.5), SamplingParams(temperature=1.4)
+    for params, kept in ((GREEDY, 4), (hot, 0)):
+        batch.replace(1, params)
+        for _ in range(30):
+            batch.step(lambda depth, kept=kept: min(depth, kept))  # type: ignore[misc]
+    batch.replace(1)
+    assert batch.step(lambda _: 0) == [5]
+    batch.replace(1, warm)
+    assert batch.step(lambda _: 0)[0] <= 2
 
 
 def test_one_request_s_rejections_are_its_own(manifest: Manifest) -> None:
