@@ -91,8 +91,9 @@ class HostProgram:
         proposals: dict[int, Proposal] = {}
         for method, its_views in by_method.items():
             proposer = self.proposer(method)
-            while len(views) == 1 and proposer.prefill(its_views[0], proposer.reads_along):
-                pass  # alone it stalls no other
+            behind = len(views) == 1  # alone it stalls no other
+            while behind:
+                behind = proposer.prefill(its_views[0], proposer.reads_along)
             proposals |= proposer.propose(its_views)
         for view in views:
             if (held := self._held.get(view.slot)) is not None:

@@ -53,7 +53,7 @@ class MedusaDraftProposer(ReadingProposer):
 
     def prefill(self, view: SlotView, left: int = 0) -> bool:
         """See :class:`Proposer`; all but the tokens it is given in each step."""
-        return self._reader.read(view.slot, view.tokens[: -self._width])
+        return self._reader.read(view.slot, view.tokens[: -max(self._width, left)])
 
     def _read(self, slot: int, tokens: list[int], past: int) -> None:
         self._run({slot: tokens}, {slot: past}, self._chunk)
