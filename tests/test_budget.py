@@ -24,6 +24,7 @@ from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime import engine as engine_module
 from specexport.runtime.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
+from specexport.runtime.choice import Option, best
 from specexport.runtime.costs import Cost, CostCurve, Costs, MethodCosts
 from specexport.runtime.policy import (
     LONGEST_REST,
@@ -31,9 +32,7 @@ from specexport.runtime.policy import (
     PROBE_SHARE,
     READ_SHARE,
     MeasuredPolicy,
-    Option,
     SpeculationPolicy,
-    best,
 )
 from specexport.runtime.program import Outcome, Speculation, StepResult
 from specexport.runtime.proposal import SlotView
