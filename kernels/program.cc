@@ -77,6 +77,10 @@ Matrix product_weights(const Graph& graph, const Uses& uses, const Node& node, i
   return matrix;
 }
 
+bool is_weight_cast(const Graph& graph, const Node& node) {
+  return node.type == "Cast" && graph.values[size_t(node.inputs[0])].constant;
+}
+
 }  // namespace
 
 std::vector<std::vector<size_t>> claim(const Graph& graph) {
@@ -97,7 +101,7 @@ std::vector<std::vector<size_t>> claim(const Graph& graph) {
   // A node that undoes quantization has no step: it goes with the products that read it, if nothing else does.
   for (size_t n = 0; n < count; n++) {
     const Node& node = graph.nodes[n];
-    if (node.type != "DequantizeLinear" && node.type != "Cast") continue;
+    if (node.type != "DequantizeLinear" && !is_weight_cast(graph, node)) continue;
     const int value = node.outputs[0];
     bool all = !uses.is_output[size_t(value)] && !uses.readers[size_t(value)].empty();
     for (int reader : uses.readers[size_t(value)]) {
@@ -118,6 +122,15 @@ std::vector<std::vector<size_t>> claim(const Graph& graph) {
       level[n] = std::max(level[n], level[size_t(from)] + (supported[n] && !supported[size_t(from)] ? 1 : 0));
     }
     levels = std::max(levels, level[n] + 1);
+  }
+  // What undoes the quantization of weights depends on constants alone, and goes where its product is.
+  for (size_t n = 0; n < count; n++) {
+    const Node& node = graph.nodes[n];
+    if (!supported[n] || (node.type != "DequantizeLinear" && !is_weight_cast(graph, node))) continue;
+    const std::vector<int>& readers = uses.readers[size_t(node.outputs[0])];
+    level[n] = level[size_t(readers[0])];
+    for (int reader : readers)
+      if (level[size_t(reader)] != level[n]) throw std::runtime_error(node.name + ": products of one matrix are apart");
   }
   std::vector<std::vector<size_t>> groups;
   groups.resize(size_t(levels));
