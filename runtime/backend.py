@@ -30,6 +30,10 @@ class Backend(Protocol):
     def device(self) -> str:
         """What it runs on, by library and name, on the CPU with the number of threads: where a measurement holds."""
 
+    @property
+    def kernels(self) -> str:
+        """Which kernels compute, where a choice of them may be missing; else empty."""
+
     def open(self, model: Model, slots: int, buffers: Buffers) -> Graph:
         """Loads a model's graph, with a cache of ``slots`` slots, one of the bundle's batch sizes.
 

@@ -19,6 +19,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.declared import require_declared
 from specexport.runtime.graph import FIRST, TILE, Array, Buffers, Graph
 from specexport.runtime.kept import KeptGraph
+from specexport.runtime.kernels import PackedWeights, add_kernels
 from specexport.runtime.ort_cache import GrowingCache, Rows
 
 _Shape = tuple[int, int, int, int]
@@ -54,16 +55,24 @@ def import_onnxruntime(lowering: LoweredAs) -> Any:
 
 
 def open_session(
-    path: Path, threads: int, lowering: LoweredAs, weights: StoredAs, kept: KeptGraph | None = None
+    path: Path,
+    threads: int,
+    lowering: LoweredAs,
+    weights: StoredAs,
+    kept: KeptGraph | None = None,
+    packed: PackedWeights | None = None,
 ) -> Any:
     """An ``onnxruntime.InferenceSession`` over a master graph on the CPU, with the options the engine runs it with.
+
+    What :mod:`~specexport.runtime.kernels` claim of it runs on these, where they are used.
 
     Args:
         path: the graph.
         threads: of its operators.
         lowering: of its operators.
         weights: how it stores them.
-        kept: what onnxruntime made of it before, or where that is to be kept.
+        kept: without these kernels, what onnxruntime made of it before, or where that is to be kept.
+        packed: with these kernels, where its weights are kept as they read them; None for in memory alone.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
@@ -81,32 +90,37 @@ def open_session(
         # There is no kernel for numbers with one scale a column: undo them once, not in every step.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
 
+    # onnxruntime adds its own provider to ours, and takes no list beside it.
+    providers = None if add_kernels(options, threads, packed) else ["CPUExecutionProvider"]
+
     def session(graph: Path) -> Any:
-        return onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(str(graph), options, providers=providers)
 
     try:
-        return session(path) if kept is None else kept.session(path, session, options)
+        return session(path) if kept is None or providers is None else kept.session(path, session, options)
     except Exception as error:  # onnxruntime's exceptions share no public base
         raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
 
 
 def open_kept(bundle: Bundle, model: Model, name: str, threads: int, keep: bool) -> Any:
-    """:func:`open_session` over a graph of a bundle, of which a model is made; quantized ones are kept as they run.
+    """:func:`open_session` over a graph of a bundle, of which a model is made; what takes long is kept for later ones.
 
     Args:
         bundle: has it.
         model: what it is a graph of.
         name: of its file.
         threads: of its operators.
-        keep: whether to keep what is not kept yet (:class:`~specexport.runtime.kept.KeptGraph`).
+        keep: whether to keep what is not kept yet: the graphs of onnxruntime's kernels
+            (:class:`~specexport.runtime.kept.KeptGraph`), the weights of ours.
 
     Raises:
         BackendError: see :func:`open_session`.
     """
-    lowering, weights, kept = bundle.manifest.lowering, model.precision.weights, None
+    lowering, weights, kept, files = bundle.manifest.lowering, model.precision.weights, None, files_hash(bundle)
     if lowering == "native" and weights in ("int8", "int4"):
-        kept = KeptGraph((files_hash(bundle), name, import_onnxruntime(lowering).__version__), keep)
-    return open_session(bundle.file(name), threads, lowering, weights, kept)
+        kept = KeptGraph((files, name, import_onnxruntime(lowering).__version__), keep)
+    packed = PackedWeights.of(files, keep)
+    return open_session(bundle.file(name), threads, lowering, weights, kept, packed)
 
 
 def files_hash(bundle: Bundle) -> str:

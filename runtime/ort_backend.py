@@ -8,6 +8,7 @@ from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.graph import Buffers, Graph
+from specexport.runtime.kernels import instruction_set, kernels_described
 from specexport.runtime.machine import Remembered, available_cores, cpu_name
 from specexport.runtime.ort import OnnxRuntimeGraph, files_hash, import_onnxruntime, open_kept
 from specexport.runtime.program import Speculation
@@ -38,7 +39,13 @@ class OnnxRuntimeBackend:
     def device(self) -> str:
         ranks = len(self._bundle.manifest.target.ranks)
         threads = f"{self._threads} thread" + ("s" if self._threads != 1 else "")
-        return f"onnxruntime, {cpu_name()}, {threads}" + (f", {ranks} ranks" if ranks else "")
+        processes = f", {ranks} ranks" if ranks else ""
+        kernels = instruction_set()
+        return f"onnxruntime, {cpu_name()}, {threads}{processes}" + (f", {kernels} kernels" if kernels else "")
+
+    @property
+    def kernels(self) -> str:
+        return kernels_described()
 
     def open(self, model: Model, slots: int, buffers: Buffers) -> OnnxRuntimeGraph:
         if model.ranks:

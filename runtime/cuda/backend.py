@@ -70,6 +70,8 @@ class CudaBackend:
         self.graphs: list[DeviceGraph] = []
         self._steps: Steps | None = None
 
+    kernels = ""
+
     @property
     def default_slots(self) -> int:
         """See :class:`~specexport.runtime.backend.Backend`; the fewest, as caches take their largest size at first."""

@@ -173,7 +173,10 @@ def main(arguments: argparse.Namespace) -> int:
                     print(chunk.text, end="", flush=True)
                 print()
             if arguments.stats:
-                print(describe(stream.stats, engine.backend.fallback, engine.costs), file=sys.stderr)
+                print(
+                    describe(stream.stats, engine.backend.fallback, engine.costs, engine.backend.kernels),
+                    file=sys.stderr,
+                )
     return 0
 
 
@@ -212,9 +215,9 @@ def _result(prompt: str, stream: Stream) -> dict[str, Any]:
     }
 
 
-def describe(stats: Stats, fallback: str = "", costs: Costs | None = None) -> str:
-    """Counters and times of a request in a few lines, why its work did not reach the device in a better way, and how
-    many draft tokens its steps were given by what they cost.
+def describe(stats: Stats, fallback: str = "", costs: Costs | None = None, kernels: str = "") -> str:
+    """Counters and times of a request in a few lines, why its work did not reach the device in a better way, how many
+    draft tokens its steps were given by what they cost, and which kernels computed.
     """
     positions = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_position)
     per_step = 1e3 / max(1, stats.steps)
@@ -226,6 +229,8 @@ def describe(stats: Stats, fallback: str = "", costs: Costs | None = None) -> st
         f"a step      propose {stats.propose * per_step:.2f} ms, verify {stats.verify * per_step:.2f} ms, "
         f"accept {stats.accept * per_step:.3f} ms, host {stats.host * per_step:.3f} ms",
     ]
+    if kernels:
+        lines.append(f"kernels     {kernels}")
     if stats.execution != "host":
         lines.append(f"device      {stats.execution}" + (f" ({fallback})" if fallback else ""))
     if stats.drafted:

@@ -123,6 +123,8 @@ class EngineReplica:
 
     def __init__(self, settings: Settings) -> None:
         self.engine = AsyncEngine.open(**settings.model_dump(include=_OF_ENGINE))
+        if kernels := self.engine.frontend.engine.backend.kernels:
+            logging.getLogger("ray.serve").info("Kernels: %s", kernels)
         service = Service(self.engine, settings.served_model_name or (settings.bundle,), settings.timeout)
         self._metrics = service.metrics
         self._app: ASGIApp = create_app(
