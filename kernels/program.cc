@@ -150,7 +150,8 @@ namespace {
 
 class Compiled : public Program {
  public:
-  Compiled(Graph graph, const Store& store) : graph_(std::move(graph)), weights_(store) {
+  Compiled(Graph graph, const Store& store)
+      : graph_(std::move(graph)), weights_(store, matrices(graph_)) {
     const Uses uses(graph_);
     std::vector<bool> done(graph_.nodes.size(), false);
     // Marks what goes into a product first, so that it gets no step of its own.
@@ -160,8 +161,6 @@ class Compiled : public Program {
     }
     for (size_t n = 0; n < graph_.nodes.size(); n++)
       if (!done[n]) add(uses, int(n), done);
-    weights_.finish();
-    for (std::unique_ptr<Step>& step : pending_) steps_.push_back(std::move(step));
     plan();
   }
 
@@ -228,9 +227,9 @@ class Compiled : public Program {
           done[size_t(reader)] = true;
         }
       }
-      std::unique_ptr<Step> step = make_product(weights_.add(matrix), node.inputs[0], y, addend);
+      std::unique_ptr<Step> step = make_product(weights_[products_++], node.inputs[0], y, addend);
       step->name = node.name;
-      pending_.push_back(std::move(step));
+      steps_.push_back(std::move(step));
       return;
     }
     if (node.type == "Sigmoid") {  // x * sigmoid(x), and that times another
@@ -241,7 +240,7 @@ class Compiled : public Program {
           product->inputs[0] != product->inputs[1]) {
         done[size_t(reader)] = true;
         if (!gate(uses, *product, Unary::kSilu, node.inputs[0], reader, done))
-          pending_.push_back(make_unary(Unary::kSilu, node.inputs[0], product->outputs[0]));
+          steps_.push_back(make_unary(Unary::kSilu, node.inputs[0], product->outputs[0]));
         return;
       }
     }
@@ -250,7 +249,7 @@ class Compiled : public Program {
       const bool tanh = it != node.attributes.end() && it->second.text == "tanh";
       if (gate(uses, node, tanh ? Unary::kGeluTanh : Unary::kGelu, node.inputs[0], n, done)) return;
     }
-    pending_.push_back(make_step(graph_, node));
+    steps_.push_back(make_step(graph_, node));
   }
 
   // function(x) * other, where the only reader of what `node` makes is such a product of equal shapes.
@@ -261,7 +260,7 @@ class Compiled : public Program {
     const int other = product.inputs[product.inputs[0] == node.outputs[0] ? 1 : 0];
     if (other == node.outputs[0] || !same_shape(other, x) || !ready(uses, other, index)) return false;
     done[size_t(reader)] = true;
-    pending_.push_back(make_gate(function, x, other, product.outputs[0]));
+    steps_.push_back(make_gate(function, x, other, product.outputs[0]));
     return true;
   }
 
@@ -312,9 +311,21 @@ class Compiled : public Program {
       if (last[size_t(root[i])] >= 0) steps_[size_t(last[size_t(root[i])])]->last_uses.push_back(int(i));
   }
 
-  Graph graph_;
-  WeightStore weights_;
-  std::vector<std::unique_ptr<Step>> pending_, steps_;
+  // Those of all products, in the order of the nodes.
+  static std::vector<Matrix> matrices(const Graph& graph) {
+    const Uses uses(graph);
+    std::vector<Matrix> list;
+    for (const Node& node : graph.nodes) {
+      int before;
+      if (Matrix matrix = product_weights(graph, uses, node, &before); matrix.weights) list.push_back(matrix);
+    }
+    return list;
+  }
+
+  const Graph graph_;
+  const WeightStore weights_;
+  size_t products_ = 0;  // that have a step
+  std::vector<std::unique_ptr<Step>> steps_;
   std::vector<View> constants_;
   std::vector<int> output_index_;
   mutable Arena arena_;
