@@ -42,13 +42,14 @@ class CompilerError(Exception):
     """There is no compiler, or it refused something; one line says what."""
 
 
-def build(output: Path, objects: Path, flags: Sequence[str] = ()) -> None:
+def build(output: Path, objects: Path, flags: Sequence[str] = (), sources: Sequence[Path] | None = None) -> None:
     """Compiles what has changed, and links the library.
 
     Args:
         output: the library.
         objects: the folder of what is compiled, kept for the next time.
         flags: more, for the compiler and the linker.
+        sources: what is compiled; None for all in ``kernels/``.
 
     Raises:
         CompilerError: see there.
@@ -56,7 +57,7 @@ def build(output: Path, objects: Path, flags: Sequence[str] = ()) -> None:
     compiler = _compiler()
     machine = _run([*compiler, "-dumpmachine"]).split("-")[0].replace("arm64", "aarch64")
     tasks = []
-    for source in sorted((ROOT / "kernels").glob("*.cc")):
+    for source in sources or sorted((ROOT / "kernels").glob("*.cc")):
         target, for_it = _BY_SUFFIX.get(source.stem.rpartition("_")[2], (machine, ""))
         if target == machine:
             tasks.append((source, [*compiler, *_FLAGS.split(), *for_it.split(), f"-ffile-prefix-map={ROOT}=.", *flags]))
@@ -74,7 +75,9 @@ def _compile(source: Path, command: list[str], objects: Path) -> Path:
     key = hashlib.sha256(shlex.join(command).encode()).hexdigest()[:12]
     part = objects / f"{source.stem}.{key}.o"
     if not _is_current(part):
-        _run([*command, "-MMD", "-MF", str(part.with_suffix(".d")), "-c", str(source), "-o", str(part)])
+        new = part.with_suffix(f".{os.getpid()}")  # another process may compile it too
+        _run([*command, "-MMD", "-MF", str(part.with_suffix(".d")), "-c", str(source), "-o", str(new)])
+        new.replace(part)
     return part
 
 
