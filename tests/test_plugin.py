@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnxruntime as ort
 import pytest
 
 onnx = pytest.importorskip("onnx")
-ort = pytest.importorskip("onnxruntime", minversion="1.28")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 from specexport.runtime import kernels  # noqa: E402
