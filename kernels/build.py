@@ -2,8 +2,9 @@
 
     python kernels/build.py [--output FILE] [--flags="-g -fsanitize=address"]
 
-The compiler is that of the environment variable CXX, else the first of c++, g++ and clang++ there is. What a source may
-use of the processor is in its name: ``products_avx2.cc`` is compiled for AVX2, and called where the processor has it.
+The compiler is that of the environment variable CXX, else the first of c++, g++ and clang++ there is; CXXFLAGS adds
+flags. What a source may use of the processor is in its name: ``kernels_avx2.cc`` is compiled for AVX2, and called where
+the processor has it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def build(output: Path, objects: Path, flags: Sequence[str] = (), sources: Seque
     Raises:
         CompilerError: see there.
     """
-    compiler = _compiler()
+    compiler, flags = _compiler(), [*shlex.split(os.environ.get("CXXFLAGS", "")), *flags]
     machine = _run([*compiler, "-dumpmachine"]).split("-")[0].replace("arm64", "aarch64")
     tasks = []
     for source in sources or sorted((ROOT / "kernels").glob("*.cc")):
@@ -66,7 +67,7 @@ def build(output: Path, objects: Path, flags: Sequence[str] = (), sources: Seque
         parts = list(pool.map(lambda task: _compile(*task, objects), tasks))
     output.parent.mkdir(parents=True, exist_ok=True)
     part = output.with_name(f"{output.name}.{os.getpid()}")  # a process that has the old library mapped keeps it
-    strip = [] if flags or "darwin" in sys.platform else ["-s"]
+    strip = [] if "-g" in flags or sys.platform == "darwin" else ["-s"]
     _run([*compiler, "-shared", "-pthread", *strip, *flags, "-o", str(part), *map(str, parts)])
     part.replace(output)
 
