@@ -94,7 +94,8 @@ def open_session(
     providers = None if add_kernels(options, threads, packed) else ["CPUExecutionProvider"]
 
     def session(graph: Path) -> Any:
-        return onnxruntime.InferenceSession(str(graph), options, providers=providers)
+        # It would print an error that is raised here too, and try without our provider.
+        return onnxruntime.InferenceSession(str(graph), options, providers=providers, enable_fallback=0)
 
     try:
         return session(path) if kept is None or providers is None else kept.session(path, session, options)
