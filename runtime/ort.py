@@ -98,7 +98,10 @@ def open_session(
     disabled = ["ConstantFolding", "MatMulAddFusion"] if kernels and not undone else None
 
     def session(graph: Path) -> Any:
-        return onnxruntime.InferenceSession(str(graph), options, providers=providers, disabled_optimizers=disabled)
+        # It would print an error that is raised here too, and try without our provider.
+        return onnxruntime.InferenceSession(
+            str(graph), options, providers=providers, disabled_optimizers=disabled, enable_fallback=0
+        )
 
     try:
         return session(path) if kept is None or kernels else kept.session(path, session, options)
