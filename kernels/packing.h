@@ -16,13 +16,17 @@ struct Matrix {
   const Value* scales = nullptr;  // [depth / block, columns]
   const Value* zeros = nullptr;
   int block = 0;
+  bool transposed = false;        // all of them are the other way round: an embedding that is also the head
+
+  int64_t depth() const { return weights->dims[transposed ? 1 : 0]; }
+  int64_t columns() const { return weights->dims[transposed ? 0 : 1]; }
 };
 
 // Whether products can read it; says why not otherwise.
 bool can_pack(const Matrix& matrix, std::string* reason = nullptr);
 
-// How it will be packed; `data` is null.
-PackedWeights packed_form(const Matrix& matrix);
+// How it will be packed, for this processor's products or those of another layout; `data` is null.
+PackedWeights packed_form(const Matrix& matrix, Layout layout = kernels().layout);
 
 // Writes form.bytes() bytes at `to`, on `threads` threads.
 void pack(const Matrix& matrix, const PackedWeights& form, uint8_t* to, int threads);
