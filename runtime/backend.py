@@ -8,7 +8,6 @@ from typing import Protocol
 from specexport.contract.model import Model
 from specexport.runtime.graph import Buffers, Graph
 from specexport.runtime.program import Speculation, StepProgram
-from specexport.runtime.widths import Exactness, Widths
 
 
 class Backend(Protocol):
@@ -41,18 +40,7 @@ class Backend(Protocol):
             BackendError: the graph is refused, or does not fit.
         """
 
-    def widths(self, target: Graph, exactness: Exactness | None = None) -> Widths:
-        """What chooses how wide steps are.
-
-        Args:
-            target: the target's graph; its slots are empty.
-            exactness: None for the backend's own: the best it can do.
-
-        Raises:
-            BackendError: it cannot be exact, but exactness was required.
-        """
-
-    def program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> StepProgram:
+    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
         """What runs the steps of the graphs that were opened.
 
         Raises:

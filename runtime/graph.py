@@ -56,6 +56,10 @@ class Graph(ABC):
         """T of the steps that compute logits of every token, ascending, for a window of so many slots."""
         return tuple(sorted({p.tokens for p in self._points if p.batch == slots and p.rows == p.tokens}))
 
+    def step_width(self, slots: int, needed: int) -> int:
+        """T of the step that a window of so many slots takes where the largest of their trees has ``needed`` nodes."""
+        return next(width for width in self.widths(slots) if width >= needed)
+
     def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
         """K and T of the runs of a propose graph, ascending, for a window of so many slots."""
         return tuple(sorted({(p.drafts, p.tokens) for p in self._points if p.batch == slots and p.drafts}))

@@ -185,6 +185,10 @@ class OnnxRuntimeGraph(Graph):
             return point
         return super()._require(point)
 
+    def step_width(self, slots: int, needed: int) -> int:
+        """See :class:`Graph`; a step may be of any width."""
+        return needed
+
     def chunk(self, most: int, tokens: int) -> int:
         """See :class:`Graph`; what is left of a prompt takes as many tiles as it fills."""
         return min(most, -(-tokens // TILE) * TILE) if self.any_width else most
