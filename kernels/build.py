@@ -2,8 +2,9 @@
 
     python kernels/build.py [--output FILE] [--flags="-g -fsanitize=address"]
 
-The compiler is that of the environment variable CXX, else the first of c++, g++ and clang++ there is. What a source may
-use of the processor is in its name: ``products_avx2.cc`` is compiled for AVX2, and called where the processor has it.
+The compiler is that of the environment variable CXX, else the first of c++, g++ and clang++ there is; CXXFLAGS adds
+flags. What a source may use of the processor is in its name: ``kernels_avx2.cc`` is compiled for AVX2, and called where
+the processor has it.
 """
 
 from __future__ import annotations
@@ -42,21 +43,22 @@ class CompilerError(Exception):
     """There is no compiler, or it refused something; one line says what."""
 
 
-def build(output: Path, objects: Path, flags: Sequence[str] = ()) -> None:
+def build(output: Path, objects: Path, flags: Sequence[str] = (), sources: Sequence[Path] | None = None) -> None:
     """Compiles what has changed, and links the library.
 
     Args:
         output: the library.
         objects: the folder of what is compiled, kept for the next time.
         flags: more, for the compiler and the linker.
+        sources: what is compiled; None for all in ``kernels/``.
 
     Raises:
         CompilerError: see there.
     """
-    compiler = _compiler()
+    compiler, flags = _compiler(), [*shlex.split(os.environ.get("CXXFLAGS", "")), *flags]
     machine = _run([*compiler, "-dumpmachine"]).split("-")[0].replace("arm64", "aarch64")
     tasks = []
-    for source in sorted((ROOT / "kernels").glob("*.cc")):
+    for source in sources or sorted((ROOT / "kernels").glob("*.cc")):
         target, for_it = _BY_SUFFIX.get(source.stem.rpartition("_")[2], (machine, ""))
         if target == machine:
             tasks.append((source, [*compiler, *_FLAGS.split(), *for_it.split(), f"-ffile-prefix-map={ROOT}=.", *flags]))
@@ -65,7 +67,7 @@ def build(output: Path, objects: Path, flags: Sequence[str] = ()) -> None:
         parts = list(pool.map(lambda task: _compile(*task, objects), tasks))
     output.parent.mkdir(parents=True, exist_ok=True)
     part = output.with_name(f"{output.name}.{os.getpid()}")  # a process that has the old library mapped keeps it
-    strip = [] if flags or "darwin" in sys.platform else ["-s"]
+    strip = [] if "-g" in flags or sys.platform == "darwin" else ["-s"]
     _run([*compiler, "-shared", "-pthread", *strip, *flags, "-o", str(part), *map(str, parts)])
     part.replace(output)
 
@@ -74,7 +76,9 @@ def _compile(source: Path, command: list[str], objects: Path) -> Path:
     key = hashlib.sha256(shlex.join(command).encode()).hexdigest()[:12]
     part = objects / f"{source.stem}.{key}.o"
     if not _is_current(part):
-        _run([*command, "-MMD", "-MF", str(part.with_suffix(".d")), "-c", str(source), "-o", str(part)])
+        new = part.with_suffix(f".{os.getpid()}")  # another process may compile it too
+        _run([*command, "-MMD", "-MF", str(part.with_suffix(".d")), "-c", str(source), "-o", str(new)])
+        new.replace(part)
     return part
 
 

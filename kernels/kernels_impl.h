@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "half.h"
 #include "kernels.h"
 
 #if defined(__AVX2__)
@@ -424,22 +425,6 @@ void quantize(const float* x, int depth, int block, int16_t* integers, float* sc
     scales[b] = largest / 32767.0f;
     sums[b] = sum_of_block;
   }
-}
-
-inline float half_to_float(uint16_t h) {
-  uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 0x1f, mantissa = h & 0x3ff, bits;
-  if (exponent == 31) {
-    bits = sign | 0x7f800000 | mantissa << 13;
-  } else if (exponent) {
-    bits = sign | (exponent + 112) << 23 | mantissa << 13;
-  } else {
-    float value = float(mantissa) * 5.9604644775390625e-8f;
-    std::memcpy(&bits, &value, 4);
-    bits |= sign;
-  }
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
 }
 
 inline Vec load_half(const uint8_t* p) {

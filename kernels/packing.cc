@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace specexport {
@@ -30,7 +31,7 @@ int integer_at(const Value& value, size_t index) {
 int shift_of(Type type) { return type == Type::kUint8 ? 128 : type == Type::kInt4 ? -8 : 0; }
 
 void pack_quantized(const Matrix& m, const PackedWeights& form, uint8_t* to, int first, int last) {
-  const size_t columns = size_t(form.columns);
+  const size_t columns = size_t(form.columns), depth = size_t(form.depth), blocks = depth / size_t(form.block);
   const int shift = shift_of(m.weights->type), scale_bytes = form.half_scales ? 2 : 4;
   const bool four = form.kind == WeightKind::kInt4;
   const uint8_t* scales = static_cast<const uint8_t*>(m.scales->data);
@@ -41,12 +42,17 @@ void pack_quantized(const Matrix& m, const PackedWeights& form, uint8_t* to, int
     const int column = t * kTile, count = form.columns - column < kTile ? form.columns - column : kTile;
     for (int b = 0; b < form.depth / form.block; b++) {
       std::memset(out, 0, size_t(kTile * scale_bytes));
-      std::memcpy(out, scales + (size_t(b) * columns + size_t(column)) * size_t(scale_bytes), size_t(count * scale_bytes));
+      // Where the scale, and the zero point, of a column's block is.
+      auto block_at = [&](int c) {
+        return m.transposed ? size_t(column + c) * blocks + size_t(b) : size_t(b) * columns + size_t(column + c);
+      };
+      for (int c = 0; c < count; c++)
+        std::memcpy(out + c * scale_bytes, scales + block_at(c) * size_t(scale_bytes), size_t(scale_bytes));
       out += kTile * scale_bytes;
       if (form.zero_points) {
         for (int c = 0; c < kTile; c++) {
           int zero = 0;
-          if (c < count && m.zeros) zero = integer_at(*m.zeros, size_t(b) * columns + size_t(column + c));
+          if (c < count && m.zeros) zero = integer_at(*m.zeros, block_at(c));
           out[c] = uint8_t(int8_t(zero - shift));
         }
         out += kTile;
@@ -54,7 +60,11 @@ void pack_quantized(const Matrix& m, const PackedWeights& form, uint8_t* to, int
       for (int k = 0; k < form.block; k++) {
         const size_t at = (size_t(b) * size_t(form.block) + size_t(k)) * columns + size_t(column);
         int8_t* row = rows.data() + size_t(k) * kTile;
-        if (!four && shift == 0) {
+        if (m.transposed) {
+          const size_t row_at = size_t(b) * size_t(form.block) + size_t(k);
+          for (int c = 0; c < kTile; c++)
+            row[c] = c < count ? int8_t(integer_at(*m.weights, size_t(column + c) * depth + row_at) - shift) : 0;
+        } else if (!four && shift == 0) {
           std::memset(row, 0, kTile);
           std::memcpy(row, raw + at, size_t(count));
         } else if (four && count == kTile && at % 2 == 0) {
@@ -94,7 +104,12 @@ void pack_floats(const Matrix& m, const PackedWeights& form, uint8_t* to, int fi
     const int column = t * kTile, count = form.columns - column < kTile ? form.columns - column : kTile;
     for (int k = 0; k < form.depth; k++, out += kTile * bytes) {
       std::memset(row, 0, sizeof row);
-      std::memcpy(row, from + size_t(k) * row_bytes + size_t(column) * bytes, size_t(count) * bytes);
+      if (m.transposed) {
+        for (int c = 0; c < count; c++)
+          std::memcpy(row + size_t(c) * bytes, from + (size_t(column + c) * size_t(form.depth) + size_t(k)) * bytes, bytes);
+      } else {
+        std::memcpy(row, from + size_t(k) * row_bytes + size_t(column) * bytes, size_t(count) * bytes);
+      }
       if (form.kind == WeightKind::kBfloat16) {
         for (int c = 0; c < 8; c++) {
           std::memcpy(out + 4 * c, row + 2 * c, 2);
@@ -122,8 +137,9 @@ bool can_pack(const Matrix& m, std::string* reason) {
     return floats || refuse("the type of its weights");
   }
   if (!is_integer(w.type)) return refuse("the type of its weights");
-  if (m.block < 16 || m.block > 128 || m.block % 16 || w.dims[0] % m.block) return refuse("the size of its blocks");
-  const std::vector<int64_t> blocks = {w.dims[0] / m.block, w.dims[1]};
+  if (m.block < 16 || m.block > 128 || m.block % 16 || m.depth() % m.block) return refuse("the size of its blocks");
+  std::vector<int64_t> blocks = {m.depth() / m.block, m.columns()};
+  if (m.transposed) std::swap(blocks[0], blocks[1]);
   if (!m.scales->constant || m.scales->dims != blocks) return refuse("the shape of its scales");
   if (m.scales->type != Type::kFloat && m.scales->type != Type::kFloat16) return refuse("the type of its scales");
   if (m.zeros && (!m.zeros->constant || m.zeros->dims != blocks || m.zeros->type != w.type))
@@ -134,8 +150,8 @@ bool can_pack(const Matrix& m, std::string* reason) {
 PackedWeights packed_form(const Matrix& m) {
   PackedWeights form = {};
   const Type type = m.weights->type;
-  form.depth = int(m.weights->dims[0]);
-  form.columns = int(m.weights->dims[1]);
+  form.depth = int(m.depth());
+  form.columns = int(m.columns());
   form.block = m.scales ? m.block : 0;
   form.half_scales = m.scales && m.scales->type == Type::kFloat16;
   // Products take eight from symmetric four bits, and nothing from symmetric eight; all else is said by zero points.

@@ -16,6 +16,10 @@ struct Matrix {
   const Value* scales = nullptr;  // [depth / block, columns]
   const Value* zeros = nullptr;
   int block = 0;
+  bool transposed = false;        // all of them are the other way round: an embedding that is also the head
+
+  int64_t depth() const { return weights->dims[transposed ? 1 : 0]; }
+  int64_t columns() const { return weights->dims[transposed ? 0 : 1]; }
 };
 
 // Whether products can read it; says why not otherwise.

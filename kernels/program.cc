@@ -36,49 +36,108 @@ struct Uses {
   std::vector<bool> is_output;
 };
 
-// The matrix that a node undoes the quantization of; weights is null where it is not one that products read.
-Matrix dequantized(const Graph& graph, const Node& node) {
-  Matrix matrix;
-  if (node.type != "DequantizeLinear" || node.inputs.size() < 2 || node.integer("axis", 1) != 0) return matrix;
-  if (graph.values[size_t(node.outputs[0])].type != Type::kFloat) return matrix;
-  Matrix found;
-  found.weights = &graph.values[size_t(node.inputs[0])];
-  found.scales = &graph.values[size_t(node.inputs[1])];
-  found.zeros = node.inputs.size() > 2 && node.inputs[2] >= 0 ? &graph.values[size_t(node.inputs[2])] : nullptr;
-  found.block = int(node.integer("block_size", 0));
-  return can_pack(found) ? found : matrix;
+// Where the constant weights of a product come from: a constant, and the nodes between it and the product, which undo
+// its quantization, restore its type, or transpose it. They are never run: products read what is stored.
+struct Source {
+  Matrix matrix;               // weights is null where it is not one that products read
+  std::vector<size_t> through; // nodes
+};
+
+bool swaps_two(const Node& node) {
+  auto perm = node.attributes.find("perm");
+  return perm == node.attributes.end() || perm->second.integers == std::vector<int64_t>{1, 0};
 }
 
-// The weights of a product: those of its second input, or of the DequantizeLinear (or Cast) before it, whose index is
-// written to `before`.
-Matrix product_weights(const Graph& graph, const Uses& uses, const Node& node, int* before) {
-  *before = -1;
+bool is_weight_node(const Node& node) {
+  return node.type == "DequantizeLinear" || node.type == "Cast" || node.type == "Transpose";
+}
+
+Source source_of(const Graph& graph, const Uses& uses, int value) {
+  Source source;
   Matrix matrix;
-  if (node.type != "MatMul" || node.inputs.size() != 2) return matrix;
+  for (;;) {
+    const Value& v = graph.values[size_t(value)];
+    if (v.constant) {
+      matrix.weights = &v;
+      if (can_pack(matrix)) source.matrix = matrix;
+      return source;
+    }
+    const int producer = uses.producer[size_t(value)];
+    if (producer < 0) return source;
+    const Node& node = graph.nodes[size_t(producer)];
+    if (node.type == "Transpose" && swaps_two(node) && v.ranked && v.dims.size() == 2) {
+      matrix.transposed = !matrix.transposed;
+    } else if (node.type == "Cast" && v.type == Type::kFloat && !matrix.scales) {
+      const Type from = graph.values[size_t(node.inputs[0])].type;
+      if (from != Type::kBfloat16 && from != Type::kFloat16) return source;
+    } else if (node.type == "DequantizeLinear" && v.type == Type::kFloat && !matrix.scales &&
+               graph.values[size_t(node.inputs[0])].constant && graph.values[size_t(node.inputs[1])].constant) {
+      matrix.scales = &graph.values[size_t(node.inputs[1])];
+      if (node.inputs.size() > 2 && node.inputs[2] >= 0) matrix.zeros = &graph.values[size_t(node.inputs[2])];
+      matrix.block = int(node.integer("block_size", 0));
+      const int64_t axis = node.integer("axis", 1);  // blocks must go along the depth
+      if (axis != (matrix.transposed ? 1 : 0)) return source;
+    } else {
+      return source;
+    }
+    source.through.push_back(size_t(producer));
+    value = node.inputs[0];
+  }
+}
+
+// Of a product with constant weights; else none.
+Source product_source(const Graph& graph, const Uses& uses, const Node& node) {
+  if (node.type != "MatMul" || node.inputs.size() != 2) return {};
   const Value& x = graph.values[size_t(node.inputs[0])];
-  if (x.type != Type::kFloat || !x.ranked || x.dims.empty()) return matrix;
-  const Value& w = graph.values[size_t(node.inputs[1])];
-  if (w.constant) {
-    Matrix found;
-    found.weights = &w;
-    return w.type == Type::kFloat && can_pack(found) ? found : matrix;
-  }
-  const int producer = uses.producer[size_t(node.inputs[1])];
-  if (producer < 0) return matrix;
-  const Node& maker = graph.nodes[size_t(producer)];
-  if (maker.type == "DequantizeLinear") {
-    matrix = dequantized(graph, maker);
-  } else if (maker.type == "Cast" && maker.integer("to", 0) == int64_t(Type::kFloat)) {
-    Matrix found;  // kept as the checkpoint has it
-    found.weights = &graph.values[size_t(maker.inputs[0])];
-    if (found.weights->constant && can_pack(found)) matrix = found;
-  }
-  if (matrix.weights) *before = producer;
-  return matrix;
+  if (x.type != Type::kFloat || !x.ranked || x.dims.empty()) return {};
+  Source source = source_of(graph, uses, node.inputs[1]);
+  const Value* weights = source.matrix.weights;
+  if (weights && !source.matrix.scales && weights->type != Type::kFloat && source.through.empty()) return {};
+  return source;
 }
 
-bool is_weight_cast(const Graph& graph, const Node& node) {
-  return node.type == "Cast" && graph.values[size_t(node.inputs[0])].constant;
+// The table of a Gather whose rows are stored in 16 bits and read as floats; -1 where it is not one.
+int wide_gather_table(const Graph& graph, const Uses& uses, const Node& node) {
+  if (node.type != "Gather" || node.integer("axis", 0) != 0) return -1;
+  const Type index = graph.values[size_t(node.inputs[1])].type;
+  const int producer = uses.producer[size_t(node.inputs[0])];
+  if (producer < 0 || (index != Type::kInt64 && index != Type::kInt32)) return -1;
+  const Node& cast = graph.nodes[size_t(producer)];
+  if (cast.type != "Cast" || cast.integer("to", 0) != int64_t(Type::kFloat)) return -1;
+  const Value& table = graph.values[size_t(cast.inputs[0])];
+  const bool short_floats = table.type == Type::kBfloat16 || table.type == Type::kFloat16;
+  return table.constant && short_floats ? cast.inputs[0] : -1;
+}
+
+// The nodes that are folded into their readers; `banned` ones are not.
+std::vector<bool> folded_nodes(const Graph& graph, const Uses& uses, const std::vector<bool>& banned) {
+  const size_t count = graph.nodes.size();
+  std::vector<bool> folded(count, false);
+  for (size_t n = count; n-- > 0;) {
+    const Node& node = graph.nodes[n];
+    if (!is_weight_node(node) || banned[n]) continue;
+    const int value = node.outputs[0];
+    if (uses.is_output[size_t(value)] || uses.readers[size_t(value)].empty()) continue;
+    bool all = true;
+    for (int index : uses.readers[size_t(value)]) {
+      const Node& reader = graph.nodes[size_t(index)];
+      const bool gathers = wide_gather_table(graph, uses, reader) >= 0 && reader.inputs[0] == value;
+      const bool multiplies = reader.inputs.size() == 2 && reader.inputs[1] == value && reader.inputs[0] != value &&
+                              product_source(graph, uses, reader).matrix.weights;
+      all = all && (gathers || multiplies || folded[size_t(index)]);
+    }
+    // And it must come from a constant itself.
+    folded[n] = all && source_of(graph, uses, value).matrix.weights;
+  }
+  return folded;
+}
+
+// What rounds, or goes over numbers of the model in an order: left elsewhere, rows could differ.
+bool is_heavy(const Node& node) {
+  static const char* const kTypes[] = {"MatMul",  "Attention",       "RMSNormalization", "LayerNormalization",
+                                       "Softmax", "RotaryEmbedding", "Sigmoid",          "Tanh",
+                                       "Exp",     "Erf",             "Gelu",             "Softplus"};
+  return std::any_of(std::begin(kTypes), std::end(kTypes), [&](const char* type) { return node.type == type; });
 }
 
 }  // namespace
@@ -86,64 +145,63 @@ bool is_weight_cast(const Graph& graph, const Node& node) {
 std::vector<std::vector<size_t>> claim(const Graph& graph) {
   const Uses uses(graph);
   const size_t count = graph.nodes.size();
-  std::vector<bool> supported(count, false), heavy(count, false);
-  for (size_t n = 0; n < count; n++) {
-    int before;
-    const bool product = product_weights(graph, uses, graph.nodes[n], &before).weights != nullptr;
-    supported[n] = product || has_step(graph, graph.nodes[n]);
-    // What rounds, or goes over numbers of the model in an order: left elsewhere, rows could differ.
-    static const char* const kHeavy[] = {"MatMul",  "Attention",       "RMSNormalization", "LayerNormalization",
-                                         "Softmax", "RotaryEmbedding", "Sigmoid",          "Tanh",
-                                         "Exp",     "Erf",             "Gelu",             "Softplus"};
-    heavy[n] = product || std::any_of(std::begin(kHeavy), std::end(kHeavy),
-                                      [&](const char* type) { return graph.nodes[n].type == type; });
-  }
-  // A node that undoes quantization has no step: it goes with the products that read it, if nothing else does.
-  for (size_t n = 0; n < count; n++) {
-    const Node& node = graph.nodes[n];
-    if (node.type != "DequantizeLinear" && !is_weight_cast(graph, node)) continue;
-    const int value = node.outputs[0];
-    bool all = !uses.is_output[size_t(value)] && !uses.readers[size_t(value)].empty();
-    for (int reader : uses.readers[size_t(value)]) {
-      int before;
-      all = all && product_weights(graph, uses, graph.nodes[size_t(reader)], &before).weights && before == int(n);
+  std::vector<bool> banned(count, false);
+  for (;;) {
+    const std::vector<bool> folded = folded_nodes(graph, uses, banned);
+    std::vector<bool> supported(count, false);
+    for (size_t n = 0; n < count; n++) {
+      const Node& node = graph.nodes[n];
+      const Source source = product_source(graph, uses, node);
+      const bool through = std::all_of(source.through.begin(), source.through.end(), [&](size_t i) { return folded[i]; });
+      if (source.matrix.weights && through) supported[n] = true;
+      // A matrix that is not folded is undone by ONNX Runtime, which fuses that into a product of its own.
+      else if (source.matrix.weights && source.matrix.scales) supported[n] = false;
+      else if (wide_gather_table(graph, uses, node) >= 0) supported[n] = folded[size_t(uses.producer[size_t(node.inputs[0])])];
+      else if (node.type == "DequantizeLinear") supported[n] = folded[n];
+      else supported[n] = folded[n] || has_step(graph, node);
     }
-    if (node.type == "DequantizeLinear" || all) supported[n] = all;
-    if (!all && node.type == "DequantizeLinear")
-      for (int reader : uses.readers[size_t(value)]) supported[size_t(reader)] = false;
-  }
-  // A node's level is how many times a path to it leaves what is supported; those of a level make a group.
-  std::vector<int> level(count, 0);
-  int levels = 0;
-  for (size_t n = 0; n < count; n++) {
-    for (int value : graph.nodes[n].inputs) {
-      const int from = value >= 0 ? uses.producer[size_t(value)] : -1;
-      if (from < 0) continue;
-      level[n] = std::max(level[n], level[size_t(from)] + (supported[n] && !supported[size_t(from)] ? 1 : 0));
+    // A node's level is how many times a path to it leaves what is supported; those of a level make a group.
+    std::vector<int> level(count, 0);
+    int levels = 0;
+    for (size_t n = 0; n < count; n++) {
+      for (int value : graph.nodes[n].inputs) {
+        const int from = value >= 0 ? uses.producer[size_t(value)] : -1;
+        if (from < 0) continue;
+        level[n] = std::max(level[n], level[size_t(from)] + (supported[n] && !supported[size_t(from)] ? 1 : 0));
+      }
+      levels = std::max(levels, level[n] + 1);
     }
-    levels = std::max(levels, level[n] + 1);
+    // As late as readers allow: what is read late need not cross from an early group to a late one.
+    for (size_t n = count; n-- > 0;) {
+      if (!supported[n]) continue;
+      int latest = -1;
+      for (int value : graph.nodes[n].outputs)
+        if (value >= 0)
+          for (int reader : uses.readers[size_t(value)])
+            latest = latest < 0 ? level[size_t(reader)] : std::min(latest, level[size_t(reader)]);
+      if (latest >= 0) level[n] = latest;
+    }
+    // What is folded must be where all its readers are.
+    bool apart = false;
+    for (size_t n = 0; n < count; n++) {
+      if (!folded[n]) continue;
+      for (int reader : uses.readers[size_t(graph.nodes[n].outputs[0])])
+        if (level[size_t(reader)] != level[n]) apart = banned[n] = true;
+    }
+    if (apart) continue;
+    std::vector<std::vector<size_t>> groups;
+    groups.resize(size_t(levels));
+    std::vector<bool> worth(size_t(levels), false);
+    for (size_t n = 0; n < count; n++) {
+      if (!supported[n]) continue;
+      groups[size_t(level[n])].push_back(n);
+      if (is_heavy(graph.nodes[n])) worth[size_t(level[n])] = true;
+    }
+    std::vector<std::vector<size_t>> chosen;
+    for (size_t i = 0; i < groups.size(); i++)
+      if (worth[i]) chosen.push_back(std::move(groups[i]));
+    return chosen;
   }
-  // What undoes the quantization of weights depends on constants alone, and goes where its product is.
-  for (size_t n = 0; n < count; n++) {
-    const Node& node = graph.nodes[n];
-    if (!supported[n] || (node.type != "DequantizeLinear" && !is_weight_cast(graph, node))) continue;
-    const std::vector<int>& readers = uses.readers[size_t(node.outputs[0])];
-    level[n] = level[size_t(readers[0])];
-    for (int reader : readers)
-      if (level[size_t(reader)] != level[n]) throw std::runtime_error(node.name + ": products of one matrix are apart");
-  }
-  std::vector<std::vector<size_t>> groups;
-  groups.resize(size_t(levels));
-  std::vector<bool> worth(size_t(levels), false);
-  for (size_t n = 0; n < count; n++) {
-    if (!supported[n]) continue;
-    groups[size_t(level[n])].push_back(n);
-    if (heavy[n]) worth[size_t(level[n])] = true;
-  }
-  std::vector<std::vector<size_t>> chosen;
-  for (size_t i = 0; i < groups.size(); i++)
-    if (worth[i]) chosen.push_back(std::move(groups[i]));
-  return chosen;
 }
 
 namespace {
@@ -153,12 +211,7 @@ class Compiled : public Program {
   Compiled(Graph graph, const Store& store)
       : graph_(std::move(graph)), weights_(store, matrices(graph_)) {
     const Uses uses(graph_);
-    std::vector<bool> done(graph_.nodes.size(), false);
-    // Marks what goes into a product first, so that it gets no step of its own.
-    for (const Node& node : graph_.nodes) {
-      int before;
-      if (product_weights(graph_, uses, node, &before).weights && before >= 0) done[size_t(before)] = true;
-    }
+    std::vector<bool> done = folded_nodes(graph_, uses, std::vector<bool>(graph_.nodes.size(), false));
     for (size_t n = 0; n < graph_.nodes.size(); n++)
       if (!done[n]) add(uses, int(n), done);
     plan();
@@ -212,9 +265,11 @@ class Compiled : public Program {
 
   void add(const Uses& uses, int n, std::vector<bool>& done) {
     const Node& node = graph_.nodes[size_t(n)];
-    int before;
-    const Matrix matrix = product_weights(graph_, uses, node, &before);
-    if (matrix.weights) {
+    if (const int table = wide_gather_table(graph_, uses, node); table >= 0) {
+      steps_.push_back(make_gather(table, node.inputs[1], node.outputs[0]));
+      return;
+    }
+    if (product_source(graph_, uses, node).matrix.weights) {
       int y = node.outputs[0], addend = -1;
       // The sum with a residual, or a bias, is taken as the product is written.
       const int reader = uses.only_reader(node);
@@ -316,8 +371,7 @@ class Compiled : public Program {
     const Uses uses(graph);
     std::vector<Matrix> list;
     for (const Node& node : graph.nodes) {
-      int before;
-      if (Matrix matrix = product_weights(graph, uses, node, &before); matrix.weights) list.push_back(matrix);
+      if (const Source source = product_source(graph, uses, node); source.matrix.weights) list.push_back(source.matrix);
     }
     return list;
   }

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <map>
 
+#include "half.h"
+
 namespace specexport {
 
 View& Frame::create(int value, Type type, const std::vector<int64_t>& dims) {
@@ -509,19 +511,31 @@ class Attention : public Step {
   const float scale_, softcap_;
 };
 
+void widen(Type type, const char* from, float* to, size_t count) {
+  for (size_t i = 0; i < count; i++) {
+    uint16_t bits;
+    std::memcpy(&bits, from + 2 * i, 2);
+    to[i] = type == Type::kBfloat16 ? bfloat_to_float(bits) : half_to_float(bits);
+  }
+}
+
 class Gather : public Step {  // along the first dimension
  public:
   void run(Frame& frame) const override {
     const View table = frame.packed(frame[inputs[0]]), indices = frame.packed(frame[inputs[1]]);
     std::vector<int64_t> dims = indices.shape();
     dims.insert(dims.end(), table.dims + 1, table.dims + table.rank);
-    View& y = frame.create(outputs[0], table.type, dims);
-    const size_t row = table.dims[0] ? size_t(table.count() / table.dims[0]) * element_size(table.type) : 0;
+    const bool wide = table.type == Type::kBfloat16 || table.type == Type::kFloat16;
+    View& y = frame.create(outputs[0], wide ? Type::kFloat : table.type, dims);
+    const size_t numbers = table.dims[0] ? size_t(table.count() / table.dims[0]) : 0;
+    const size_t row = numbers * element_size(table.type);
     const std::vector<int64_t> list = integers_of(flat(indices));
     for (size_t i = 0; i < list.size(); i++) {
       const int64_t index = list[i] < 0 ? list[i] + table.dims[0] : list[i];
       if (index < 0 || index >= table.dims[0]) fail("Gather reads outside its table");
-      std::memcpy(y.data + i * row, table.data + size_t(index) * row, row);
+      const char* from = table.data + size_t(index) * row;
+      if (!wide) std::memcpy(y.data + i * row, from, row);
+      else widen(table.type, from, y.floats() + i * numbers, numbers);
     }
   }
 
@@ -912,6 +926,13 @@ std::unique_ptr<Step> make_product(const PackedWeights& weights, int x, int y, i
 std::unique_ptr<Step> make_gate(Unary function, int a, int b, int y) {
   std::unique_ptr<Step> step = make<Gate>(function);
   step->inputs = {a, b};
+  step->outputs = {y};
+  return step;
+}
+
+std::unique_ptr<Step> make_gather(int table, int indices, int y) {
+  std::unique_ptr<Step> step = make<Gather>();
+  step->inputs = {table, indices};
   step->outputs = {y};
   return step;
 }

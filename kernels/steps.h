@@ -61,6 +61,8 @@ std::unique_ptr<Step> make_product(const PackedWeights& weights, int x, int y, i
 // function(a) * b.
 std::unique_ptr<Step> make_gate(Unary function, int a, int b, int y);
 std::unique_ptr<Step> make_unary(Unary function, int x, int y);
+// Rows of a table, along its first dimension; those of 16-bit floats as fp32.
+std::unique_ptr<Step> make_gather(int table, int indices, int y);
 
 void copy_elements(const View& from, const View& to);
 

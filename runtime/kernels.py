@@ -17,7 +17,6 @@ LIBRARY = Path(__file__).parent.parent / "kernels" / "libspecexport.so"
 SWITCH = "SPECEXPORT_KERNELS"
 """Environment variable; 0 leaves every graph to onnxruntime's kernels."""
 
-_PROVIDER = "Specexport"
 _NEEDED = (1, 28)
 """The oldest release of onnxruntime that these kernels are tested with."""
 
@@ -117,8 +116,9 @@ def _register(library: Path) -> _Kernels:
         )
     try:
         named = ctypes.CDLL(str(library)).specexport_instruction_set
-        onnxruntime.register_execution_provider_library(_PROVIDER, str(library))
-        devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name == _PROVIDER]
+        before = len(onnxruntime.get_ep_devices())
+        onnxruntime.register_execution_provider_library(str(library), str(library))
+        devices = onnxruntime.get_ep_devices()[before:]
     except Exception as error:  # onnxruntime's exceptions share no public base
         first = str(error).partition("\n")[0]
         return _instead(f"{library} cannot be loaded: {first}; run pip install again to compile it")

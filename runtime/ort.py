@@ -86,18 +86,22 @@ def open_session(
     options.add_session_config_entry("session.force_spinning_stop", "1")
     # Quantized weights are multiplied as integers.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
-    if lowering == "portable" or weights == "fp8":
+    undone = lowering == "portable" or weights == "fp8"
+    if undone:
         # There is no kernel for numbers with one scale a column: undo them once, not in every step.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
 
     # onnxruntime adds its own provider to ours, and takes no list beside it.
-    providers = None if add_kernels(options, threads, packed) else ["CPUExecutionProvider"]
+    kernels = add_kernels(options, threads, packed)
+    providers = None if kernels else ["CPUExecutionProvider"]
+    # The kernels read weights as they are stored; folded they would be wider, or there twice.
+    disabled = ["ConstantFolding"] if kernels and not undone else None
 
     def session(graph: Path) -> Any:
-        return onnxruntime.InferenceSession(str(graph), options, providers=providers)
+        return onnxruntime.InferenceSession(str(graph), options, providers=providers, disabled_optimizers=disabled)
 
     try:
-        return session(path) if kept is None or providers is None else kept.session(path, session, options)
+        return session(path) if kept is None or kernels else kept.session(path, session, options)
     except Exception as error:  # onnxruntime's exceptions share no public base
         raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
 
