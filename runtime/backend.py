@@ -33,6 +33,9 @@ class Backend(Protocol):
     def kernels(self) -> str:
         """Which kernels compute, where a choice of them may be missing; else empty."""
 
+    def inexact(self, target: Graph) -> str:
+        """Why texts may part from plain decoding's where two tokens are about equally likely; empty where none do."""
+
     def open(self, model: Model, slots: int, buffers: Buffers) -> Graph:
         """Loads a model's graph, with a cache of ``slots`` slots, one of the bundle's batch sizes.
 

@@ -173,6 +173,11 @@ class Engine:
         """Every method a request may choose, by name."""
         return {name: one.method for name, one in self.speculations.items()}
 
+    @property
+    def inexact(self) -> str:
+        """Why texts may part from plain decoding's where two tokens are about equally likely; empty where none do."""
+        return self.backend.inexact(self._target)
+
     def __enter__(self) -> Engine:
         return self
 

@@ -21,7 +21,7 @@ FIRST = range(1)
 
 
 TILE = 16
-"""All tiles of the kernels of a CPU are full where a run has a multiple of this many tokens."""
+"""What is left of a prompt is read in a run of a multiple of this many tokens: shapes are few, and tiles full."""
 
 
 class Graph(ABC):

@@ -44,6 +44,16 @@ class OnnxRuntimeBackend:
     def kernels(self) -> str:
         return kernels_described()
 
+    def inexact(self, target: Graph) -> str:
+        """See :class:`~specexport.runtime.backend.Backend`."""
+        assert isinstance(target, OnnxRuntimeGraph)
+        if not instruction_set():
+            return self.kernels
+        if self._bundle.manifest.lowering == "portable":
+            return "lowered portably, a step's rows are summed up in another order than the cache's"
+        left = target.not_claimed
+        return "not claimed: " + ", ".join(f"{kind} x {count}" for kind, count in left.most_common()) if left else ""
+
     def open(self, model: Model, slots: int, buffers: Buffers) -> OnnxRuntimeGraph:
         if model.ranks:
             leading = LeadingGraph.open(self._bundle, slots, buffers, self._threads, self._keep)

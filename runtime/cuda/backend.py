@@ -183,6 +183,10 @@ class CudaBackend:
         part = model.of_rank(job.rank)
         return self._open(DeviceGraph, part, job.slots, buffers, lambda: library.rank(model, job.rank, communicator))
 
+    def inexact(self, target: Graph) -> str:
+        """See :class:`~specexport.runtime.backend.Backend`."""
+        return "a device's kernels round a row otherwise beside others"
+
     def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
         """See :class:`~specexport.runtime.backend.Backend`; on the device where the library runs its graphs."""
         return self._run(lambda: self._program(target, speculations))

@@ -59,9 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
         if value is not None and value < least:
             raise RequestError(f"--{flag.replace('_', '-')} is {value}; expected {least} or more")
     report.check_path("--plot", arguments.plot)
-    with Engine.load(
-        arguments.bundle, threads=arguments.threads, calibrate=arguments.calibrate
-    ) as engine:
+    with Engine.load(arguments.bundle, threads=arguments.threads, calibrate=arguments.calibrate) as engine:
         names = arguments.methods.split(",")
         if arguments.methods == "all":
             names = [*([DEFAULT] if engine.costs is not None else []), *engine.methods]
