@@ -27,7 +27,7 @@ NAME = "libspecexport.so"
 # Never -ffast-math or contraction: a row's bits must not depend on how a compiler groups the sums of a loop.
 _FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -ffp-contract=off -Wall -Wextra"
 _X86 = "-mavx2 -mfma -mf16c"
-_AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16"
+_AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni"
 _ARM = "-march=armv8.2-a+dotprod+fp16"
 _BY_SUFFIX: dict[str, tuple[str, str]] = {
     "avx2": ("x86_64", _X86),

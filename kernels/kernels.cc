@@ -4,11 +4,19 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 namespace specexport {
 
 extern const Kernels kPortableKernels;
 #if defined(__x86_64__)
-extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx2Kernels, kAvxVnniKernels, kAvx512Kernels;
+#elif defined(__aarch64__)
+extern const Kernels kNeonKernels, kI8mmKernels;
 #endif
 
 namespace {
@@ -18,10 +26,43 @@ struct Choice {
   bool (*runs)();
 };
 
+#if defined(__x86_64__)
+// The compiler's checks ask the operating system too: whether it saves the registers.
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_avx_vnni() { return has_avx2() && __builtin_cpu_supports("avxvnni"); }
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+#elif defined(__aarch64__) && defined(__linux__)
+bool has_dotprod() {  // and arithmetic of 16-bit floats: HWCAP_ASIMDDP, HWCAP_ASIMDHP
+  constexpr unsigned long kBits = 1ul << 20 | 1ul << 10;
+  return (getauxval(AT_HWCAP) & kBits) == kBits;
+}
+bool has_i8mm() { return has_dotprod() && (getauxval(AT_HWCAP2) & 1ul << 13); }  // HWCAP2_I8MM
+#elif defined(__aarch64__) && defined(__APPLE__)
+bool has_feature(const char* name) {
+  int value = 0;
+  size_t size = sizeof value;
+  return !sysctlbyname(name, &value, &size, nullptr, 0) && value;
+}
+bool has_dotprod() { return has_feature("hw.optional.arm.FEAT_DotProd") && has_feature("hw.optional.arm.FEAT_FP16"); }
+bool has_i8mm() { return has_dotprod() && has_feature("hw.optional.arm.FEAT_I8MM"); }
+#elif defined(__aarch64__)
+bool has_dotprod() { return false; }
+bool has_i8mm() { return false; }
+#endif
+
 const Choice kChoices[] = {
 #if defined(__x86_64__)
-    {&kAvx2Kernels,
-     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }},
+    {&kAvx512Kernels, has_avx512},
+    {&kAvxVnniKernels, has_avx_vnni},
+    {&kAvx2Kernels, has_avx2},
+#elif defined(__aarch64__)
+    {&kI8mmKernels, has_i8mm},
+    {&kNeonKernels, has_dotprod},
 #endif
     {&kPortableKernels, [] { return true; }},
 };
@@ -35,13 +76,16 @@ const Kernels* kernels_of(const char* name) {
 }
 
 const char* const* instruction_sets() {
-  static const char* names[sizeof kChoices / sizeof kChoices[0] + 1] = {};
-  if (!names[0]) {
-    int count = 0;
-    for (const Choice& choice : kChoices)
-      if (choice.runs()) names[count++] = choice.kernels->name;
-  }
-  return names;
+  struct Names {
+    const char* names[sizeof kChoices / sizeof kChoices[0] + 1] = {};
+    Names() {
+      int count = 0;
+      for (const Choice& choice : kChoices)
+        if (choice.runs()) names[count++] = choice.kernels->name;
+    }
+  };
+  static const Names list;
+  return list.names;
 }
 
 const Kernels& kernels() {

@@ -7,6 +7,10 @@
 #include <cstddef>
 #include <cstdint>
 
+// Functions of this file that kernels call: inlined always, as a linker keeps a single copy of an inline function, and that
+// could be for another processor.
+#define SPECEXPORT_INLINE __attribute__((always_inline)) inline
+
 namespace specexport {
 
 // Columns of a weight matrix that lie side by side in its packed form.
@@ -14,32 +18,41 @@ constexpr int kTile = 16;
 
 enum class WeightKind : uint32_t { kInt8 = 1, kInt4 = 2, kBfloat16 = 3, kFloat16 = 4, kFloat = 5 };
 
+// How the integers of a block are ordered: what an instruction set multiplies at once lies side by side.
+//   kPairs   int8: pairs of consecutive rows, of each column in turn. int4, unsigned: 64 bytes for eight rows; the 16-bit
+//            number of a column and an odd or even row holds rows 0, 2, 4, 6 from its lowest bits on.
+//   kFours   int8: four consecutive rows, of each column in turn. int4: 64 bytes for eight rows; a byte of the first four
+//            rows in that order, with the row four after it in its upper half.
+//   kEights  int8: eight consecutive rows, of each column in turn. int4: 64 bytes for eight rows; 16 bytes hold columns
+//            4j and 4j + 1 in that order, with columns 4j + 2 and 4j + 3 in the upper halves.
+enum class Layout : uint32_t { kPairs = 0, kFours = 1, kEights = 2 };
+
 // A matrix [depth, columns] in the order that products read it: tiles of kTile columns, each one stream of bytes. A
 // quantized tile is, block by block along the depth: kTile scales (fp32 or fp16), kTile zero points (int8) where there
-// are any, and the integers. int8: pairs of consecutive rows, of each column in turn. int4, unsigned: 64 bytes for eight
-// rows; the 16-bit number of a column and an odd or even row holds rows 0, 2, 4, 6 from its lowest bits on. Other kinds
-// hold a row of the tile after another; of bf16, columns c and c + 8 alternate. Columns that are missing from the last
-// tile are zero.
+// are any, and the integers. Other kinds hold a row of the tile after another; of bf16, columns c and c + 8 alternate.
+// Columns that are missing from the last tile are zero.
 struct PackedWeights {
   WeightKind kind;
   int depth, columns, block;  // block: rows that share a scale; 0 for kinds without scales
   bool zero_points, half_scales;
   const uint8_t* data;
+  Layout layout = Layout::kPairs;  // of integers
 
-  int tiles() const { return (columns + kTile - 1) / kTile; }
-  bool quantized() const { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4; }
-  size_t block_bytes() const {
+  SPECEXPORT_INLINE int tiles() const { return (columns + kTile - 1) / kTile; }
+  SPECEXPORT_INLINE bool quantized() const { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4; }
+  SPECEXPORT_INLINE size_t block_bytes() const {
     return kTile * ((half_scales ? 2u : 4u) + (zero_points ? 1u : 0u)) +
            size_t(block) * kTile / (kind == WeightKind::kInt4 ? 2 : 1);
   }
-  size_t tile_bytes() const {
+  SPECEXPORT_INLINE size_t tile_bytes() const {
     if (quantized()) return size_t(depth / block) * block_bytes();
     return size_t(depth) * kTile * (kind == WeightKind::kFloat ? 4 : 2);
   }
-  size_t bytes() const { return size_t(tiles()) * tile_bytes(); }
+  SPECEXPORT_INLINE size_t bytes() const { return size_t(tiles()) * tile_bytes(); }
 };
 
-// Rows that are to be multiplied by weights. Quantized weights take them as 16-bit integers, with a scale a block.
+// Rows that are to be multiplied by weights. Quantized weights take them as integers of 16 bits or a little less, with a
+// scale a block, in the order that quantize() of the same kernels leaves them.
 struct Activations {
   int rows, depth, block;
   const float* values;       // [rows, depth], rows `stride` apart
@@ -71,6 +84,7 @@ enum class Binary { kAdd, kSubtract, kMultiply, kDivide, kMaximum, kMinimum, kPo
 
 struct Kernels {
   const char* name;
+  Layout layout;  // of the weights that its products read
   // Rounds `depth` numbers to 16 bits, a scale a block. A block that holds a NaN or an infinity gets a NaN for a scale.
   void (*quantize)(const float* x, int depth, int block, int16_t* integers, float* scales, int32_t* sums);
   // Columns [first * kTile, last * kTile) of the product, into y[rows, columns], rows `stride` apart.

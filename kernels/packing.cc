@@ -30,6 +30,38 @@ int integer_at(const Value& value, size_t index) {
 // What is subtracted from integers of a type so that they are stored as int8, or as unsigned four bits.
 int shift_of(Type type) { return type == Type::kUint8 ? 128 : type == Type::kInt4 ? -8 : 0; }
 
+// Write the integers of a block, a row of the tile after another, in the order of a layout.
+uint8_t* write_eight_bits(const int8_t* rows, const PackedWeights& form, uint8_t* out) {
+  const int group = form.layout == Layout::kPairs ? 2 : form.layout == Layout::kFours ? 4 : 8;
+  for (int k = 0; k < form.block; k += group)
+    for (int c = 0; c < kTile; c++)
+      for (int j = 0; j < group; j++) *out++ = uint8_t(rows[(k + j) * kTile + c]);
+  return out;
+}
+
+uint8_t* write_four_bits(const int8_t* rows, const PackedWeights& form, uint8_t* out) {
+  for (const int8_t* row = rows; row < rows + form.block * kTile; row += 8 * kTile) {
+    auto both = [&](int k, int c, int upper_k, int upper_c) {
+      *out++ = uint8_t(row[k * kTile + c] | row[upper_k * kTile + upper_c] << 4);
+    };
+    for (int c = 0; c < kTile; c++) {
+      switch (form.layout) {
+        case Layout::kPairs:
+          for (int j = 0; j < 2; j++) both(j, c, j + 2, c), both(j + 4, c, j + 6, c);
+          break;
+        case Layout::kFours:
+          for (int j = 0; j < 4; j++) both(j, c, j + 4, c);
+          break;
+        case Layout::kEights:
+          if (c % 4 < 2)
+            for (int j = 0; j < 8; j++) both(j, c, j, c + 2);
+          break;
+      }
+    }
+  }
+  return out;
+}
+
 void pack_quantized(const Matrix& m, const PackedWeights& form, uint8_t* to, int first, int last) {
   const size_t columns = size_t(form.columns), depth = size_t(form.depth), blocks = depth / size_t(form.block);
   const int shift = shift_of(m.weights->type), scale_bytes = form.half_scales ? 2 : 4;
@@ -78,19 +110,7 @@ void pack_quantized(const Matrix& m, const PackedWeights& form, uint8_t* to, int
             row[c] = c < count ? int8_t(integer_at(*m.weights, at + size_t(c)) - shift) : 0;
         }
       }
-      if (!four) {
-        for (int k = 0; k < form.block; k += 2)
-          for (int c = 0; c < kTile; c++)
-            for (int j = 0; j < 2; j++) *out++ = uint8_t(rows[size_t((k + j) * kTile + c)]);
-      } else {
-        for (int k = 0; k < form.block; k += 8)
-          for (int c = 0; c < kTile; c++)
-            for (int j = 0; j < 2; j++) {
-              const int8_t* r = rows.data() + size_t((k + j) * kTile + c);
-              *out++ = uint8_t(r[0] | r[2 * kTile] << 4);
-              *out++ = uint8_t(r[4 * kTile] | r[6 * kTile] << 4);
-            }
-      }
+      out = four ? write_four_bits(rows.data(), form, out) : write_eight_bits(rows.data(), form, out);
     }
   }
 }
@@ -147,8 +167,9 @@ bool can_pack(const Matrix& m, std::string* reason) {
   return true;
 }
 
-PackedWeights packed_form(const Matrix& m) {
+PackedWeights packed_form(const Matrix& m, Layout layout) {
   PackedWeights form = {};
+  form.layout = layout;
   const Type type = m.weights->type;
   form.depth = int(m.depth());
   form.columns = int(m.columns());

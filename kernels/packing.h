@@ -25,8 +25,8 @@ struct Matrix {
 // Whether products can read it; says why not otherwise.
 bool can_pack(const Matrix& matrix, std::string* reason = nullptr);
 
-// How it will be packed; `data` is null.
-PackedWeights packed_form(const Matrix& matrix);
+// How it will be packed, for this processor's products or those of another layout; `data` is null.
+PackedWeights packed_form(const Matrix& matrix, Layout layout = kernels().layout);
 
 // Writes form.bytes() bytes at `to`, on `threads` threads.
 void pack(const Matrix& matrix, const PackedWeights& form, uint8_t* to, int threads);

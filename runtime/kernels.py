@@ -56,7 +56,7 @@ class PackedWeights(NamedTuple):
             files: a hash of the bundle's files.
             keep: whether to keep them, where they are not yet.
         """
-        packed = PackedWeights(cache_folder() / "kernels", machine_key((files,)))
+        packed = PackedWeights(cache_folder() / "packed", machine_key((files,)))
         with contextlib.suppress(OSError):
             there = list(packed.folder.glob(f"{packed.key}*"))
             for file in there:

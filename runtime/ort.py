@@ -95,8 +95,8 @@ def open_session(
     # onnxruntime adds its own provider to ours, and takes no list beside it.
     kernels = add_kernels(options, threads, packed)
     providers = None if kernels else ["CPUExecutionProvider"]
-    # The kernels read weights as they are stored; folded they would be wider, or there twice.
-    disabled = ["ConstantFolding"] if kernels and not undone else None
+    # The kernels read weights as they are stored, folded they would be wider or there twice, and know MatMul alone.
+    disabled = ["ConstantFolding", "MatMulAddFusion"] if kernels and not undone else None
 
     def session(graph: Path) -> Any:
         return onnxruntime.InferenceSession(str(graph), options, providers=providers, disabled_optimizers=disabled)
