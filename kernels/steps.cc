@@ -393,39 +393,20 @@ class Norm : public Step {
   const float epsilon_;
 };
 
-// What attention masks with -inf, or with the least number, has no part in the sums of a row: those go over the others
-// in their order, so that neither masked rows of the cache nor the layout of a tree change a bit.
 class Softmax : public Step {
  public:
   void run(Frame& frame) const override {
     View x = frame[inputs[0]];
     if (!x.dense_rows()) x = frame.packed(x);
     View& y = frame.create(outputs[0], Type::kFloat, x.shape());
-    const int64_t size = x.last(), rows = x.rows();
+    const int size = int(x.last());
+    const int64_t rows = x.rows();
     const int parts = int(std::min<int64_t>(rows, parts_of(frame, x.count(), 2048)));
-    float* const memory = reinterpret_cast<float*>(frame.scratch(size_t(parts * size) * sizeof(float)));
     frame.team.split(parts, [&](int p) {
-      float* seen = memory + p * size;
-      for (int64_t r = rows * p / parts; r < rows * (p + 1) / parts; r++) {
-        const float* from = x.floats() + x.row_offset(r);
-        float* to = y.floats() + r * size;
-        int64_t count = 0;
-        for (int64_t i = 0; i < size; i++) {
-          seen[count] = from[i];
-          count += !(from[i] <= kMasked);
-        }
-        if (count == 0 || count == size) {
-          frame.kernels.softmax(from, to, int(size));
-          continue;
-        }
-        frame.kernels.softmax(seen, seen, int(count));
-        for (int64_t i = size; i-- > 0;) to[i] = from[i] <= kMasked ? 0.0f : seen[--count];
-      }
+      for (int64_t r = rows * p / parts; r < rows * (p + 1) / parts; r++)
+        frame.kernels.softmax(x.floats() + x.row_offset(r), y.floats() + r * size, size);
     });
   }
-
- private:
-  static constexpr float kMasked = -3.0e38f;
 };
 
 class Rotary : public Step {

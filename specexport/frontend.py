@@ -25,7 +25,6 @@ from specexport.runtime.encoding import characters_per_token, encoded
 from specexport.runtime.engine import Prompt
 from specexport.runtime.opening import DEFAULT_UTILIZATION
 from specexport.runtime.speculative import DEFAULT, Speculative
-from specexport.runtime.widths import Exactness
 
 SpeculativeConfig = Mapping[str, Any] | Method | str | Sequence[Mapping[str, Any] | Method | str]
 """One or several methods, as :func:`~specexport.contract.methods.read_methods` takes them."""
@@ -67,7 +66,6 @@ class Frontend:
         backend: str | None = None,
         threads: int | None = None,
         calibrate: bool = True,
-        exactness: Exactness | None = None,
         check_hashes: bool = True,
         **build: Any,
     ) -> Frontend:
@@ -108,7 +106,6 @@ class Frontend:
             check_hashes=check_hashes,
             methods=loaded,
             calibrate=calibrate,
-            exactness=exactness,
             backend=backend,
             gpu_memory_utilization=gpu_memory_utilization or DEFAULT_UTILIZATION,
         )

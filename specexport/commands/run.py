@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specexport.commands import add_calibrate, add_exactness, add_machine
+from specexport.commands import add_calibrate, add_machine
 from specexport.contract.errors import RequestError
 from specexport.runtime import EmbedsPrompt, Engine, Stats, Stream
 from specexport.runtime.costs import Costs
@@ -89,7 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draft tokens a step, one of the numbers it was built for (default: as many as pay on this machine)",
     )
     add_calibrate(speculation)
-    add_exactness(speculation)
     speculation.add_argument(
         "--hypothesis",
         type=Path,
@@ -146,7 +145,6 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.bundle,
         threads=arguments.threads,
         calibrate=arguments.calibrate,
-        exactness=arguments.exactness,
         backend=arguments.backend,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
     ) as engine:
