@@ -17,13 +17,14 @@ from transformers import AutoTokenizer
 from specexport.checkpoints.config import (
     load_causal_lm,
     quantized_in,
-    read_generation,
     read_model_config,
     require_stored,
 )
+from specexport.checkpoints.generation import read_generation
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.quantized import Scales
 from specexport.contract.errors import BuildError
+from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.model import CacheLayer, StateLayer
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, Probe, lowering, sample_masks
 from specexport.graphs.experts import EXPERTS_NAME
@@ -50,7 +51,7 @@ class Checkpoint:
             length.
         parameters: number of parameters, tied ones counted once.
         eos_token_ids: tokens that end a text.
-        generation: the model's own sampling defaults (``temperature``, ``top_p``, ``top_k``, ``min_p``).
+        generation: the model's own defaults of requests.
         scales: how matrices that were quantized are made of integers, by name; None where rows that share a scale are
             not neighbours.
         quantized_in: the format they were quantized in; empty for none.
@@ -66,7 +67,7 @@ class Checkpoint:
     max_positions: int
     parameters: int
     eos_token_ids: tuple[int, ...]
-    generation: dict[str, float] = field(default_factory=dict)
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     scales: dict[str, Scales | None] = field(default_factory=dict)
     quantized_in: str = ""
     states: dict[int, StateLayer] = field(default_factory=dict)

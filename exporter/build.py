@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import onnx
 import torch
 
 from specexport.checkpoints.checkpoint import TRANSFORMERS_VERSION, load_tokenizer
 from specexport.checkpoints.locate import locate
+from specexport.checkpoints.settings import ignored_settings
 from specexport.contract.engines import COMPILERS, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
@@ -21,7 +23,6 @@ from specexport.contract.manifest import (
     MANIFEST_NAME,
     Entry,
     FileEntry,
-    GenerationDefaults,
     Manifest,
     TokenizerInfo,
 )
@@ -143,9 +144,14 @@ def _fill(
             special_tokens=tokenizer.special_tokens,
             chat_template="tokenizer/chat_template.jinja" if tokenizer.chat_template is not None else None,
         ),
-        generation=_generation(target.generation, options),
+        generation=msgspec.structs.replace(
+            target.generation,
+            posterior_threshold=options.posterior_threshold,
+            posterior_alpha=options.posterior_alpha,
+        ),
         files=_file_entries(folder, stages.files, progress),
         program=program,
+        ignored=ignored_settings(path),
     )
     write_manifest(folder, manifest)
     return read_manifest(folder)
@@ -172,17 +178,6 @@ def _export(build: Build, stages: Stages) -> list[Method]:
 
 def _built_with() -> dict[str, str]:
     return {"torch": str(torch.__version__), "transformers": TRANSFORMERS_VERSION, "onnx": onnx.__version__}
-
-
-def _generation(defaults: dict[str, float], options: BuildOptions) -> GenerationDefaults:
-    values: dict[str, float | int] = {
-        **defaults,
-        "posterior_threshold": options.posterior_threshold,
-        "posterior_alpha": options.posterior_alpha,
-    }
-    if "top_k" in values:
-        values["top_k"] = int(values["top_k"])
-    return GenerationDefaults(**values)  # type: ignore[arg-type]
 
 
 def _file_entries(folder: Path, known: Sequence[FileEntry], progress: Progress) -> tuple[FileEntry, ...]:
