@@ -193,15 +193,19 @@ class TokenizerFiles:
         tokenizer: the fast tokenizer.
         chat_template: the Jinja template, or None.
         special_tokens: ``bos_token`` and the like, for chat templates.
+        eos_token_id: its own token that ends a text.
+        split_special_tokens: whether special tokens in a text are read as text.
     """
 
     tokenizer: Tokenizer
     chat_template: str | None
     special_tokens: dict[str, str]
+    eos_token_id: int | None = None
+    split_special_tokens: bool = False
 
 
 def load_tokenizer(path: Path) -> TokenizerFiles:
-    """Loads the tokenizer of a checkpoint folder as a ``tokenizers.Tokenizer``.
+    """Loads the tokenizer of a checkpoint folder as a ``tokenizers.Tokenizer``, which neither cuts nor pads texts.
 
     Raises:
         BuildError: there is none, or it has no fast form.
@@ -221,7 +225,11 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
     if isinstance(template, dict):
         template = template.get("default")
     special = {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
-    return TokenizerFiles(backend, template, special)
+    backend.no_truncation()
+    backend.no_padding()
+    end = loaded.eos_token_id
+    splits = bool(loaded.split_special_tokens)
+    return TokenizerFiles(backend, template, special, end if isinstance(end, int) else None, splits)
 
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Path, draft_path: Path) -> None:

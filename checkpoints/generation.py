@@ -74,7 +74,7 @@ def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tupl
 
 
 def _said(document: dict[str, Any]) -> dict[str, Any]:
-    return {key: _decoded(value) for key, value in document.items() if value is not None}
+    return {key: value for key, value in document.items() if value is not None}
 
 
 def _defaults(path: Path, document: dict[str, Any], vocab_size: int) -> tuple[GenerationDefaults, Tokens]:
@@ -103,15 +103,6 @@ def _defaults(path: Path, document: dict[str, Any], vocab_size: int) -> tuple[Ge
         values["stop"] = (read.stop_strings,) if isinstance(read.stop_strings, str) else read.stop_strings
     biases = tuple((sequence, _bounded(bias)) for sequence, bias in rules.sequence_bias)
     return GenerationDefaults(**values, rules=msgspec.structs.replace(rules, sequence_bias=biases)), read.eos_token_id
-
-
-def _decoded(value: Any) -> Any:
-    """A value with the numbers that transformers writes as objects, as JSON has no infinity."""
-    if isinstance(value, dict) and value.keys() == {"__float__"}:
-        return float(value["__float__"]) if value["__float__"] in ("Infinity", "-Infinity") else value
-    if isinstance(value, list):
-        return list(map(_decoded, value))
-    return value
 
 
 def _bounded(bias: float) -> float:

@@ -8,11 +8,11 @@ table in docs/settings.md of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from specexport.contract.manifest import IgnoredSetting, short
+from specexport.contract.manifest import SettingNote, short
 
 Handling = Literal["honoured", "refused", "named", "no effect"]
 Documents = Mapping[str, Mapping[str, Any]]
@@ -209,10 +209,16 @@ def read_documents(folder: Path) -> Documents:
     return found
 
 
-def ignored_settings(folder: Path) -> tuple[IgnoredSetting, ...]:
-    """What a checkpoint's files say that changes transformers' text and not ours."""
+def setting_notes(folder: Path, end: int | None, ends: Collection[int]) -> tuple[SettingNote, ...]:
+    """What a checkpoint's files say that changes transformers' text and not ours, or the other way round.
+
+    Args:
+        folder: the checkpoint.
+        end: the tokenizer's own token that ends a text.
+        ends: those that end one by the model's configurations.
+    """
     documents = read_documents(folder)
-    ignored = []
+    notes = []
     for setting in SETTINGS:
         if setting.handling != "named":
             continue
@@ -221,5 +227,12 @@ def ignored_settings(folder: Path) -> tuple[IgnoredSetting, ...]:
             if value is None or value in setting.neutral:
                 continue
             if setting.changes is None or setting.changes(value, documents):
-                ignored.append(IgnoredSetting(setting.file, key, short(value), setting.note))
-    return tuple(ignored)
+                note = f"{setting.note}; specexport does not"
+                notes.append(SettingNote(file=setting.file, key=key, value=short(value), note=note))
+    if end is not None and end not in ends:
+        others = f"{', '.join(map(str, ends))} alone" if ends else "no token"
+        note = f"it ends texts here; transformers' generate stops at {others} (eos_token_id of {GENERATION})"
+        token = documents[TOKENIZER_CONFIG].get("eos_token")
+        value = token.get("content") if isinstance(token, dict) else token
+        notes.append(SettingNote(file=TOKENIZER_CONFIG, key="eos_token", value=short(value or end), note=note))
+    return tuple(notes)

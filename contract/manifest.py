@@ -35,8 +35,8 @@ __all__ = [
     "Entry",
     "FileEntry",
     "GenerationDefaults",
-    "IgnoredSetting",
     "Manifest",
+    "SettingNote",
     "TokenizerInfo",
     "short",
 ]
@@ -97,23 +97,23 @@ class GenerationDefaults(Strict, frozen=True):
     posterior_alpha: Probability = 0.3
 
 
-class IgnoredSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A setting of the checkpoint that changes transformers' text and not ours.
+class SettingNote(Strict, frozen=True):
+    """A setting of the checkpoint with which transformers' texts and the bundle's differ.
 
     Attributes:
         file: the file that has it.
         key: its name there.
         value: as JSON, shortened.
-        effect: what transformers does with it.
+        note: how they differ.
     """
 
     file: str
     key: str
     value: str
-    effect: str
+    note: str
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.key} is {self.value}: {self.effect}"
+        return f"{self.file}: {self.key} is {self.value}: {self.note}"
 
 
 def short(value: Any) -> str:
@@ -141,7 +141,7 @@ class Manifest(Strict, frozen=True):
         generation: sampling defaults.
         files: every file but this one.
         program: the step program's own graphs, for backends that keep a step on the device.
-        ignored: settings of the checkpoint that are not applied; purely informative.
+        notes: where its texts are not those of transformers; purely informative.
     """
 
     format_version: int
@@ -159,7 +159,7 @@ class Manifest(Strict, frozen=True):
     generation: GenerationDefaults
     files: tuple[FileEntry, ...]
     program: tuple[ProgramGraph, ...] = ()
-    ignored: tuple[IgnoredSetting, ...] = ()
+    notes: tuple[SettingNote, ...] = ()
 
     @property
     def models(self) -> dict[str, Model]:

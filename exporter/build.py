@@ -14,7 +14,7 @@ import torch
 
 from specexport.checkpoints.checkpoint import TRANSFORMERS_VERSION, load_tokenizer
 from specexport.checkpoints.locate import locate
-from specexport.checkpoints.settings import ignored_settings
+from specexport.checkpoints.settings import setting_notes
 from specexport.contract.engines import COMPILERS, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
@@ -126,6 +126,9 @@ def _fill(
         progress("tracing the step program", 1, 1)
     from specexport import __version__
 
+    end = tokenizer.eos_token_id
+    if end is not None and end >= model.vocab_size:
+        end = None
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         specexport_version=__version__,
@@ -140,9 +143,10 @@ def _fill(
         methods=tuple(made),
         tokenizer=TokenizerInfo(
             file="tokenizer/tokenizer.json",
-            eos_token_ids=target.eos_token_ids,
+            eos_token_ids=tuple(dict.fromkeys((*target.eos_token_ids, *([] if end is None else [end])))),
             special_tokens=tokenizer.special_tokens,
             chat_template="tokenizer/chat_template.jinja" if tokenizer.chat_template is not None else None,
+            split_special_tokens=tokenizer.split_special_tokens,
         ),
         generation=msgspec.structs.replace(
             target.generation,
@@ -151,7 +155,7 @@ def _fill(
         ),
         files=_file_entries(folder, stages.files, progress),
         program=program,
-        ignored=ignored_settings(path),
+        notes=setting_notes(path, end, target.eos_token_ids),
     )
     write_manifest(folder, manifest)
     return read_manifest(folder)

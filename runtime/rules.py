@@ -117,9 +117,8 @@ class Rules:
         elif rules.exponential_decay_length_penalty is not None:
             start, factor = rules.exponential_decay_length_penalty
             if count > start:
-                some = found[self._ends]
-                more = np.abs(some) * (factor ** (count - start) - 1)
-                found[self._ends] = np.where(np.isfinite(some), some + more, some)
+                ends = self._ends[np.isfinite(found[self._ends])]
+                found[ends] += np.abs(found[ends]) * (factor ** (count - start) - 1)
         found[self._suppressed] = -np.inf
         if count == self._begins_at:
             found[self._begin] = -np.inf

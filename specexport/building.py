@@ -97,7 +97,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
             bar.close()
 
 
-def warn_of_ignored(manifest: Manifest) -> None:
-    """Names on standard error what the checkpoint says and a bundle does not do."""
-    for setting in manifest.ignored:
-        print(f"warning: {setting}; it is not applied", file=sys.stderr)
+def warn_of_settings(manifest: Manifest) -> None:
+    """Names on standard error where a bundle's texts are not those of transformers."""
+    for note in manifest.notes:
+        print(f"warning: {note}", file=sys.stderr)

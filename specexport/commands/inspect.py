@@ -123,8 +123,8 @@ def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
         "built": f"{manifest.created} by specexport {manifest.specexport_version} (format {manifest.format_version}), "
         + ", ".join(f"{name} {version}" for name, version in manifest.built_with.items()),
     }
-    if manifest.ignored:
-        lines["not applied"] = "\n".join(map(str, manifest.ignored))
+    if manifest.notes:
+        lines["unlike transformers"] = "\n".join(map(str, manifest.notes))
     details = Table()
     for label, text in lines.items():
         details.add_row(label, text)
