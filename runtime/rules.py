@@ -6,6 +6,7 @@ lossless with respect to what they leave.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -13,6 +14,9 @@ import numpy as np
 from specexport.contract.generation import GenerationRules
 from specexport.contract.tree import TokenTree
 from specexport.runtime.logits import Floats, Ints, paths
+
+_LARGEST_EXPONENT = 64.0
+"""exp(64) times a logit is still far from the largest float32."""
 
 
 class SequenceBiases:
@@ -118,7 +122,8 @@ class Rules:
             start, factor = rules.exponential_decay_length_penalty
             if count > start:
                 ends = self._ends[np.isfinite(found[self._ends])]
-                found[ends] += np.abs(found[ends]) * (factor ** (count - start) - 1)
+                grown = math.exp(min(_LARGEST_EXPONENT, (count - start) * math.log(factor)))
+                found[ends] += np.abs(found[ends]) * (grown - 1)
         found[self._suppressed] = -np.inf
         if count == self._begins_at:
             found[self._begin] = -np.inf
