@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +13,9 @@ from msgspec import Meta
 from specexport.checkpoints.config import GENERATION, read_document
 from specexport.checkpoints.stored import CONFIG
 from specexport.contract.errors import BuildError
-from specexport.contract.generation import NO_RULES, GenerationRules, Length
+from specexport.contract.generation import NO_RULES, GenerationRules, Length, Whole
 from specexport.contract.manifest import GenerationDefaults
-from specexport.contract.model import Count, Probability
+from specexport.contract.model import Probability
 
 Token = Annotated[int, Meta(ge=0)]
 Tokens = Token | list[Token] | None
@@ -33,11 +34,11 @@ class _GenerationConfig(msgspec.Struct):
     do_sample: bool | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Count | None = None
+    top_k: Whole | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
     max_new_tokens: Length | None = None
-    min_new_tokens: Count | None = None
+    min_new_tokens: Whole | None = None
     stop_strings: _Text | tuple[_Text, ...] | None = None
     eos_token_id: Tokens = None
 
@@ -83,8 +84,8 @@ def _defaults(path: Path, document: dict[str, Any], vocab_size: int) -> tuple[Ge
         rules = msgspec.convert({key: value for key, value in document.items() if key in _RULES}, GenerationRules)
     except msgspec.ValidationError as error:
         raise BuildError(f"{path}: not a configuration of generation: {error}") from error
-    for key in ("sequence_bias", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id"):
-        _require_known(path, key, _flat(getattr(rules, key)), vocab_size)
+    for key, tokens in rules.tokens.items():
+        _require_known(path, key, tokens, vocab_size)
     values: dict[str, Any] = {"temperature": 0.0}
     if read.do_sample:
         drawn = {name: getattr(read, name) for name in ("temperature", "top_p", "top_k", "min_p")}
@@ -100,7 +101,12 @@ def _defaults(path: Path, document: dict[str, Any], vocab_size: int) -> tuple[Ge
         values["min_tokens"] = read.min_new_tokens
         rules = msgspec.structs.replace(rules, min_length=0)
     if read.stop_strings is not None:
-        values["stop"] = (read.stop_strings,) if isinstance(read.stop_strings, str) else read.stop_strings
+        stop = (read.stop_strings,) if isinstance(read.stop_strings, str) else read.stop_strings
+        try:
+            "".join(stop).encode()
+        except UnicodeEncodeError as error:
+            raise BuildError(f"{path}: stop_strings: half a character: {error}; expected text") from error
+        values["stop"] = stop
     biases = tuple((sequence, _bounded(bias)) for sequence, bias in rules.sequence_bias)
     return GenerationDefaults(**values, rules=msgspec.structs.replace(rules, sequence_bias=biases)), read.eos_token_id
 
@@ -109,14 +115,7 @@ def _bounded(bias: float) -> float:
     return 0.0 if math.isnan(bias) else max(-_LARGEST_BIAS, min(_LARGEST_BIAS, bias))
 
 
-def _flat(value: Any) -> list[int]:
-    """The tokens of a rule, however they are nested; biases are no whole numbers."""
-    if isinstance(value, tuple):
-        return [token for inner in value for token in _flat(inner)]
-    return [value] if isinstance(value, int) else []
-
-
-def _require_known(path: Path, key: str, tokens: list[int], vocab_size: int) -> None:
+def _require_known(path: Path, key: str, tokens: Collection[int], vocab_size: int) -> None:
     beyond = next((token for token in tokens if token >= vocab_size), None)
     if beyond is not None:
         raise BuildError(f"{path}: {key} is {beyond}; expected a token of the model, which has {vocab_size}")

@@ -6,10 +6,13 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from specexport.contract.model import Count, Probability, Strict
+from specexport.contract.model import Probability, Strict
 
-Length = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Sequence = Annotated[tuple[Count, ...], Meta(min_length=1)]
+_MOST = 2**31 - 1
+Whole = Annotated[int, Meta(ge=0, le=_MOST)]
+Length = Annotated[int, Meta(ge=1, le=_MOST)]
+Sequence = Annotated[tuple[Whole, ...], Meta(min_length=1)]
+_Suppressed = tuple[Annotated[int, Meta(ge=-_MOST, le=_MOST)], ...]
 
 
 class GenerationRules(Strict, frozen=True):
@@ -40,17 +43,17 @@ class GenerationRules(Strict, frozen=True):
     """
 
     max_length: Length | None = None
-    min_length: Count = 0
+    min_length: Whole = 0
     sequence_bias: tuple[tuple[Sequence, float], ...] = ()
     encoder_repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
-    no_repeat_ngram_size: Count = 0
-    encoder_no_repeat_ngram_size: Count = 0
+    no_repeat_ngram_size: Whole = 0
+    encoder_no_repeat_ngram_size: Whole = 0
     bad_words_ids: tuple[Sequence, ...] = ()
-    forced_bos_token_id: Count | None = None
-    forced_eos_token_id: Count | Sequence | None = None
-    exponential_decay_length_penalty: tuple[Count, Annotated[float, Meta(gt=0.0, le=100.0)]] | None = None
-    suppress_tokens: tuple[int, ...] = ()
-    begin_suppress_tokens: tuple[int, ...] = ()
+    forced_bos_token_id: Whole | None = None
+    forced_eos_token_id: Whole | Sequence | None = None
+    exponential_decay_length_penalty: tuple[Whole, Annotated[float, Meta(gt=0.0, le=100.0)]] | None = None
+    suppress_tokens: _Suppressed = ()
+    begin_suppress_tokens: _Suppressed = ()
     top_h: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     typical_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     epsilon_cutoff: Probability = 0.0
@@ -64,6 +67,17 @@ class GenerationRules(Strict, frozen=True):
         listed = self.sequence_bias or self.bad_words_ids or self.suppress_tokens or self.begin_suppress_tokens
         penalties = self.encoder_repetition_penalty != 1.0 or self.exponential_decay_length_penalty is not None
         return bool(forced or sizes or listed or penalties)
+
+    @property
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        """Tokens that the model must have, by the rule that names them."""
+        last = self.forced_eos_token_id
+        return {
+            "sequence_bias": tuple(token for sequence, _ in self.sequence_bias for token in sequence),
+            "bad_words_ids": tuple(token for sequence in self.bad_words_ids for token in sequence),
+            "forced_bos_token_id": () if self.forced_bos_token_id is None else (self.forced_bos_token_id,),
+            "forced_eos_token_id": () if last is None else (last,) if isinstance(last, int) else last,
+        }
 
     @property
     def filter_tokens(self) -> bool:

@@ -119,6 +119,7 @@ class SettingNote(Strict, frozen=True):
 def short(value: Any) -> str:
     """A setting's value as a line shows it."""
     text = f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    text = text.encode("utf-8", "replace").decode()  # half a character, which JSON can say, is no text
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 

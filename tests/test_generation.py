@@ -232,6 +232,8 @@ def test_without_the_file_older_configurations_say_it(target: Path, tmp_path: Pa
         ("typical_p", 0, "typical_p"),
         ("max_new_tokens", 0, "max_new_tokens"),
         ("stop_strings", [""], "stop_strings"),
+        ("stop_strings", "a\ud800", "stop_strings"),
+        ("no_repeat_ngram_size", 10**30, "no_repeat_ngram_size"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_file(key: str, value: Any, place: str, said: Callable[[Said], Path]) -> None:
