@@ -12,13 +12,14 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from specexport.checkpoints.config import GENERATION
+from specexport.checkpoints.stored import CONFIG
 from specexport.contract.manifest import SettingNote, short
 
 Handling = Literal["honoured", "refused", "named", "no effect"]
 Documents = Mapping[str, Mapping[str, Any]]
 """The JSON files of a checkpoint's folder, by name; those that are missing or no objects are empty."""
 
-GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -191,6 +192,22 @@ SETTINGS: tuple[Setting, ...] = (
         "no effect",
         "of padding, of encoder-decoder models, or a label; an empty prompt is the tokenizer's bos_token",
     ),
+    Setting(
+        CONFIG,
+        (f"those of {GENERATION}",),
+        "honoured",
+        f"like those of {GENERATION}, where there is no such file",
+    ),
+    Setting(
+        CONFIG,
+        ("eos_token_id",),
+        "honoured",
+        f"where {GENERATION} names none",
+    ),
+    *(
+        Setting(file, ("all",), "no effect", "of pictures and sound, which prompts hold as embeddings")
+        for file in ("preprocessor_config.json", "video_preprocessor_config.json")
+    ),
 )
 
 
@@ -219,19 +236,21 @@ def setting_notes(folder: Path, end: int | None, ends: Collection[int]) -> tuple
     """
     documents = read_documents(folder)
     notes = []
+    generation = GENERATION if (folder / GENERATION).is_file() else CONFIG
     for setting in SETTINGS:
         if setting.handling != "named":
             continue
+        file = generation if setting.file == GENERATION else setting.file
         for key in setting.keys:
-            value = documents[setting.file].get(key)
+            value = documents[file].get(key)
             if value is None or value in setting.neutral:
                 continue
             if setting.changes is None or setting.changes(value, documents):
                 note = f"{setting.note}; specexport does not"
-                notes.append(SettingNote(file=setting.file, key=key, value=short(value), note=note))
+                notes.append(SettingNote(file=file, key=key, value=short(value), note=note))
     if end is not None and end not in ends:
         others = f"{', '.join(map(str, ends))} alone" if ends else "no token"
-        note = f"it ends texts here; transformers' generate stops at {others} (eos_token_id of {GENERATION})"
+        note = f"it ends texts here; transformers' generate stops at {others} (eos_token_id of {generation})"
         token = documents[TOKENIZER_CONFIG].get("eos_token")
         value = token.get("content") if isinstance(token, dict) else token
         notes.append(SettingNote(file=TOKENIZER_CONFIG, key="eos_token", value=short(value or end), note=note))

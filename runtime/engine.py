@@ -374,7 +374,8 @@ class Engine:
         rules, vocab_size = params.rules, self.manifest.target.vocab_size
         room = min(params.max_tokens, (rules.max_length or self.manifest.max_seq_len) - len(tokens))
         room = min(room, self.manifest.max_seq_len - len(tokens))
-        least = max(params.min_tokens, rules.min_length - len(tokens))
+        bound = params.json_schema is not None or params.grammar is not None  # which ends the text
+        least = 0 if bound else max(params.min_tokens, rules.min_length - len(tokens))
         ends = params.stop_token_ids + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
         processors: list[LogitsProcessor] = []
         if rules.change_logits:

@@ -168,6 +168,13 @@ def test_spaces_that_transformers_takes_out_are_named(tmp_path: Path) -> None:
     assert setting_notes(tmp_path, None, ()) == ()
 
 
+def test_older_configurations_are_looked_at_too(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_beams": 4, "num_return_sequences": 1}', encoding="utf-8")
+    assert [(note.file, note.key) for note in setting_notes(tmp_path, None, ())] == [("config.json", "num_beams")]
+    (tmp_path / "generation_config.json").write_text("{}", encoding="utf-8")
+    assert setting_notes(tmp_path, None, ()) == ()
+
+
 def test_a_loaded_tokenizer_neither_cuts_nor_pads(built: Built) -> None:
     loaded = load_tokenizer(built[1]).tokenizer
     assert loaded.truncation is None and loaded.padding is None
