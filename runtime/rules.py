@@ -106,7 +106,7 @@ class Rules:
     def _changed(self, row: Floats, text: Ints, count: int) -> Floats:
         """The logits ``[V]`` after a text of which ``count`` tokens are output."""
         rules = self._rules
-        found = row.copy()
+        found: Floats = row.copy()
         found[_completing(text, rules.no_repeat_ngram_size, text)] = -np.inf
         found[_completing(text, rules.encoder_no_repeat_ngram_size, self._prompt)] = -np.inf
         found[[token for _, token in self._bad.completed_by(text)]] = -np.inf

@@ -149,8 +149,8 @@ def target_distribution(logits: Floats, params: SamplingParams) -> Distribution:
         ids, some = at if ids is None else ids[at], some[at]
     weights = _weights(some, best, params)
     weights /= weights.sum()
-    for kept in _filters(rules):
-        at = np.flatnonzero(kept(weights))
+    for stays in _filters(rules):
+        at = np.flatnonzero(stays(weights))
         ids, weights = at if ids is None else ids[at], weights[at] / weights[at].sum()
     return Distribution(ids, weights)
 
@@ -172,7 +172,7 @@ def _typical(probs: Doubles, mass: float) -> npt.NDArray[np.bool_]:
         distance = np.abs(-np.log(probs) - _entropy(probs))
     order = np.argsort(distance, kind="stable")
     last = min(int((np.cumsum(probs[order]) < mass).sum()), len(probs) - 1)
-    return distance <= distance[order[last]]
+    return np.asarray(distance <= distance[order[last]], np.bool_)
 
 
 def _within_entropy(weights: Doubles, share: float) -> npt.NDArray[np.bool_]:
