@@ -194,7 +194,7 @@ class GenerationRequest(Accepted):
     stream: bool = Field(False, description="Send chunks as server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="With stream only.")
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = Field(
-        None, description="Texts that end the output and are not part of it."
+        None, description="Texts that end the output and are not part of it; None for the model's own, if any."
     )
     seed: int | None = Field(None, ge=-1, le=2**63 - 1, description="Makes the output reproducible; -1 is none.")
     temperature: float | None = Field(None, ge=0, le=2, description="None for the model's own; 0 is greedy.")
@@ -209,8 +209,12 @@ class GenerationRequest(Accepted):
     min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens less probable than this share of the best.")
     stop_token_ids: Annotated[list[Count], Field(max_length=64)] = Field([], description="Tokens that end the output.")
     ignore_eos: bool = Field(False, description="Go on past the end of text.")
-    repetition_penalty: float = Field(1, ge=0.01, le=100, description="Of tokens in the prompt or output; 1 is none.")
-    min_tokens: Count = Field(0, description="Tokens before any that ends the output.")
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=100, description="Of tokens in the prompt or output; 1 is none, None the model's own."
+    )
+    min_tokens: Count | None = Field(
+        None, description="Tokens before any that ends the output; None for the model's own."
+    )
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
     structured_outputs: StructuredOutputs | None = Field(None, description="Constrains the output.")
     speculative: SpeculativeOptions | None = Field(None, description="How to speculate; None as the server does.")
@@ -235,7 +239,9 @@ class CompletionRequest(GenerationRequest):
         | Tokens
         | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     ) = Field(description="Text or token ids; several of either are several prompts.")
-    max_tokens: Count | None = Field(16, description="None for what the context holds.")
+    max_tokens: Count | None = Field(
+        16, description="None for what the context holds; left out, the model's own if it has one."
+    )
     logprobs: Others | None = Field(None, description="Return log-probabilities, with this many others each.")
     prompt_logprobs: PromptOthers = None
     echo: bool = Field(False, description="Begin the text with the prompt.")

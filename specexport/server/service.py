@@ -40,6 +40,8 @@ SAMPLING = {
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 }
 """Fields that the engine has under the same names."""
+LENGTHS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
+"""What requests call the most tokens of an output; one that names none of them takes the model's own, if it has one."""
 GONE = 499
 """Nginx's status for a client that disconnected."""
 _LEAST_LOGPROB = -9999.0
@@ -128,16 +130,20 @@ class Service:
                 "structured_outputs: given beside tools or a response_format; give one of them",
                 param="structured_outputs",
             )
-        chosen = given.model_dump(include=SAMPLING, exclude_none=True)
-        return frontend.engine.defaults().replace(
-            max_tokens=frontend.max_model_len if max_tokens is None else max_tokens,
-            stop=given.stop or (),
+        own: dict[str, Any] = given.model_dump(include=SAMPLING, exclude_none=True)
+        model = frontend.engine.manifest.generation
+        says = model.max_tokens is not None or model.rules.max_length is not None
+        if given.model_fields_set & LENGTHS or not says:
+            own["max_tokens"] = frontend.max_model_len if max_tokens is None else max_tokens
+        if given.stop is not None:
+            own["stop"] = given.stop
+        return frontend.engine.params(
             stop_token_ids=tuple(given.stop_token_ids),
             n=given.n,
             seed=None if given.seed == -1 else given.seed,
             logit_bias={int(token): bias for token, bias in given.logit_bias.items()},
             logprobs=logprobs,
-            **chosen,
+            **own,
             **(bounds[0] if bounds else bound or {}),
         )
 
