@@ -345,10 +345,12 @@ class Engine:
         processors: list[LogitsProcessor] = []
         if params.penalized:
             processors.append(Penalties(params, tokens, ends, self.manifest.target.vocab_size))
-        if params.json_schema is not None:
-            processors.append(self._grammars.json_schema(params.json_schema))
-        if params.grammar is not None:
-            processors.append(self._grammars.lark(params.grammar))
+        if params.constrained:
+            output = {name: getattr(params, name) for name in ("stop_token_ids", "skip_special_tokens")}
+            if params.json_schema is not None:
+                processors.append(self._grammars.json_schema(params.json_schema, **output))
+            if params.grammar is not None:
+                processors.append(self._grammars.lark(params.grammar, **output))
         view.processors = processors
         text = TextStream(
             self.tokenizer, params.stop, least=params.min_tokens, skip_special_tokens=params.skip_special_tokens
