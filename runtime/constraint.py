@@ -33,7 +33,7 @@ Ints = npt.NDArray[np.int64]
 MAX_SCHEMA = 1 << 16
 """Characters of a JSON schema."""
 _WHITESPACE = r"[ ]|\n[ \t]{0,16}"
-"""Between JSON's tokens, unless the schema's ``x-guidance`` says otherwise: with no bound a model may go on for ever."""
+"""Between JSON's tokens, unless the schema's ``x-guidance`` says otherwise: without a bound it might never end."""
 _LARK_NAMES = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|<([^<>\[\]\s][^<>\s]*)>')
 """Texts, regular expressions and comments of Lark, which are passed over, and names of special tokens."""
 
@@ -82,7 +82,7 @@ class Grammars:
     ) -> Constraint:
         if len(text) > MAX_SCHEMA:  # all requests of a batch wait while its masks are made
             raise RequestError(f"the {what} has {len(text)} characters; expected at most {MAX_SCHEMA}", param=param)
-        vocabulary = self._vocabulary(skip_special_tokens)
+        vocabulary = self._vocabulary(skip_special_tokens, param)
         # Imported here: only grammar-constrained outputs need it.
         import llguidance
 
@@ -111,7 +111,7 @@ class Grammars:
     def _special_tokens(self) -> dict[str, int]:
         return {token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items()}
 
-    def _vocabulary(self, skip_special_tokens: bool) -> llguidance.LLTokenizer:
+    def _vocabulary(self, skip_special_tokens: bool, param: str) -> llguidance.LLTokenizer:
         if skip_special_tokens not in self._vocabularies:
             try:
                 import llguidance
@@ -121,10 +121,21 @@ class Grammars:
                     "pip install 'specexport[serve]'"
                 ) from error
             if not self._eos:
-                raise RequestError("the model names no end-of-text token, so a constrained output could never end")
+                raise RequestError(
+                    "the model names no end-of-text token, so a constrained output could never end", param=param
+                )
             # Logits may be wider than the tokenizer, never narrower.
             width = max(self._vocab_size, self._tokenizer.get_vocab_size(with_added_tokens=True))
-            shown = _Shown(self._tokenizer, width, self._eos, skip_special_tokens)
+            try:
+                shown = _Shown(self._tokenizer, width, self._eos, skip_special_tokens)
+            except ValueError as error:
+                decoder = self._tokenizer.decoder
+                kind = "no decoder" if decoder is None else f"the decoder {type(decoder).__name__}"
+                raise RequestError(
+                    f"the model's tokenizer has {kind}, which llguidance cannot read, so its outputs cannot be bound "
+                    "to a JSON schema, a grammar or calls of tools; leave these out",
+                    param=param,
+                ) from error
             self._vocabularies[skip_special_tokens] = llguidance.LLTokenizer(
                 llguidance.TokenizerWrapper(shown), n_vocab=width, eos_token=self._eos
             )
@@ -142,6 +153,9 @@ class _Shown:
         bos_token_id: none is expected in an output.
         tokens: the bytes of each.
         special_token_ids: tokens that add nothing to the text, or end it.
+
+    Raises:
+        ValueError: llguidance cannot read how the tokenizer decodes.
     """
 
     def __init__(self, tokenizer: Tokenizer, width: int, eos: Sequence[int], skip_special_tokens: bool) -> None:
@@ -150,14 +164,7 @@ class _Shown:
         plain = Tokenizer.from_str(tokenizer.to_str())
         plain.no_padding()
         plain.no_truncation()
-        try:
-            reader = llguidance.LLTokenizer(plain.to_str(), n_vocab=width, eos_token=list(eos), slices=[])
-        except ValueError as error:
-            kind = "no decoder" if tokenizer.decoder is None else f"the decoder {type(tokenizer.decoder).__name__}"
-            raise RequestError(
-                f"the model's tokenizer has {kind}, which llguidance cannot read, so its outputs cannot be bound to a "
-                "JSON schema, a grammar or calls of tools; leave these out"
-            ) from error
+        reader = llguidance.LLTokenizer(plain.to_str(), n_vocab=width, eos_token=list(eos), slices=[])
         self.tokens = [reader.decode_bytes([id]) for id in range(width)]
         self.eos_token_id, self.bos_token_id = eos[0], None
         special = {id for id in range(width) if tokenizer.id_to_token(id) is None} | set(eos)
@@ -258,7 +265,7 @@ class Constraint:
 
 
 def _json_grammar(schema: str) -> str:
-    """llguidance's grammar of JSON that fits a schema."""
+    """The grammar of JSON that fits a schema, as llguidance has it."""
     import llguidance
 
     read = llguidance.LLMatcher.grammar_from_json_schema

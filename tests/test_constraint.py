@@ -178,7 +178,7 @@ SCHEMAS = st.recursive(
         st.lists(inner, min_size=1, max_size=3).map(
             lambda fields: {
                 "type": "object",
-                "properties": {name: field for name, field in zip("abc", fields, strict=False)},
+                "properties": dict(zip("abc", fields, strict=False)),
                 "required": list("abc"[: len(fields)]),
                 "additionalProperties": False,
             }
@@ -258,7 +258,7 @@ def test_a_prompt_with_end_tokens_is_answered(name: str, temperature: float, eng
     """Look-ups draft the answers before, with the end token and what came behind it."""
     loaded, drafted = engine(name), 0
     prompt, answer = conversation(loaded), '{"a":1,"b":"x"}'
-    bias = {} if temperature else {token: 60.0 for token in loaded.tokenizer.encode(answer + "</s>").ids}
+    bias = {} if temperature else dict.fromkeys(loaded.tokenizer.encode(answer + "</s>").ids, 60.0)
     params = SamplingParams(
         temperature=temperature, max_tokens=120, json_schema=json.dumps(PAIR), logit_bias=bias, logprobs=2, seed=1
     )

@@ -225,6 +225,11 @@ class GenerationRequest(Accepted):
         """What the output is expected to be."""
         return None
 
+    @property
+    def bound_by(self) -> str:
+        """The field that constrains the output."""
+        return "structured_outputs"
+
 
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
@@ -311,6 +316,7 @@ class ChatMessage(_Request):
     name: str | None = Field(None, max_length=256)
     tool_call_id: str | None = Field(None, max_length=256)
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] = []
+    reasoning_content: Text | None = Field(None, description="A variable of the model's chat template.")
     refusal: Unsupported = None
     annotations: Unsupported = None
     audio: Unsupported = None
@@ -379,6 +385,12 @@ class ChatRequest(GenerationRequest):
     @property
     def hypothesis(self) -> str | None:
         return plain_text(self.prediction.content) if self.prediction is not None else None
+
+    @property
+    def bound_by(self) -> str:
+        if self.structured_outputs is not None and self.structured_outputs.bounds():
+            return "structured_outputs"
+        return "tools" if self.tools and self.choice != "none" else "response_format"
 
     @property
     def offered(self) -> list[Function]:
@@ -486,6 +498,12 @@ class ResponseRequest(GenerationRequest):
         [], description="What may be called."
     )
     top_logprobs: Annotated[Any, Only((0,))] = None
+
+    @property
+    def bound_by(self) -> str:
+        if self.structured_outputs is not None and self.structured_outputs.bounds():
+            return "structured_outputs"
+        return "tools" if self.tools and self.choice != "none" else "text.format"
 
     @property
     def offered(self) -> list[ResponseTool]:
@@ -678,6 +696,7 @@ class AssistantMessage(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = Field(None, description="With tools: what a model says in a channel for itself.")
     tool_calls: list[AssistantCall] | None = None
 
 
