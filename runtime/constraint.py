@@ -9,6 +9,7 @@ nothing and is allowed only where a grammar names it: ``<[id]>``, or ``<name>``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -34,8 +35,10 @@ MAX_SCHEMA = 1 << 16
 """Characters of a JSON schema."""
 _WHITESPACE = r"[ ]|\n[ \t]{0,16}"
 """Between JSON's tokens, unless the schema's ``x-guidance`` says otherwise: without a bound it might never end."""
-_LARK_NAMES = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|<([^<>\[\]\s][^<>\s]*)>')
-"""Texts, regular expressions and comments of Lark, which are passed over, and names of special tokens."""
+_LARK = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(?P<json>%json\s*)|(?P<name><[^<>\[\]\s][^<>\s]*>)'
+)
+"""Texts, regular expressions and comments of Lark, which are passed over, JSON schemas and names of special tokens."""
 
 
 class Grammars:
@@ -82,6 +85,13 @@ class Grammars:
     ) -> Constraint:
         if len(text) > MAX_SCHEMA:  # all requests of a batch wait while its masks are made
             raise RequestError(f"the {what} has {len(text)} characters; expected at most {MAX_SCHEMA}", param=param)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the {what} holds half a character, {text[error.start]!r}, at {error.start}; expected text",
+                param=param,
+            ) from error
         vocabulary = self._vocabulary(skip_special_tokens, param)
         # Imported here: only grammar-constrained outputs need it.
         import llguidance
@@ -89,7 +99,7 @@ class Grammars:
         if param == "json_schema":
             grammar = _json_grammar(text)
         else:
-            grammar = llguidance.LLMatcher.grammar_from_lark(self._numbered(text))
+            grammar = llguidance.LLMatcher.grammar_from_lark(self._lark(text))
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
@@ -98,17 +108,23 @@ class Grammars:
         ends = frozenset([*self._eos, *stop_token_ids])
         return Constraint(matcher, self._vocab_size, ends, what, param)
 
-    def _numbered(self, grammar: str) -> str:
-        """Lark whose names of tokens are their numbers: llguidance knows only some of the names."""
-
-        def number(found: re.Match[str]) -> str:
-            id = self._special_tokens.get(found[0]) if found[1] else None
-            return found[0] if id is None else f"<[{id}]>"
-
-        return _LARK_NAMES.sub(number, grammar)
+    def _lark(self, grammar: str) -> str:
+        """Lark with the numbers of tokens for their names, of which llguidance knows some, and bounded white space."""
+        parts, at = list[str](), 0
+        while found := _LARK.search(grammar, at):
+            part, end = found[0], found.end()
+            if found["name"] is not None and part in self._added_tokens:
+                part = f"<[{self._added_tokens[part]}]>"
+            elif found["json"] is not None:
+                with contextlib.suppress(ValueError, RecursionError):  # llguidance says what is wrong
+                    schema, end = json.JSONDecoder().raw_decode(grammar, end)
+                    part += json.dumps(_bounded(schema))
+            parts += grammar[at : found.start()], part
+            at = end
+        return "".join([*parts, grammar[at:]])
 
     @cached_property
-    def _special_tokens(self) -> dict[str, int]:
+    def _added_tokens(self) -> dict[str, int]:
         return {token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     def _vocabulary(self, skip_special_tokens: bool, param: str) -> llguidance.LLTokenizer:
@@ -275,8 +291,13 @@ def _json_grammar(schema: str) -> str:
         return read(schema)  # which says what is wrong with it
     if stated is True:
         stated, schema = {}, "{}"
-    if not isinstance(stated, dict):
-        return read(schema)
-    options = stated.get("x-guidance")
-    chosen = isinstance(options, dict) and not options.keys().isdisjoint({"whitespace_flexible", "whitespace_pattern"})
-    return read(schema) if chosen else read(schema, defaults={"whitespace_pattern": _WHITESPACE})
+    # Not the schema as read: numbers may have been rounded.
+    return read(schema) if _bounded(stated) is stated else read(schema, defaults={"whitespace_pattern": _WHITESPACE})
+
+
+def _bounded(schema: Any) -> Any:
+    """A schema that says how white space is bounded, if it does not say so itself."""
+    options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
+    if not isinstance(options, dict) or not options.keys().isdisjoint({"whitespace_flexible", "whitespace_pattern"}):
+        return schema
+    return schema | {"x-guidance": {"whitespace_pattern": _WHITESPACE, **options}}

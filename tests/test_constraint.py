@@ -144,6 +144,7 @@ def test_stop_texts_and_logprobs_go_with_it(engine: Engines) -> None:
         ('{"type": "string", "pattern": "("}', "cannot be used"),
         ('{"not": {}}', "Unimplemented keys"),
         ("3", "cannot be used"),
+        ('{"const": "\ud83d"}', "half a character"),
         (json.dumps({"enum": ["x" * 1000 + str(at) for at in range(70)]}), "characters; expected at most 65536"),
     ],
 )
@@ -285,6 +286,43 @@ def test_a_stop_token_ends_a_bound_text_where_it_may_end(engine: Engines) -> Non
             )
             made = loaded.generate(loaded.tokenizer.encode("ab!cab!cab").ids, params, method)
             assert (made.text, made.token_ids[-1], made.finish_reason) == (text, stop, "stop")
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [{"json_schema": json.dumps(PAIR)}, {"grammar": f'start: "a" %json {json.dumps(PAIR)} "%json {{}}" // %json {{}}'}],
+)
+def test_white_space_is_bounded(engine: Engines, bound: dict[str, Any]) -> None:
+    """A model that likes nothing better comes to an end."""
+    loaded = engine("llama-near")
+    white = [token for token in range(3, 318) if not loaded.tokenizer.decode([token]).strip(" \n\t\r")]
+    params = SamplingParams(temperature=0.0, max_tokens=200, logit_bias=dict.fromkeys(white, 100.0), **bound)
+    made = loaded.generate(PROMPT, params)
+    assert made.finish_reason == "stop"
+    assert json.loads(made.text.removeprefix("a").removesuffix("%json {}"))["a"] == 1
+    assert "\n" in made.text or "  " not in made.text
+
+
+def test_a_schema_chooses_its_white_space(engine: Engines) -> None:
+    made, encode = grammars(engine("llama-near")), engine("llama-near").tokenizer.encode
+
+    def taken(schema: Any, text: str) -> bool:
+        matcher = made.json_schema(json.dumps(schema))._matcher
+        tokens = encode(text).ids
+        return bool(matcher.try_consume_tokens(tokens) == len(tokens))
+
+    pretty = json.dumps({"a": 1, "b": "x"}, indent=4)
+    for text, default, flexible, compact in (
+        ('{"a":1,"b":"x"}', True, True, True),
+        ('{"a": 1, "b": "x"}', True, True, False),
+        (pretty, True, True, False),
+        (pretty.replace("    ", " " * 17), False, True, False),
+        ('{"a":   1, "b": "x"}', False, True, False),
+    ):
+        assert taken(PAIR, text) == default, text
+        assert taken(PAIR | {"x-guidance": {"whitespace_flexible": True}}, text) == flexible, text
+        assert taken(PAIR | COMPACT, text) == compact, text
+    assert taken(True, '{"a": [1, "x"]}')
 
 
 def test_a_schema_says_where_the_text_ends() -> None:

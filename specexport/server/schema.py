@@ -169,10 +169,7 @@ class StructuredOutputs(_Request):
         if self.choice is not None:
             found.append({"grammar": "start: " + " | ".join(map(quoted, self.choice))})
         if self.regex is not None:
-            # A slash ends a regular expression in Lark, and a line ends a rule.
-            marks = {"/": r"\/", "\n": r"\n"}
-            safe = re.sub(r"\\.|/|\n", lambda found: marks.get(found[0], found[0]), self.regex)
-            found.append({"grammar": f"start: /{safe}/"})
+            found.append({"grammar": f"start: {_lark_regex(self.regex)}"})
         if self.grammar is not None:
             found.append({"grammar": self.grammar})
         return found
@@ -181,9 +178,25 @@ class StructuredOutputs(_Request):
 ANY_OBJECT = '{"type": "object"}'
 
 
+_CONTROLS = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v", "\f": r"\f"}
+
+
+def _lark_regex(regex: str) -> str:
+    """A regular expression as Lark writes it: the whole output fits it, so that anchors at its ends say nothing."""
+    regex = re.sub(r"^\^|(?<!\\)((?:\\\\)*)\$$", lambda found: found[1] or "", regex)
+
+    def written(found: re.Match[str]) -> str:
+        """A slash ends it in Lark, and a line ends a rule; ``re.escape`` puts a backslash before either."""
+        letter = found[1] or found[0]
+        return r"\/" if letter == "/" else _CONTROLS.get(letter, found[0])
+
+    safe = re.sub(r"(?s)\\(.)|[/\n\r\t\v\f]", written, regex)
+    return f"/(?:{safe})/"
+
+
 def quoted(text: str) -> str:
     """A text as Lark writes it."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 class GenerationRequest(Accepted):
@@ -196,7 +209,9 @@ class GenerationRequest(Accepted):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = Field(
         None, description="Texts that end the output and are not part of it."
     )
-    seed: int | None = Field(None, ge=-1, le=2**63 - 1, description="Makes the output reproducible; -1 is none.")
+    seed: int | None = Field(
+        None, ge=-1, le=2**63 - 1, description="The same output again where steps verify the same trees; -1 is none."
+    )
     temperature: float | None = Field(None, ge=0, le=2, description="None for the model's own; 0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1, description="None for the model's own.")
     frequency_penalty: float = Field(0, ge=-2, le=2, description="Subtracted per generated occurrence of a token.")
