@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -140,10 +141,8 @@ class Grammars:
                 raise RequestError(
                     "the model names no end-of-text token, so a constrained output could never end", param=param
                 )
-            # Logits may be wider than the tokenizer, never narrower.
-            width = max(self._vocab_size, self._tokenizer.get_vocab_size(with_added_tokens=True))
             try:
-                shown = _Shown(self._tokenizer, width, self._eos, skip_special_tokens)
+                shown = _Shown(self._text, skip_special_tokens)
             except ValueError as error:
                 decoder = self._tokenizer.decoder
                 kind = "no decoder" if decoder is None else f"the decoder {type(decoder).__name__}"
@@ -153,9 +152,49 @@ class Grammars:
                     param=param,
                 ) from error
             self._vocabularies[skip_special_tokens] = llguidance.LLTokenizer(
-                llguidance.TokenizerWrapper(shown), n_vocab=width, eos_token=self._eos
+                llguidance.TokenizerWrapper(shown), n_vocab=len(shown.tokens), eos_token=self._eos
             )
         return self._vocabularies[skip_special_tokens]
+
+    @cached_property
+    def _text(self) -> _Text:
+        return _Text(self._tokenizer, self._vocab_size, self._eos)
+
+
+class _Text:
+    """A tokenizer's tokens as text, and text in the middle of another as tokens.
+
+    Attributes:
+        tokens: the bytes of each; logits may be of more tokens than the tokenizer knows.
+        eos: tokens that end a text.
+        unknown: tokens that are none.
+        special: those that a text may leave out.
+
+    Raises:
+        ValueError: llguidance cannot read how the tokenizer decodes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
+        import llguidance
+
+        self.eos = frozenset(eos)
+        width = max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
+        stated = json.loads(tokenizer.to_str(), object_hook=_unprefixed) | {"truncation": None, "padding": None}
+        self.special = {token["id"] for token in stated["added_tokens"] if token["special"]}
+        for token in stated["added_tokens"]:
+            token["special"] = token["special"] or token["id"] in self.eos
+        file = json.dumps(stated)
+        reader = llguidance.LLTokenizer(file, n_vocab=width, eos_token=list(eos), slices=[])
+        self.tokens = [reader.decode_bytes([id]) for id in range(width)]
+        self.unknown = set(range(width)).difference(tokenizer.get_vocab(with_added_tokens=True).values())
+        self._tokenizer, self._lock = Tokenizer.from_str(file), threading.Lock()
+
+    def encoded(self, text: str, plainly: bool) -> list[int]:
+        """A text's tokens; ``plainly``, or where one of them would end the text, special ones are spelled out."""
+        with self._lock:
+            self._tokenizer.encode_special_tokens = plainly
+            ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return ids if plainly or self.eos.isdisjoint(ids) else self.encoded(text, True)
 
 
 class _Shown:
@@ -169,33 +208,17 @@ class _Shown:
         bos_token_id: none is expected in an output.
         tokens: the bytes of each.
         special_token_ids: tokens that add nothing to the text, or end it.
-
-    Raises:
-        ValueError: llguidance cannot read how the tokenizer decodes.
     """
 
-    def __init__(self, tokenizer: Tokenizer, width: int, eos: Sequence[int], skip_special_tokens: bool) -> None:
-        import llguidance
-
-        plain = Tokenizer.from_str(tokenizer.to_str())
-        plain.no_padding()
-        plain.no_truncation()
-        reader = llguidance.LLTokenizer(plain.to_str(), n_vocab=width, eos_token=list(eos), slices=[])
-        self.tokens = [reader.decode_bytes([id]) for id in range(width)]
-        self.eos_token_id, self.bos_token_id = eos[0], None
-        special = {id for id in range(width) if tokenizer.id_to_token(id) is None} | set(eos)
-        stated = json.loads(plain.to_str(), object_hook=_unprefixed)
-        for token in stated["added_tokens"]:
-            if token["special"] and skip_special_tokens:
-                special.add(token["id"])
-            token["special"] = token["id"] in special
-        self.special_token_ids = sorted(special)
-        self._middle = Tokenizer.from_str(json.dumps(stated))
-        self._middle.encode_special_tokens = True  # their names in a text are text
+    def __init__(self, text: _Text, skip_special_tokens: bool) -> None:
+        self._text, self._plainly = text, skip_special_tokens
+        self.tokens = text.tokens
+        self.special_token_ids = sorted(text.unknown | text.eos | (text.special if skip_special_tokens else set()))
+        self.eos_token_id, self.bos_token_id = min(text.eos), None
 
     def __call__(self, text: bytes) -> list[int]:
         """The tokens of a text behind another."""
-        return list(self._middle.encode(text.decode(errors="replace"), add_special_tokens=False).ids)
+        return self._text.encoded(text.decode(errors="replace"), self._plainly)
 
 
 def _unprefixed(part: dict[str, Any]) -> dict[str, Any]:
