@@ -707,11 +707,11 @@ class AssistantCall(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """What the model said, or a piece of it."""
+    """What the model said, or a piece of it; its reasoning where it has a channel for that."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
-    reasoning_content: str | None = Field(None, description="With tools: what a model says in a channel for itself.")
+    reasoning_content: str | None = None
     tool_calls: list[AssistantCall] | None = None
 
 
