@@ -374,18 +374,20 @@ class Engine:
         rules, vocab_size = params.rules, self.manifest.target.vocab_size
         room = min(params.max_tokens, (rules.max_length or self.manifest.max_seq_len) - len(tokens))
         room = min(room, self.manifest.max_seq_len - len(tokens))
-        bound = params.json_schema is not None or params.grammar is not None  # which ends the text
-        least = 0 if bound else max(params.min_tokens, rules.min_length - len(tokens))
+        # A grammar ends the text by itself.
+        least = 0 if params.constrained else max(params.min_tokens, rules.min_length - len(tokens))
         ends = params.stop_token_ids + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
         processors: list[LogitsProcessor] = []
         if rules.change_logits:
             processors.append(SequenceBiases(rules, tokens))
         if params.penalized:
             processors.append(Penalties(params, tokens, ends, vocab_size, least))
-        if params.json_schema is not None:
-            processors.append(self._grammars.json_schema(params.json_schema))
-        if params.grammar is not None:
-            processors.append(self._grammars.lark(params.grammar))
+        if params.constrained:
+            output = {name: getattr(params, name) for name in ("stop_token_ids", "skip_special_tokens")}
+            if params.json_schema is not None:
+                processors.append(self._grammars.json_schema(params.json_schema, **output))
+            if params.grammar is not None:
+                processors.append(self._grammars.lark(params.grammar, **output))
         if rules.change_logits:
             processors.append(Rules(rules, tokens, ends, vocab_size, room))
         view.processors = processors

@@ -132,16 +132,21 @@ class SamplingParams:
                 msgspec.convert(msgspec.to_builtins(self.rules), GenerationRules)
             except msgspec.ValidationError as error:
                 raise RequestError(f"rules: {error}", param="rules") from error
-        least, bound = self.min_tokens, self.json_schema is not None or self.grammar is not None
+        least = self.min_tokens
         _require("grammar", self.grammar, self.grammar is None or self.json_schema is None, "None with a json_schema")
         _require(
             "ignore_eos",
             self.ignore_eos,
-            not (bound and self.ignore_eos),
-            "False with a json_schema or a grammar, which end the text",
+            not (self.constrained and self.ignore_eos),
+            "False with a json_schema, a grammar or tools, which end the text",
         )
         _require("min_tokens", least, _whole(least) and 0 <= least <= self.max_tokens, "0 to max_tokens")
-        _require("min_tokens", least, not (bound and least), "0 with a json_schema or a grammar, which end the text")
+        _require(
+            "min_tokens",
+            least,
+            not (self.constrained and least),
+            "0 with a json_schema, a grammar or tools, which end the text",
+        )
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             _require(name, value, _finite(value) and -2 <= value <= 2, "a number in [-2, 2]")
@@ -156,6 +161,11 @@ class SamplingParams:
             value = getattr(self, name)
             few = value is None or (_whole(value) and 0 <= value <= MAX_LOGPROBS)
             _require(name, value, few, f"a whole number from 0 to {MAX_LOGPROBS}")
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar says what the output may be."""
+        return self.json_schema is not None or self.grammar is not None
 
     @property
     def penalized(self) -> bool:

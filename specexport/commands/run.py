@@ -84,7 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="keep tokens with this share of the highest probability (default: the model's own)",
     )
-    add("--seed", type=int, metavar="N", help="makes the text reproducible (default: a new seed each time)")
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="gives the same sampled text again with --num-speculative-tokens, --no-calibrate or --no-speculation; "
+        "otherwise measured costs choose what steps verify, and it is another draw (default: a new seed each time)",
+    )
     speculation = parser.add_argument_group("speculation")
     speculation.add_argument("--no-speculation", action="store_true", help="decode plainly, for comparison")
     speculation.add_argument(
