@@ -41,17 +41,26 @@ class Bundle:
         """The path of a file the manifest names."""
         return self.folder / name
 
-    def tokenizer(self, name: str | None = None) -> Tokenizer:
-        """Loads the tokenizer, or another one the manifest names.
+    def tokenizer(self, name: str | None = None, *, split_special_tokens: bool | None = None) -> Tokenizer:
+        """Loads the tokenizer, or another one the manifest names; it neither cuts nor pads texts.
+
+        Args:
+            name: the file; None for the target's.
+            split_special_tokens: whether special tokens in a text are read as text; None for what the target's does.
 
         Raises:
             BundleError: the file is not a tokenizer.
         """
         path = self.file(name or self.manifest.tokenizer.file)
         try:
-            return Tokenizer.from_file(str(path))
+            loaded: Tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the tokenizers library raises bare Exception
             raise BundleError(f"{path}: not a tokenizer: {error}; build the bundle again") from error
+        loaded.no_truncation()
+        loaded.no_padding()
+        own = self.manifest.tokenizer.split_special_tokens
+        loaded.encode_special_tokens = own if split_special_tokens is None else split_special_tokens
+        return loaded
 
     def chat_template(self) -> ChatTemplate | None:
         """The model's chat template, if it has one."""

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from specexport.contract.errors import BuildError, RequestError
+from specexport.contract.generation import GenerationRules
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import (
     Method,
@@ -38,6 +39,7 @@ from specexport.runtime.program import PLAIN_TREE, Speculation
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.opening import Opening, open_proposer
 from specexport.runtime.request import Request
+from specexport.runtime.rules import Rules, SequenceBiases
 from specexport.runtime.scheduler import Scheduler
 from specexport.runtime.speculative import DEFAULT, Speculative, choose
 from specexport.runtime.step import HostProgram
@@ -203,7 +205,30 @@ class Engine:
 
     def defaults(self) -> SamplingParams:
         """The model's own sampling parameters, as its checkpoint states them."""
-        return SamplingParams(**msgspec.structs.asdict(self.manifest.generation))
+        return self.params()
+
+    def params(self, **own: Any) -> SamplingParams:
+        """The model's own sampling parameters, but for those that are named.
+
+        What the model says of lengths yields: ``max_length`` to ``max_tokens``, ``min_length`` and its ``min_tokens``
+        to ``min_tokens``, to a smaller ``max_tokens``, and to a schema or a grammar, which end the text.
+
+        Raises:
+            RequestError: a value is out of range; names the field.
+        """
+        model = msgspec.structs.asdict(self.manifest.generation)
+        rules: GenerationRules = model["rules"]
+        if "max_tokens" in own:
+            rules = msgspec.structs.replace(rules, max_length=None)
+        elif model["max_tokens"] is None:
+            model["max_tokens"] = rules.max_length or SamplingParams.max_tokens
+        if "min_tokens" in own or any(own.get(name) is not None for name in ("json_schema", "grammar")):
+            rules = msgspec.structs.replace(rules, min_length=0)
+            model["min_tokens"] = 0
+        most = own.get("max_tokens", model["max_tokens"])
+        if isinstance(most, int):
+            model["min_tokens"] = min(model["min_tokens"], max(0, most))
+        return SamplingParams(**model | {"rules": rules} | own)
 
     @overload
     def encode(self, prompt: str | Sequence[int]) -> list[int]: ...
@@ -290,6 +315,12 @@ class Engine:
                 "shorten the prompt or build with a larger --max-seq-len",
                 param="prompt",
             )
+        if params.rules.max_length is not None and len(read) >= params.rules.max_length and params.max_tokens:
+            raise RequestError(
+                f"the prompt has {len(read)} tokens, but the model's own max_length is {params.rules.max_length}, "
+                "output included; shorten the prompt or say max_tokens",
+                param="prompt",
+            )
         if params.prompt_logprobs is not None:
             if embedded:
                 raise RequestError(
@@ -333,19 +364,27 @@ class Engine:
         view = SlotView(0, tokens, params, np.random.default_rng(params.seed), tree, hypothesis, method, options)
         if isinstance(prompt, EncodedPrompt):
             view.embeddings = prompt.embeddings
-        room = min(params.max_tokens, self.manifest.max_seq_len - len(tokens))
+        rules, vocab_size = params.rules, self.manifest.target.vocab_size
+        room = min(params.max_tokens, (rules.max_length or self.manifest.max_seq_len) - len(tokens))
+        room = min(room, self.manifest.max_seq_len - len(tokens))
+        # A grammar ends the text by itself.
+        least = 0 if params.constrained else max(params.min_tokens, rules.min_length - len(tokens))
         ends = params.stop_token_ids + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
         processors: list[LogitsProcessor] = []
+        if rules.change_logits:
+            processors.append(SequenceBiases(rules, tokens))
         if params.penalized:
-            processors.append(Penalties(params, tokens, ends, self.manifest.target.vocab_size))
-        if params.json_schema is not None:
-            processors.append(self._grammars.json_schema(params.json_schema))
-        if params.grammar is not None:
-            processors.append(self._grammars.lark(params.grammar))
+            processors.append(Penalties(params, tokens, ends, vocab_size, least))
+        if params.constrained:
+            output = {name: getattr(params, name) for name in ("stop_token_ids", "skip_special_tokens")}
+            if params.json_schema is not None:
+                processors.append(self._grammars.json_schema(params.json_schema, **output))
+            if params.grammar is not None:
+                processors.append(self._grammars.lark(params.grammar, **output))
+        if rules.change_logits:
+            processors.append(Rules(rules, tokens, ends, vocab_size, room))
         view.processors = processors
-        text = TextStream(
-            self.tokenizer, params.stop, least=params.min_tokens, skip_special_tokens=params.skip_special_tokens
-        )
+        text = TextStream(self.tokenizer, params.stop, least=least, skip_special_tokens=params.skip_special_tokens)
         request = Request(view, text, room, ends)
         request.stats.execution = self.backend.execution
         return request

@@ -45,7 +45,7 @@ def taken_as_it_is(params: SamplingParams, entropy: float | None) -> bool:
     """
     gate = params.entropy_threshold if params.acceptance == "relaxed" else None
     scored = params.logprobs is not None or params.prompt_logprobs is not None
-    model = scored or params.penalized or params.json_schema is not None or params.grammar is not None
+    model = scored or params.penalized or params.constrained
     return gate is not None and entropy is not None and entropy < gate and not model
 
 

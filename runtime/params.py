@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from specexport.contract.errors import RequestError
+from specexport.contract.generation import NO_RULES, GenerationRules
 
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask the log-probabilities of, a token."""
@@ -51,6 +54,8 @@ class SamplingParams:
             sampled is the model's distribution over the tokens the schema allows.
         grammar: constrains the output to a grammar in llguidance's form of Lark; not with a json_schema.
         ignore_eos: go on past end-of-text tokens, as benchmarks do.
+        rules: what the model's ``generation_config.json`` says beside this, which the model's own parameters have;
+            the default changes nothing.
         acceptance: ``lossless``, or ``typical``: a draft token stays if it is likely enough, so more are accepted and
             what is sampled is no longer the model's own distribution. Greedy decoding is lossless either way. Or
             ``relaxed``, for requests with a hypothesis: its tokens stay while the model finds them likely enough, in
@@ -87,6 +92,7 @@ class SamplingParams:
     json_schema: str | None = None
     grammar: str | None = None
     ignore_eos: bool = False
+    rules: GenerationRules = NO_RULES
     acceptance: Literal["lossless", "typical", "relaxed"] = "lossless"
     posterior_threshold: float | None = None
     posterior_alpha: float | None = None
@@ -120,16 +126,27 @@ class SamplingParams:
         ids = all(_whole(token) and token >= 0 for token in self.stop_token_ids)
         _require("stop_token_ids", self.stop_token_ids, ids, "whole numbers >= 0")
         _require("n", self.n, _whole(self.n) and self.n >= 1, "a whole number >= 1")
-        least, bound = self.min_tokens, self.json_schema is not None or self.grammar is not None
+        _require("rules", self.rules, isinstance(self.rules, GenerationRules), "GenerationRules")
+        if self.rules is not NO_RULES:
+            try:
+                msgspec.convert(msgspec.to_builtins(self.rules), GenerationRules)
+            except msgspec.ValidationError as error:
+                raise RequestError(f"rules: {error}", param="rules") from error
+        least = self.min_tokens
         _require("grammar", self.grammar, self.grammar is None or self.json_schema is None, "None with a json_schema")
         _require(
             "ignore_eos",
             self.ignore_eos,
-            not (bound and self.ignore_eos),
-            "False with a json_schema or a grammar, which end the text",
+            not (self.constrained and self.ignore_eos),
+            "False with a json_schema, a grammar or tools, which end the text",
         )
         _require("min_tokens", least, _whole(least) and 0 <= least <= self.max_tokens, "0 to max_tokens")
-        _require("min_tokens", least, not (bound and least), "0 with a json_schema or a grammar, which end the text")
+        _require(
+            "min_tokens",
+            least,
+            not (self.constrained and least),
+            "0 with a json_schema, a grammar or tools, which end the text",
+        )
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             _require(name, value, _finite(value) and -2 <= value <= 2, "a number in [-2, 2]")
@@ -146,10 +163,15 @@ class SamplingParams:
             _require(name, value, few, f"a whole number from 0 to {MAX_LOGPROBS}")
 
     @property
+    def constrained(self) -> bool:
+        """Whether a grammar says what the output may be."""
+        return self.json_schema is not None or self.grammar is not None
+
+    @property
     def penalized(self) -> bool:
         """Whether logits change before anything is sampled, other than by a grammar."""
         changes = self.frequency_penalty, self.presence_penalty, self.repetition_penalty - 1, self.min_tokens
-        return any(changes) or bool(self.logit_bias)
+        return any(changes) or bool(self.logit_bias) or self.rules.change_logits
 
     @property
     def greedy(self) -> bool:

@@ -271,7 +271,7 @@ def _built(
 
 
 def _build(options: dict[str, Any], output: Path) -> None:
-    from specexport.building import exporter, progress_bars
+    from specexport.building import exporter, progress_bars, warn_of_settings
     from specexport.exporter.second_process import SecondProcess
 
     with SecondProcess(options["methods"]) as second:
@@ -284,7 +284,7 @@ def _build(options: dict[str, Any], output: Path) -> None:
             raise BuildError(f"{str(error).rpartition(') ')[2] or error}") from error
         print(f"building {output}", file=sys.stderr)
         with progress_bars() as progress:
-            module.build(wanted, progress, second=second)
+            warn_of_settings(read_manifest(module.build(wanted, progress, second=second)))
 
 
 def _engines(backend: str | None) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import pytest
 
 from specexport.commands.run import describe
+from specexport.contract.generation import GenerationRules
 from specexport.contract.tree import TokenTree
 from specexport.exporter.engines import program
 from specexport.runtime import Engine, SamplingParams
@@ -102,13 +103,16 @@ def test_requests_that_the_host_looks_into_share_graphs_and_caches(
             (SAMPLED, "graph per step"),
             (GREEDY.replace(logprobs=2), "graph per engine"),
             (SAMPLED.replace(top_k=257), "graph per engine"),
+            (SAMPLED.replace(rules=GenerationRules(typical_p=0.9)), "graph per engine"),
+            (GREEDY.replace(rules=GenerationRules(typical_p=0.9)), "graph per step"),
+            (GREEDY.replace(rules=GenerationRules(no_repeat_ngram_size=2)), "graph per engine"),
             (GREEDY, "graph per step"),
             (SAMPLED.replace(logprobs=0), "graph per engine"),
             (TYPICAL, "graph per step"),
         ):
             for method in ("draft_model", "ngram"):
                 found = [
-                    one.generate(text, params.replace(max_tokens=5), method)
+                    one.generate(text, params.replace(max_tokens=3), method)
                     for one, text in zip((there, cpu), texts, strict=True)
                 ]
                 assert found[0].token_ids == found[1].token_ids

@@ -45,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the weights, if a model is built (default: fp32, or as its checkpoint is quantized)",
     )
     model.add_argument(
-        "--seed", type=int, metavar="N", help="for requests without a seed of their own (default: a new one each)"
+        "--seed",
+        type=int,
+        metavar="N",
+        help="gives requests without a seed of their own one each, by their order; a seed gives the same sampled text "
+        "again to a request alone, with num_speculative_tokens or --no-calibrate (default: a new one each)",
     )
     add_calibrate(model)
     api = parser.add_argument_group("the API")
