@@ -44,6 +44,7 @@ from specexport.runtime.speculative import DEFAULT, Speculative, choose
 from specexport.runtime.step import HostProgram
 from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
+from specexport.runtime.values import require_text, token_ids
 from specexport.runtime.widths import EXACTNESS, Exactness
 
 Prompt = str | Sequence[int] | EmbedsPrompt | EncodedPrompt
@@ -224,14 +225,19 @@ class Engine:
         Those of an :class:`~specexport.runtime.embeds.EmbedsPrompt` come with its embeddings.
 
         Raises:
-            RequestError: a token id is outside the vocabulary, the prompt is empty and no start token is known, or it
-                has embeddings that the bundle was not built for or that are not right.
+            RequestError: it is neither text nor token ids, a token id is outside the vocabulary, the prompt is empty
+                and no start token is known, or it has embeddings that the bundle was not built for or that are not
+                right.
         """
         if isinstance(prompt, EncodedPrompt):
             return prompt
         if isinstance(prompt, EmbedsPrompt):
             return self._encode_embeds(prompt)
-        tokens = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else [int(token) for token in prompt]
+        if isinstance(prompt, str):
+            require_text(prompt, "the prompt", "prompt")
+            tokens = list(self.tokenizer.encode(prompt).ids)
+        else:
+            tokens = token_ids(prompt, "the prompt", "prompt")
         if not tokens:
             info = self.manifest.tokenizer
             start = self.tokenizer.token_to_id(info.special_tokens.get("bos_token", ""))
@@ -247,12 +253,12 @@ class Engine:
         size = self.manifest.target.embedding_size
         if size is None:
             raise RequestError("the prompt has embeddings, but the bundle was built without --inputs-embeds")
-        made = encoded(
-            prompt,
-            lambda text, first: list(self.tokenizer.encode(text, add_special_tokens=first).ids),
-            size,
-            self.manifest.max_seq_len,
-        )
+
+        def encode(text: str, first: bool) -> list[int]:
+            require_text(text, "prompt_embeds", "prompt")
+            return list(self.tokenizer.encode(text, add_special_tokens=first).ids)
+
+        made = encoded(prompt, encode, size, self.manifest.max_seq_len)
         self._require_known([token for token, row in zip(made.tokens, made.embeddings.at, strict=True) if row < 0])
         return made
 
@@ -291,7 +297,7 @@ class Engine:
             raise RequestError(f"n is {params.n}; a stream is one output: start several, or use LLM", param="n")
         read = self.encode(prompt)
         limit, embedded = self.manifest.max_seq_len, isinstance(read, EncodedPrompt)
-        if len(read) >= limit and params.max_tokens:
+        if len(read) >= limit and params.max_tokens != 0:
             raise RequestError(
                 f"the prompt has {len(read)} tokens, but this bundle's context holds {limit}, output included; "
                 "shorten the prompt or build with a larger --max-seq-len",
@@ -340,7 +346,8 @@ class Engine:
         view = SlotView(0, tokens, params, np.random.default_rng(params.seed), tree, hypothesis, method, options)
         if isinstance(prompt, EncodedPrompt):
             view.embeddings = prompt.embeddings
-        room = min(params.max_tokens, self.manifest.max_seq_len - len(tokens))
+        room = self.manifest.max_seq_len - len(tokens)
+        room = room if params.max_tokens is None else min(params.max_tokens, room)
         ends = params.stop_token_ids + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
         processors: list[LogitsProcessor] = []
         if params.penalized:

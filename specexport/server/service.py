@@ -130,7 +130,7 @@ class Service:
             )
         chosen = given.model_dump(include=SAMPLING, exclude_none=True)
         return frontend.engine.defaults().replace(
-            max_tokens=frontend.max_model_len if max_tokens is None else max_tokens,
+            max_tokens=max_tokens,
             stop=given.stop or (),
             stop_token_ids=tuple(given.stop_token_ids),
             n=given.n,
