@@ -19,11 +19,13 @@ from msgspec import Meta
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from specexport.checkpoints.locate import hub_cache
 from specexport.checkpoints.quantized import Kind, QuantizedTensor, Scales, dequantized, quantization
 from specexport.checkpoints.quiet import quiet
 from specexport.checkpoints.stored import CONFIG, StoredTensor, read_config, stored_tensors
 from specexport.checkpoints.streamed import StandIns
 from specexport.contract.errors import BuildError
+from specexport.contract.folders import expanded
 
 GENERATION = "generation_config.json"
 SINGLE = "model.safetensors"
@@ -65,12 +67,14 @@ def meta_model(source: str | Path) -> Any:
     Raises:
         BuildError: the configuration cannot be read.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     try:
         if path.is_dir():
             config = read_model_config(path)
         else:
-            config = _language_model(AutoConfig.from_pretrained(source), AutoConfig.get_config_dict(source)[0])
+            place = {"cache_dir": hub_cache()}
+            document = AutoConfig.get_config_dict(source, **place)[0]
+            config = _language_model(AutoConfig.from_pretrained(source, **place), document)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except (ValueError, OSError, KeyError) as error:

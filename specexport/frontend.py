@@ -15,6 +15,7 @@ import numpy as np
 from specexport.cache import cached_bundle
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, ContextLengthError, RequestError
+from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import Method, known, listed, method_type, read_methods
 from specexport.contract.reading import read_manifest
@@ -82,7 +83,7 @@ class Frontend:
             raise BuildError(f"gpu_memory_utilization is {gpu_memory_utilization}; expected more than 0, at most 1")
         if seed is not None and seed < 0:
             raise BuildError(f"seed is {seed}; expected a whole number >= 0")
-        if model is not None and (Path(model).expanduser() / MANIFEST_NAME).is_file():
+        if model is not None and (expanded(model) / MANIFEST_NAME).is_file():
             model, bundle = None, model
         loaded: tuple[Method, ...] = ()
         chosen = DEFAULT
@@ -90,7 +91,7 @@ class Frontend:
             if build:
                 raise BuildError(f"{next(iter(build))} was given with a bundle, which is built already; leave it out")
             folder = Path(bundle)
-            ranks = len(read_manifest(folder.expanduser()).target.ranks) or 1
+            ranks = len(read_manifest(expanded(folder)).target.ranks) or 1
             if tensor_parallel_size not in (None, ranks):
                 raise BuildError(
                     f"tensor_parallel_size is {tensor_parallel_size}, but {folder} was built for {ranks}; leave it "
