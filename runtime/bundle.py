@@ -34,6 +34,10 @@ class Bundle:
             BundleError: names the file that is missing, altered, outside the bundle or too new.
         """
         path = expanded(folder, BundleError)
+        try:
+            str(path).encode()
+        except UnicodeEncodeError as error:
+            raise BundleError(f"{path}: the folder's name is not UTF-8; rename it") from error
         manifest = read_manifest(path)
         check_files(path, manifest, hashes=check_hashes)
         return cls(path, manifest)

@@ -54,10 +54,10 @@ def require_text(text: str, name: str, param: str | None = None) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        byte = f", for the byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else ""
+        # Python has the lower halves from U+DC80 on for bytes that it could not read.
+        wrong = f"the byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"U+{code:04X}, half of a character,"
         raise RequestError(
-            f"{name}: character {error.start} is U+{code:04X}{byte}: no text of Unicode; send what UTF-8 can hold",
-            param=param,
+            f"{name}: {wrong} at position {error.start} is not UTF-8; send text in UTF-8", param=param
         ) from error
 
 

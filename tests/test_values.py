@@ -232,7 +232,7 @@ def test_a_least_above_the_most_is_still_refused() -> None:
 
 
 def test_half_a_character_is_refused(llm: LLM, engine: Callable[[str], Engine]) -> None:
-    named = r"character 9 is U\+D83D: no text of Unicode; send what UTF-8 can hold"
+    named = r"U\+D83D, half of a character, at position 9 is not UTF-8; send text in UTF-8"
     with pytest.raises(RequestError, match=f"prompt 0: the prompt: {named}"):
         llm.generate(SURROGATE, GREEDY)
     for prompt in (SURROGATE, {"prompt": SURROGATE}, ["one", SURROGATE]):
