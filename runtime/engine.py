@@ -99,7 +99,7 @@ class Engine:
         if costs is not None:
             self.costs: Costs | None = Costs(costs)
         else:
-            measured = self._calibrated() if calibrate and self._built else None
+            measured = self._calibrated() if calibrate and self.speculations else None
             self.costs = None if measured is None else Costs(measured, refined=True)
         self._lookup: str | None = None
         if self.costs is None:
@@ -142,10 +142,11 @@ class Engine:
             max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest, on a GPU
                 for its smallest. Engines run those they were compiled for (``compile --engine-batch-sizes``).
             prefix_cache: reuse the cache rows of an earlier text for a prompt that begins like it.
-            calibrate: choose how much each step speculates by measured costs. Measuring takes a few seconds when a
-                bundle is first opened on a machine; the figures are kept in the cache folder, as are int8 and int4
-                graphs in onnxruntime's packed form, which open four times as fast. On a GPU only ``specexport tune
-                batch`` measures. Without it a request alone speculates with its method's default.
+            calibrate: choose how much each step speculates by measured costs, and look draft tokens up in the text
+                where that pays, whatever the bundle was built for. Measuring takes a few seconds when a bundle is first
+                opened on a machine; the figures are kept in the cache folder, as are int8 and int4 graphs in
+                onnxruntime's packed form, which open four times as fast. On a GPU only ``specexport tune batch``
+                measures. Without it a request alone speculates with its method's default.
             costs: what steps cost, instead of measuring it.
             exactness: ``exact``, the default on a CPU, makes greedy text that of plain decoding bit for bit, whatever
                 the method, the tree and the batch; ``fast``, the only choice on a GPU, takes the narrowest steps, so
@@ -322,7 +323,8 @@ class Engine:
         )
         asked = Speculative.of(speculative)
         free = self.costs is not None
-        chosen, tree = choose(asked, self.methods, self._built, params, embedded, free)
+        defaults = self._built if self._lookup is None else (*self._built, self._lookup)
+        chosen, tree = choose(asked, self.methods, defaults, params, embedded, free)
         expected: Sequence[int] = ()
         if asked.hypothesis is not None:
             expected = continuation(self, prompt if isinstance(prompt, str) else "", asked.hypothesis)
@@ -398,7 +400,7 @@ class Engine:
         # Repeats, so that look-ups find something; long enough for the longest chain.
         start = self.encode([0] * max(2, min(_WARM_UP_TOKENS, self.manifest.max_seq_len - 2)))
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-        trees = {name: self.methods[name].token_trees()[0] for name in self._built}
+        trees = {name: self.methods[name].token_trees()[0] for name in self._built or list(self.methods)[:1]}
         for method, tree in ((None, PLAIN_TREE), *trees.items()):
             for _ in Stream(scheduler, self._request(list(start), params, method, tree, start)):
                 pass

@@ -43,8 +43,9 @@ class LLM:
         model: a Hugging Face folder or hub id, or a bundle.
         bundle: a folder made by ``specexport build``, instead of a model.
         speculative_config: how to speculate: a mapping with a method and its options, as for ``build --method``, or
-            several, the default first. None decodes a model plainly and a bundle by its default method. With a bundle,
-            methods that need no graph take their options, the others ``num_speculative_tokens`` alone.
+            several, the default first. None builds a model without one, whose text is looked up where that pays, and
+            takes a bundle's default method. With a bundle, methods that need no graph take their options, the others
+            ``num_speculative_tokens`` alone.
         max_model_len: most tokens of prompt and output together.
         seed: gives requests without a seed of their own one each, by their order; None draws fresh ones.
         tensor_parallel_size: how many processes share the target; None for 1, and for what a bundle was built for.

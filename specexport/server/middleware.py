@@ -139,9 +139,8 @@ def _text(body: bytes) -> str:
     try:
         return body.decode()
     except UnicodeDecodeError as error:
-        raise ApiError(
-            400, f"the body is not UTF-8: {error.reason} at byte {error.start}", code="invalid_json"
-        ) from error
+        why = f"the body is not UTF-8: {error.reason} at byte {error.start}"
+        raise ApiError(400, why, code="invalid_json") from error
 
 
 def _require_simple(body: bytes) -> None:
