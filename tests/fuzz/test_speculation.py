@@ -189,5 +189,5 @@ def test_speculation_changes_nothing_but_time(
             kind = "tools" if "tools" in body else "constrained" if "structured_outputs" in body else "free"
             return f"equal, {kind}" if status == 200 else "refused alike"
 
-        fuzz(f"speculation, {name}", st.tuples(requests(), st.integers(0, 99)), check, 100)
+        fuzz(f"speculation, {name}", st.tuples(requests(), st.integers(0, 99)), check, 30)
         server.idle()
