@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import torch
 from msgspec import Meta
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specexport.checkpoints.locate import hub_cache
@@ -73,8 +73,8 @@ def meta_model(source: str | Path) -> Any:
             config = read_model_config(path)
         else:
             place = {"cache_dir": hub_cache()}
-            document = AutoConfig.get_config_dict(source, **place)[0]
-            config = _language_model(AutoConfig.from_pretrained(source, **place), document)
+            found = AutoConfig.from_pretrained(source, trust_remote_code=False, **place)
+            config = _language_model(found, PreTrainedConfig.get_config_dict(source, **place)[0])
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except (ValueError, OSError, KeyError) as error:

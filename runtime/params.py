@@ -100,11 +100,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
-        stop, ends, biases = self.stop, self.stop_token_ids, self.logit_bias
+        stop, ends, added = self.stop, self.stop_token_ids, self.logit_bias
         object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else _several("stop", stop))
         object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", ends))
-        _require("logit_bias", biases, biases is None or isinstance(biases, Mapping), "a mapping of token ids")
-        object.__setattr__(self, "logit_bias", {plain(key): plain(value) for key, value in (biases or {}).items()})
+        _require("logit_bias", added, added is None or isinstance(added, Mapping), "a mapping of token ids")
+        object.__setattr__(self, "logit_bias", {plain(key): plain(value) for key, value in (added or {}).items()})
         if isinstance(self.json_schema, Mapping):
             try:
                 object.__setattr__(self, "json_schema", json.dumps(self.json_schema))

@@ -639,7 +639,7 @@ def test_usage_says_what_was_in_the_prefix_cache(tiny: Served) -> None:
     assert cached("/v1/completions", prompt=prompt, stream=True, stream_options={"include_usage": True}) == 59
     # A prompt counts once, however many outputs it has, and what its outputs share among themselves not at all.
     assert cached("/v1/completions", prompt=other, n=2) < 5
-    assert cached("/v1/completions", prompt=[prompt, other], n=2) in range(90, 99)
+    assert cached("/v1/completions", prompt=[other, prompt], n=2) in range(39, 44)  # there is one slot
     words = [{"role": "user", "content": "one two three four five six"}]
     first = cached("/v1/chat/completions", messages=words)
     assert cached("/v1/chat/completions", messages=words) > first
