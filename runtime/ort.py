@@ -19,6 +19,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.declared import require_declared
 from specexport.runtime.graph import FIRST, TILE, Array, Buffers, Graph
 from specexport.runtime.kept import KeptGraph
+from specexport.runtime.machine import disable_telemetry
 from specexport.runtime.ort_cache import GrowingCache, Rows
 
 _Shape = tuple[int, int, int, int]
@@ -35,6 +36,7 @@ def import_onnxruntime(lowering: LoweredAs) -> Any:
     Raises:
         BackendError: it is missing, or too old for that lowering.
     """
+    disable_telemetry()
     try:
         import onnxruntime
     except ImportError as error:
