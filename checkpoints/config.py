@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from specexport.checkpoints.locate import hub_cache
 from specexport.checkpoints.quantized import Kind, QuantizedTensor, Scales, dequantized, quantization
 from specexport.checkpoints.quiet import quiet
 from specexport.checkpoints.stored import CONFIG, StoredTensor, stored_tensors
 from specexport.checkpoints.streamed import StandIns
 from specexport.contract.errors import BuildError
+from specexport.contract.folders import expanded
 
 GENERATION = "generation_config.json"
 SINGLE = "model.safetensors"
@@ -42,12 +44,14 @@ def meta_model(source: str | Path) -> Any:
     Raises:
         BuildError: the configuration cannot be read.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     try:
         if path.is_dir():
             config = read_model_config(path)
         else:
-            config = _language_model(AutoConfig.from_pretrained(source), AutoConfig.get_config_dict(source)[0])
+            place = {"cache_dir": hub_cache()}
+            found = AutoConfig.from_pretrained(source, trust_remote_code=False, **place)
+            config = _language_model(found, PreTrainedConfig.get_config_dict(source, **place)[0])
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except (ValueError, OSError, KeyError) as error:

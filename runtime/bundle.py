@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from specexport.contract.errors import BundleError
+from specexport.contract.folders import expanded
 from specexport.contract.manifest import Manifest
 from specexport.contract.reading import check_files, read_manifest
 from specexport.runtime.chat import ChatTemplate
@@ -32,7 +33,11 @@ class Bundle:
         Raises:
             BundleError: names the file that is missing, altered, outside the bundle or too new.
         """
-        path = Path(folder).expanduser()
+        path = expanded(folder, BundleError)
+        try:
+            str(path).encode()
+        except UnicodeEncodeError as error:
+            raise BundleError(f"{path}: the folder's name is not UTF-8; rename it") from error
         manifest = read_manifest(path)
         check_files(path, manifest, hashes=check_hashes)
         return cls(path, manifest)

@@ -45,6 +45,7 @@ from specexport.runtime.speculative import DEFAULT, Speculative, choose
 from specexport.runtime.step import HostProgram
 from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
+from specexport.runtime.values import require_text, token_ids
 
 Prompt = str | Sequence[int] | EmbedsPrompt | EncodedPrompt
 """What a request continues."""
@@ -95,7 +96,7 @@ class Engine:
         if costs is not None:
             self.costs: Costs | None = Costs(costs)
         else:
-            measured = self._calibrated() if calibrate and self._built else None
+            measured = self._calibrated() if calibrate and self.speculations else None
             self.costs = None if measured is None else Costs(measured, refined=True)
         self._lookup: str | None = None
         if self.costs is None:
@@ -136,10 +137,11 @@ class Engine:
             max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest, on a GPU
                 for its smallest. Engines run those they were compiled for (``compile --engine-batch-sizes``).
             prefix_cache: reuse the cache rows of an earlier text for a prompt that begins like it.
-            calibrate: choose how much each step speculates by measured costs. Measuring takes a few seconds when a
-                bundle is first opened on a machine; the figures are kept in the cache folder, as are int8 and int4
-                graphs in onnxruntime's packed form, which open four times as fast. On a GPU only ``specexport tune
-                batch`` measures. Without it a request alone speculates with its method's default.
+            calibrate: choose how much each step speculates by measured costs, and look draft tokens up in the text
+                where that pays, whatever the bundle was built for. Measuring takes a few seconds when a bundle is first
+                opened on a machine; the figures are kept in the cache folder, as are int8 and int4 graphs in
+                onnxruntime's packed form, which open four times as fast. On a GPU only ``specexport tune batch``
+                measures. Without it a request alone speculates with its method's default.
             costs: what steps cost, instead of measuring it.
             backend: what runs it, one of ``contract.engines.BACKENDS``; None for what it was built for.
             gpu_memory_utilization: for GPU backends, the share of the device's memory that may be in use once the
@@ -242,14 +244,19 @@ class Engine:
         Those of an :class:`~specexport.runtime.embeds.EmbedsPrompt` come with its embeddings.
 
         Raises:
-            RequestError: a token id is outside the vocabulary, the prompt is empty and no start token is known, or it
-                has embeddings that the bundle was not built for or that are not right.
+            RequestError: it is neither text nor token ids, a token id is outside the vocabulary, the prompt is empty
+                and no start token is known, or it has embeddings that the bundle was not built for or that are not
+                right.
         """
         if isinstance(prompt, EncodedPrompt):
             return prompt
         if isinstance(prompt, EmbedsPrompt):
             return self._encode_embeds(prompt)
-        tokens = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else [int(token) for token in prompt]
+        if isinstance(prompt, str):
+            require_text(prompt, "the prompt", "prompt")
+            tokens = list(self.tokenizer.encode(prompt).ids)
+        else:
+            tokens = token_ids(prompt, "the prompt", "prompt")
         if not tokens:
             info = self.manifest.tokenizer
             start = self.tokenizer.token_to_id(info.special_tokens.get("bos_token", ""))
@@ -265,12 +272,12 @@ class Engine:
         size = self.manifest.target.embedding_size
         if size is None:
             raise RequestError("the prompt has embeddings, but the bundle was built without --inputs-embeds")
-        made = encoded(
-            prompt,
-            lambda text, first: list(self.tokenizer.encode(text, add_special_tokens=first).ids),
-            size,
-            self.manifest.max_seq_len,
-        )
+
+        def encode(text: str, first: bool) -> list[int]:
+            require_text(text, "prompt_embeds", "prompt")
+            return list(self.tokenizer.encode(text, add_special_tokens=first).ids)
+
+        made = encoded(prompt, encode, size, self.manifest.max_seq_len)
         self._require_known([token for token, row in zip(made.tokens, made.embeddings.at, strict=True) if row < 0])
         return made
 
@@ -309,7 +316,7 @@ class Engine:
             raise RequestError(f"n is {params.n}; a stream is one output: start several, or use LLM", param="n")
         read = self.encode(prompt)
         limit, embedded = self.manifest.max_seq_len, isinstance(read, EncodedPrompt)
-        if len(read) >= limit and params.max_tokens:
+        if len(read) >= limit and params.max_tokens != 0:
             raise RequestError(
                 f"the prompt has {len(read)} tokens, but this bundle's context holds {limit}, output included; "
                 "shorten the prompt or build with a larger --max-seq-len",
@@ -340,7 +347,8 @@ class Engine:
         )
         asked = Speculative.of(speculative)
         free = self.costs is not None
-        chosen, tree = choose(asked, self.methods, self._built, params, embedded, free)
+        defaults = self._built if self._lookup is None else (*self._built, self._lookup)
+        chosen, tree = choose(asked, self.methods, defaults, params, embedded, free)
         expected: Sequence[int] = ()
         if asked.hypothesis is not None:
             expected = continuation(self, prompt if isinstance(prompt, str) else "", asked.hypothesis)
@@ -364,9 +372,9 @@ class Engine:
         view = SlotView(0, tokens, params, np.random.default_rng(params.seed), tree, hypothesis, method, options)
         if isinstance(prompt, EncodedPrompt):
             view.embeddings = prompt.embeddings
-        rules, vocab_size = params.rules, self.manifest.target.vocab_size
-        room = min(params.max_tokens, (rules.max_length or self.manifest.max_seq_len) - len(tokens))
-        room = min(room, self.manifest.max_seq_len - len(tokens))
+        rules, vocab_size, longest = params.rules, self.manifest.target.vocab_size, self.manifest.max_seq_len
+        room = min(rules.max_length or longest, longest) - len(tokens)
+        room = room if params.max_tokens is None else min(params.max_tokens, room)
         # A grammar ends the text by itself.
         least = 0 if params.constrained else max(params.min_tokens, rules.min_length - len(tokens))
         ends = params.stop_token_ids + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
@@ -423,7 +431,7 @@ class Engine:
         # Repeats, so that look-ups find something; long enough for the longest chain.
         start = self.encode([0] * max(2, min(_WARM_UP_TOKENS, self.manifest.max_seq_len - 2)))
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-        trees = {name: self.methods[name].token_trees()[0] for name in self._built}
+        trees = {name: self.methods[name].token_trees()[0] for name in self._built or list(self.methods)[:1]}
         for method, tree in ((None, PLAIN_TREE), *trees.items()):
             for _ in Stream(scheduler, self._request(list(start), params, method, tree, start)):
                 pass

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.program import Outcome
 from specexport.runtime.request import Chunk, Request
+from specexport.runtime.values import require_text
 
 
 class _Encoder(Protocol):
@@ -26,10 +27,11 @@ def continuation(engine: _Encoder, prompt: str | Sequence[int], text: str | Sequ
     """The tokens of a text, or those given, that follow a prompt.
 
     Raises:
-        RequestError: a token id is outside the vocabulary.
+        RequestError: a token id is outside the vocabulary, or it is no text.
     """
     if not isinstance(text, str):
         return engine.encode(text) if len(text) else []
+    require_text(text, "hypothesis", "hypothesis")
     if isinstance(prompt, str) and prompt:
         # How a text's first token reads may depend on what is before it.
         before, whole = engine.encode(prompt), engine.encode(prompt + text)

@@ -56,7 +56,10 @@ class PackedWeights(NamedTuple):
             files: a hash of the bundle's files.
             keep: whether to keep them, where they are not yet.
         """
-        packed = PackedWeights(cache_folder() / "packed", machine_key((files,)))
+        cache = cache_folder()
+        if cache is None:
+            return None
+        packed = PackedWeights(cache / "packed", machine_key((files,)))
         with contextlib.suppress(OSError):
             there = list(packed.folder.glob(f"{packed.key}*"))
             for file in there:

@@ -21,6 +21,7 @@ from specexport.runtime.declared import require_declared
 from specexport.runtime.graph import FIRST, TILE, Array, Buffers, Graph
 from specexport.runtime.kept import KeptGraph
 from specexport.runtime.kernels import PackedWeights, add_kernels, not_claimed
+from specexport.runtime.machine import disable_telemetry
 from specexport.runtime.ort_cache import GrowingCache, Rows
 
 _Shape = tuple[int, int, int, int]
@@ -37,6 +38,7 @@ def import_onnxruntime(lowering: LoweredAs) -> Any:
     Raises:
         BackendError: it is missing, or too old for that lowering.
     """
+    disable_telemetry()
     try:
         import onnxruntime
     except ImportError as error:

@@ -83,6 +83,12 @@ def main(arguments: argparse.Namespace) -> int:
         report.write(arguments.plot, f"bench: {arguments.bundle}", parts)
     for row in rows:
         for workload, result in row.results.items():
+            if result.contradictory:
+                print(
+                    f"{row.method}: {workload}: {result.speed_up:.2f}x cannot come of {result.tokens_per_step:.2f} "
+                    "tokens a step: another process ran beside plain decoding; measure again on an idle machine",
+                    file=sys.stderr,
+                )
             if result.differences:
                 print(
                     f"{row.method}: {workload}: {len(result.differences)} of {result.requests} texts part from plain "
@@ -132,7 +138,12 @@ def _bars(
 
 def _as_dict(row: MethodRow) -> dict[str, Any]:
     results = {
-        name: asdict(found) | {"tokens_per_step": found.tokens_per_step, "speed_up": found.speed_up}
+        name: asdict(found)
+        | {
+            "tokens_per_step": found.tokens_per_step,
+            "speed_up": found.speed_up,
+            "contradictory": found.contradictory,
+        }
         for name, found in row.results.items()
     }
     about: dict[str, Any] = {"method": row.method, "training": row.training, "extra_memory_bytes": row.memory}

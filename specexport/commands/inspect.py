@@ -109,7 +109,8 @@ def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
     size = sum(entry.size for entry in manifest.files)
     embeds = manifest.target.embedding_size
     lines = {
-        "speculation": "\n".join(map(_speculation, manifest.methods)) or "none: plain decoding",
+        "speculation": "\n".join(map(_speculation, manifest.methods))
+        or "built without a method: looked up in the text, where that pays",
         "and without a graph": ", ".join(
             name for kind in text_methods() if manifest.method(name := method_name(kind)) is None
         ),

@@ -24,6 +24,7 @@ from specexport.contract.errors import RequestError
 from specexport.runtime import EmbedsPrompt, Engine, Stats, Stream
 from specexport.runtime.costs import Costs
 from specexport.runtime.speculative import PLAIN, Speculative
+from specexport.runtime.values import require_text
 
 _SAMPLING = ("max_tokens", "stop", "temperature", "top_p", "top_k", "min_p", "seed", "acceptance")
 _OF_ACCEPTANCE = {
@@ -198,7 +199,15 @@ def _prompt(given: str | None) -> str:
         return given
     if given is None and sys.stdin.isatty():
         print("reading the prompt from standard input; end it with Ctrl-D", file=sys.stderr)
-    return sys.stdin.read()
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        byte, encoding = error.object[error.start], error.encoding.upper()
+        raise RequestError(
+            f"standard input: the byte 0x{byte:02x} is not {encoding}; send text in {encoding}"
+        ) from error
+    require_text(text, "standard input")
+    return text
 
 
 def _embeds(path: Path) -> npt.NDArray[Any]:

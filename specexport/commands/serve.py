@@ -16,6 +16,7 @@ from typing import Any
 from specexport.building import needs_extra
 from specexport.commands import add_calibrate, add_machine
 from specexport.contract.errors import BuildError
+from specexport.runtime.values import require_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,6 +185,8 @@ def _on_ray(arguments: argparse.Namespace) -> int:
 
 def _keys(given: Sequence[str]) -> list[str]:
     keys = list(given) or [key for key in (os.environ.get("SPECEXPORT_API_KEY"),) if key]
+    for key in keys:
+        require_text(key, "SPECEXPORT_API_KEY")
     if any(not key for key in keys):
         raise BuildError("--api-key is empty; leave it out to let anyone in")
     return keys

@@ -24,7 +24,6 @@ from specexport.server.schema import (
     Content,
     IncompleteDetails,
     InputCall,
-    InputDetails,
     InputItem,
     InputMessage,
     OutputCall,
@@ -191,10 +190,10 @@ class _Made:
         if reason is None:
             return ResponseAnswer(status="in_progress", output=[], **self._fields)
         status: Any = "incomplete" if reason == "length" else "completed"
-        stats, counted = self.stream.stats, usage_of(self._given, [self.stream], self._prompt_tokens)
+        counted = usage_of(self._given, [self.stream], self._prompt_tokens)
         usage = ResponseUsage(
             input_tokens=counted.prompt_tokens,
-            input_tokens_details=InputDetails(cached_tokens=stats.cached_tokens),
+            input_tokens_details=counted.prompt_tokens_details,
             output_tokens=counted.completion_tokens,
             output_tokens_details=OutputDetails(),
             total_tokens=counted.total_tokens,

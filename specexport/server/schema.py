@@ -564,6 +564,13 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
+class MethodCard(BaseModel):
+    """A method that a request may name."""
+
+    name: str
+    num_speculative_tokens: list[int] = Field(description="Those that a request may ask for.")
+
+
 class ModelCard(BaseModel):
     """A model that is served."""
 
@@ -572,6 +579,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "specexport"
     max_model_len: int
+    methods: list[MethodCard] = Field(description="Those that need no hypothesis, the default first.")
 
 
 class ModelList(BaseModel):
@@ -591,6 +599,12 @@ class SpeculationUsage(BaseModel):
     acceptance_length: float
 
 
+class PromptTokensDetails(BaseModel):
+    """Of the prompts' tokens, those that were in the prefix cache."""
+
+    cached_tokens: int
+
+
 class CompletionTokensDetails(BaseModel):
     """What became of a prediction's tokens."""
 
@@ -604,6 +618,7 @@ class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
     speculation: SpeculationUsage | None = None
 
@@ -782,12 +797,6 @@ class IncompleteDetails(BaseModel):
     reason: Literal["max_output_tokens"]
 
 
-class InputDetails(BaseModel):
-    """Of the tokens read, those that were in the prefix cache."""
-
-    cached_tokens: int
-
-
 class OutputDetails(BaseModel):
     """Of the tokens made, those of reasoning: none, as it is part of the text."""
 
@@ -798,7 +807,7 @@ class ResponseUsage(BaseModel):
     """Tokens of a response."""
 
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int

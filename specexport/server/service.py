@@ -32,6 +32,7 @@ from specexport.server.schema import (
     GenerationRequest,
     PromptLogprob,
     PromptLogprobs,
+    PromptTokensDetails,
     ResponseRequest,
     SpeculationUsage,
     Step,
@@ -154,7 +155,7 @@ class Service:
         model = frontend.engine.manifest.generation
         says = model.max_tokens is not None or model.rules.max_length is not None
         if given.model_fields_set & LENGTHS or not says:
-            own["max_tokens"] = frontend.max_model_len if max_tokens is None else max_tokens
+            own["max_tokens"] = max_tokens
         if given.stop is not None:
             own["stop"] = given.stop
         return frontend.engine.params(
@@ -372,7 +373,14 @@ def usage_of(given: GenerationRequest, streams: list[AsyncStream], prompt_tokens
         return sum(getattr(one, name) for one in stats)
 
     made, steps, drafted, accepted = map(total, ("output_tokens", "steps", "drafted", "accepted"))
-    usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=made, total_tokens=prompt_tokens + made)
+    # The outputs of a prompt stand together; what an output's prompt shares with those before it was not there before.
+    cached = sum(min(one.cached_tokens for one in stats[at : at + given.n]) for at in range(0, len(stats), given.n))
+    usage = Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=made,
+        total_tokens=prompt_tokens + made,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
     if given.include_speculation:
         usage.speculation = SpeculationUsage(
             num_drafts=total("steps_with_draft"),

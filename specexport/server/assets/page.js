@@ -192,8 +192,8 @@ function drawn(step) {
   return svg;
 }
 
-/** Decodes the form's prompt into a pane. */
-async function decode(pane, drafts) {
+/** Decodes the form's prompt into a pane; no method is what pays, no number of drafts as many as pay. */
+async function decode(pane, method, drafts) {
   const chat = find("mode").value === "chat";
   const prompt = find("prompt").value;
   const body = {
@@ -201,7 +201,9 @@ async function decode(pane, drafts) {
     max_tokens: find("max-tokens").valueAsNumber,
     temperature: find("temperature").valueAsNumber,
     ...(find("seed").value && { seed: find("seed").valueAsNumber }),
-    ...(drafts !== "" && { speculative: { num_speculative_tokens: Number(drafts) } }),
+    ...((method || drafts !== "") && {
+      speculative: { ...(method && { method }), ...(drafts !== "" && { num_speculative_tokens: Number(drafts) }) },
+    }),
     stream: true,
     stream_options: { continuous_usage_stats: true },
     include_speculation: true,
@@ -219,11 +221,12 @@ async function run() {
   find("error").hidden = true;
   find("status").textContent = "Running.";
   find("panes").replaceChildren();
-  const fast = new Pane("Speculative");
+  const method = find("method").value;
+  const fast = new Pane(method ? `Speculative: ${method}` : "Speculative");
   const plain = find("beside").checked ? new Pane("Plain") : null;
   try {
-    await decode(fast, find("drafts").value);
-    if (plain) await decode(plain, 0); // after the other, so that each has the machine to itself
+    await decode(fast, method, find("drafts").value);
+    if (plain) await decode(plain, "", 0); // after the other, so that each has the machine to itself
     let said = `Done: ${fast.usage.completion_tokens} tokens in ${fast.steps} steps.`;
     if (plain?.speed) {
       const same = fast.text === plain.text ? "The texts are the same." : "The texts differ.";
@@ -246,11 +249,17 @@ function show(error) {
   find("error").hidden = false;
 }
 
-/** Says what is served, or asks for a key. */
+/** Whether a method can be chosen. */
+function known(method) {
+  return [...find("method").options].some(({ value }) => value === method);
+}
+
+/** Says what is served and offers its methods, or asks for a key. */
 async function greet() {
   try {
     const models = (await (await call("v1/models")).json()).data;
     find("model").textContent = `${models[0].id}, context of ${models[0].max_model_len} tokens`;
+    for (const { name } of models[0].methods.filter(({ name }) => !known(name))) find("method").append(new Option(name));
     find("error").hidden = find("key-form").hidden = true;
   } catch (error) {
     show(error);
