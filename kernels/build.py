@@ -61,6 +61,8 @@ def build(output: Path, objects: Path, flags: Sequence[str] = (), sources: Seque
     tasks = []
     for source in sources or sorted((ROOT / "kernels").glob("*.cc")):
         target, for_it = _BY_SUFFIX.get(source.stem.rpartition("_")[2], (machine, ""))
+        if "ziglang" in compiler:  # which names the features of Arm as LLVM does
+            for_it = for_it.replace("-march=armv8.2-a", "-mcpu=generic+v8_2a").replace("+fp16", "+fullfp16")
         if target == machine:
             tasks.append((source, [*compiler, *_FLAGS.split(), *for_it.split(), f"-ffile-prefix-map={ROOT}=.", *flags]))
     objects.mkdir(parents=True, exist_ok=True)

