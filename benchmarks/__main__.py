@@ -7,60 +7,62 @@ The models are those that ``benchmarks.inflate`` makes, but for ``exactness``, `
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
+from typing import Any
 
-from benchmarks import (
-    auto,
-    decode,
-    exactness,
-    gpu_host,
-    lookup,
-    losslessness,
-    methods,
-    operators,
-    peers,
-    ranks,
-    real_size,
-    serve,
-    soak,
-    turns,
+COMMANDS = (
+    "auto",
+    "decode",
+    "exactness",
+    "gpu-host",
+    "losslessness",
+    "lookup",
+    "methods",
+    "operators",
+    "peers",
+    "ranks",
+    "real-size",
+    "serve",
+    "soak",
+    "turns",
 )
+
+
+class _Command(argparse.ArgumentParser):
+    """A benchmark's parser, whose module is imported when it is chosen: what one needs the others run without."""
+
+    def __init__(self, *, module: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._module = module
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None, **how: Any) -> Any:
+        if self._module is not None:
+            name, self._module = self._module, None
+            module = importlib.import_module(name)
+            self.description = module.__doc__
+            module.add_arguments(self)
+            self.set_defaults(main=module.main)
+        return super().parse_known_args(args, namespace, **how)
 
 
 def parser() -> argparse.ArgumentParser:
     """The argument parser of all benchmarks."""
     top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    commands = top.add_subparsers(dest="command", required=True)
-    for module in (
-        auto,
-        decode,
-        exactness,
-        gpu_host,
-        losslessness,
-        lookup,
-        methods,
-        operators,
-        peers,
-        ranks,
-        real_size,
-        serve,
-        soak,
-        turns,
-    ):
-        command = commands.add_parser(
-            module.__name__.rpartition(".")[2].replace("_", "-"),
-            description=module.__doc__,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        )
-        module.add_arguments(command)
-        command.set_defaults(main=module.main)
+    commands = top.add_subparsers(dest="command", required=True, parser_class=_Command)
+    for name in COMMANDS:
+        module = f"benchmarks.{name.replace('-', '_')}"
+        commands.add_parser(name, module=module, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     return top
 
 
 def main() -> int:
     """Runs a benchmark."""
-    arguments = parser().parse_args()
-    code: int = arguments.main(arguments)
+    try:
+        arguments = parser().parse_args()
+        code: int = arguments.main(arguments)
+    except ModuleNotFoundError as error:
+        sys.exit(f"benchmarks: error: {error}; this benchmark needs more than the others: pip install -e '.[dev]'")
     return code
 
 

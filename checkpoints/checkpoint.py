@@ -17,13 +17,14 @@ from transformers import AutoTokenizer
 from specexport.checkpoints.config import (
     load_causal_lm,
     quantized_in,
-    read_generation,
     read_model_config,
     require_stored,
 )
+from specexport.checkpoints.generation import read_generation
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.quantized import Scales
 from specexport.contract.errors import BuildError
+from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.model import CacheLayer, StateLayer
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, Probe, lowering, sample_masks
 from specexport.graphs.experts import EXPERTS_NAME
@@ -50,7 +51,7 @@ class Checkpoint:
             length.
         parameters: number of parameters, tied ones counted once.
         eos_token_ids: tokens that end a text.
-        generation: the model's own sampling defaults (``temperature``, ``top_p``, ``top_k``, ``min_p``).
+        generation: the model's own defaults of requests.
         scales: how matrices that were quantized are made of integers, by name; None where rows that share a scale are
             not neighbours.
         quantized_in: the format they were quantized in; empty for none.
@@ -66,7 +67,7 @@ class Checkpoint:
     max_positions: int
     parameters: int
     eos_token_ids: tuple[int, ...]
-    generation: dict[str, float] = field(default_factory=dict)
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     scales: dict[str, Scales | None] = field(default_factory=dict)
     quantized_in: str = ""
     states: dict[int, StateLayer] = field(default_factory=dict)
@@ -192,15 +193,19 @@ class TokenizerFiles:
         tokenizer: the fast tokenizer.
         chat_template: the Jinja template, or None.
         special_tokens: ``bos_token`` and the like, for chat templates.
+        eos_token_id: its own token that ends a text.
+        split_special_tokens: whether special tokens in a text are read as text.
     """
 
     tokenizer: Tokenizer
     chat_template: str | None
     special_tokens: dict[str, str]
+    eos_token_id: int | None = None
+    split_special_tokens: bool = False
 
 
 def load_tokenizer(path: Path) -> TokenizerFiles:
-    """Loads the tokenizer of a checkpoint folder as a ``tokenizers.Tokenizer``.
+    """Loads the tokenizer of a checkpoint folder as a ``tokenizers.Tokenizer``, which neither cuts nor pads texts.
 
     Raises:
         BuildError: there is none, or it has no fast form.
@@ -220,7 +225,11 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
     if isinstance(template, dict):
         template = template.get("default")
     special = {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
-    return TokenizerFiles(backend, template, special)
+    backend.no_truncation()
+    backend.no_padding()
+    end = loaded.eos_token_id
+    splits = bool(loaded.split_special_tokens)
+    return TokenizerFiles(backend, template, special, end if isinstance(end, int) else None, splits)
 
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Path, draft_path: Path) -> None:

@@ -11,19 +11,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
-from msgspec import Meta
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from specexport.checkpoints.locate import hub_cache
 from specexport.checkpoints.quantized import Kind, QuantizedTensor, Scales, dequantized, quantization
 from specexport.checkpoints.quiet import quiet
-from specexport.checkpoints.stored import CONFIG, StoredTensor, read_config, stored_tensors
+from specexport.checkpoints.stored import CONFIG, StoredTensor, stored_tensors
 from specexport.checkpoints.streamed import StandIns
 from specexport.contract.errors import BuildError
+from specexport.contract.folders import expanded
 
 GENERATION = "generation_config.json"
 SINGLE = "model.safetensors"
@@ -37,27 +37,6 @@ _TEXT_PART = "text_config"
 _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_head.": "lm_head.", "mtp.": "mtp."}
 """Where models that read more than text keep their language model, and what a checkpoint of that alone says instead."""
 
-Token = Annotated[int, Meta(ge=0)]
-Tokens = Token | list[Token] | None
-
-
-class GenerationConfig(msgspec.Struct):
-    """What is read of ``generation_config.json``; other keys are left alone."""
-
-    do_sample: bool | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    eos_token_id: Tokens = None
-
-    def defaults(self) -> dict[str, float]:
-        """The sampling defaults; temperature 0 where it does not ask to sample."""
-        if not self.do_sample:
-            return {"temperature": 0.0}
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        return {"temperature": 1.0} | {name: float(value) for name, value in given.items() if value is not None}
-
 
 def meta_model(source: str | Path) -> Any:
     """A checkpoint's model without its weights, which only its configuration is read for.
@@ -65,12 +44,14 @@ def meta_model(source: str | Path) -> Any:
     Raises:
         BuildError: the configuration cannot be read.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     try:
         if path.is_dir():
             config = read_model_config(path)
         else:
-            config = _language_model(AutoConfig.from_pretrained(source), AutoConfig.get_config_dict(source)[0])
+            place = {"cache_dir": hub_cache()}
+            found = AutoConfig.from_pretrained(source, trust_remote_code=False, **place)
+            config = _language_model(found, PreTrainedConfig.get_config_dict(source, **place)[0])
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except (ValueError, OSError, KeyError) as error:
@@ -139,33 +120,6 @@ def text_sizes(config: Any) -> TextSizes:
 def layers_in(folder: Path) -> int:
     """How many decoder layers a checkpoint's configuration says it has."""
     return int(read_model_config(folder).num_hidden_layers)
-
-
-def read_generation(folder: Path, config: Any) -> tuple[dict[str, float], tuple[int, ...]]:
-    """The sampling defaults of a checkpoint (``temperature``, ``top_p``, ...), and the tokens that end a text.
-
-    Args:
-        folder: the checkpoint.
-        config: its configuration, which says what ends a text where ``generation_config.json`` does not.
-
-    Raises:
-        BuildError: a field is of the wrong kind or out of its range; names the file and the field.
-    """
-    path = folder / GENERATION
-    given = read_config(path, GenerationConfig, "generation") if path.is_file() else GenerationConfig()
-    tokens: Any = given.eos_token_id
-    if tokens is None or tokens == []:
-        path, tokens = folder / CONFIG, getattr(config, "eos_token_id", None)
-    try:
-        tokens = msgspec.convert(tokens, Tokens)
-    except msgspec.ValidationError as error:
-        raise BuildError(f"{path}: eos_token_id is {tokens!r}: {error}") from error
-    tokens = [] if tokens is None else [tokens] if isinstance(tokens, int) else tokens
-    vocab_size = getattr(config, "vocab_size", None) or _LARGEST
-    beyond = [token for token in tokens if token >= vocab_size]
-    if beyond:
-        raise BuildError(f"{path}: eos_token_id is {beyond[0]}; expected a token of the model, which has {vocab_size}")
-    return given.defaults(), tuple(tokens)
 
 
 def require_stored(folder: Path, config: Any) -> None:
@@ -305,6 +259,15 @@ def _files(folder: Path) -> Iterator[StoredTensor]:
         if not (folder / file).is_file():
             raise BuildError(f"{folder / file}: missing, and {INDEX} names it; fetch the checkpoint again")
         yield from stored_tensors(folder / file)
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """A small JSON file's object.
+
+    Raises:
+        BuildError: it is too large, no JSON or no object.
+    """
+    return _document(path, _MAX_BYTES)
 
 
 def _document(path: Path, most: int) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from specexport.contract.errors import BuildError
+from specexport.contract.folders import expanded, home, passing_folder
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 
@@ -15,7 +17,7 @@ def locate(source: str) -> Path:
     Raises:
         BuildError: it is neither a folder with a ``config.json`` and safetensors nor a reachable hub id.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))):
         raise BuildError(
             f"{source}: GGUF files are not read; expected a Hugging Face model folder or a hub id. Build from the "
@@ -33,7 +35,7 @@ def locate(source: str) -> Path:
             ) from error
 
         try:
-            path = Path(snapshot_download(source, allow_patterns=_HUB_FILES))
+            path = Path(snapshot_download(source, allow_patterns=_HUB_FILES, cache_dir=hub_cache()))
         except Exception as error:  # the hub client raises a dozen unrelated types
             raise BuildError(f"{source}: not a local folder, and the hub could not provide it: {error}") from error
     if not (path / "config.json").is_file():
@@ -45,3 +47,9 @@ def locate(source: str) -> Path:
             "convert them with model.save_pretrained(..., safe_serialization=True) where you trust them"
         )
     return path
+
+
+def hub_cache() -> Path | None:
+    """Where the hub's client keeps its files, None for where it does by itself: not below a folder called ``~``."""
+    told = any(map(os.environ.get, ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")))
+    return None if told or home() is not None else passing_folder() / "hub"

@@ -1,15 +1,17 @@
-"""Folders that appear only when they are whole, and that one process at a time writes."""
+"""Folders: where a user's are, that appear only when they are whole, and that one process at a time writes."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
+import functools
 import glob
 import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +28,37 @@ _HINTS = {
     errno.EEXIST: "choose a place whose parents are folders",
 }
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def home() -> Path | None:
+    """The user's home folder; None where there is no ``HOME`` and the user is not known to the system."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
+def expanded(path: str | Path, refusal: type[SpecExportError] = BuildError) -> Path:
+    """A path, of which ``~`` at the start is the home folder.
+
+    Raises:
+        BuildError: or ``refusal``: there is no home folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise refusal(f"{path}: no home folder is known, as HOME is not set; give the whole path") from error
+
+
+@functools.cache
+def passing_folder() -> Path:
+    """A folder that goes with this process, for what is kept where there is no home folder to keep it in."""
+    folder = tempfile.TemporaryDirectory(prefix="specexport-")
+    _PASSING.append(folder)  # it is removed with this object, when Python ends
+    return Path(folder.name)
+
+
+_PASSING: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def described(error: OSError, path: Path | None = None) -> str:

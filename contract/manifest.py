@@ -5,18 +5,21 @@ It is documented for readers in ``docs/bundle-format.md``; :mod:`specexport.cont
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import json
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from specexport.contract.engines import BackendName, CompiledEngine, ProgramGraph
+from specexport.contract.generation import NO_RULES, GenerationRules, Length
 from specexport.contract.methods.base import Method
 from specexport.contract.model import Count, LoweredAs, Model, Probability, Size, Strict
 from specexport.contract.signature import GraphSignature, Signature, target_signature
 
 FORMAT_VERSION = 6
 MANIFEST_NAME = "specexport.json"
+_LONGEST = 80
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -33,7 +36,9 @@ __all__ = [
     "FileEntry",
     "GenerationDefaults",
     "Manifest",
+    "SettingNote",
     "TokenizerInfo",
+    "short",
 ]
 
 
@@ -59,23 +64,63 @@ class TokenizerInfo(Strict, frozen=True):
         eos_token_ids: tokens that end a text.
         special_tokens: ``bos_token`` and the like, for chat templates.
         chat_template: Jinja template file, if the model has one.
+        split_special_tokens: whether special tokens in a text are read as text.
     """
 
     file: str
     eos_token_ids: tuple[Count, ...]
     special_tokens: dict[str, str] = msgspec.field(default_factory=dict)
     chat_template: str | None = None
+    split_special_tokens: bool = False
 
 
 class GenerationDefaults(Strict, frozen=True):
-    """What a parameter is that is not given: the model's own defaults, and those of typical acceptance."""
+    """What a parameter is that is not given: the model's own defaults, and those of typical acceptance.
+
+    Attributes:
+        max_tokens: most tokens of an output; None where the model does not say.
+        min_tokens: tokens before one that ends the output.
+        stop: texts that end the output.
+        rules: see :class:`GenerationRules`.
+    """
 
     temperature: Annotated[float, Meta(ge=0.0)] = 0.0
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     top_k: Count = 0
     min_p: Probability = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    max_tokens: Length | None = None
+    min_tokens: Count = 0
+    stop: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+    rules: GenerationRules = NO_RULES
     posterior_threshold: Probability = 0.09
     posterior_alpha: Probability = 0.3
+
+
+class SettingNote(Strict, frozen=True):
+    """A setting of the checkpoint with which transformers' texts and the bundle's differ.
+
+    Attributes:
+        file: the file that has it.
+        key: its name there.
+        value: as JSON, shortened.
+        note: how they differ.
+    """
+
+    file: str
+    key: str
+    value: str
+    note: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.key} is {self.value}: {self.note}"
+
+
+def short(value: Any) -> str:
+    """A setting's value as a line shows it."""
+    text = f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    text = text.encode("utf-8", "replace").decode()  # half a character, which JSON can say, is no text
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 class Manifest(Strict, frozen=True):
@@ -97,6 +142,7 @@ class Manifest(Strict, frozen=True):
         generation: sampling defaults.
         files: every file but this one.
         program: the step program's own graphs, for backends that keep a step on the device.
+        notes: where its texts are not those of transformers; purely informative.
     """
 
     format_version: int
@@ -114,6 +160,7 @@ class Manifest(Strict, frozen=True):
     generation: GenerationDefaults
     files: tuple[FileEntry, ...]
     program: tuple[ProgramGraph, ...] = ()
+    notes: tuple[SettingNote, ...] = ()
 
     @property
     def models(self) -> dict[str, Model]:

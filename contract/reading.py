@@ -155,6 +155,11 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
         raise BundleError(
             f"{path}: tokenizer.eos_token_ids: {beyond[0]} is no token of {target.vocab_size}; build the bundle again"
         )
+    for rule, tokens in manifest.generation.rules.tokens.items():
+        if (most := max(tokens, default=0)) >= target.vocab_size:
+            raise BundleError(
+                f"{path}: generation.rules.{rule}: {most} is no token of {target.vocab_size}; build the bundle again"
+            )
     if manifest.max_seq_len > target.max_positions:
         raise BundleError(
             f"{path}: max_seq_len is {manifest.max_seq_len}, but target.max_positions {target.max_positions}; build "

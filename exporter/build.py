@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import onnx
 import torch
 
 from specexport.checkpoints.checkpoint import TRANSFORMERS_VERSION, load_tokenizer
 from specexport.checkpoints.locate import locate
+from specexport.checkpoints.settings import setting_notes
 from specexport.contract.engines import COMPILERS, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
@@ -21,7 +23,6 @@ from specexport.contract.manifest import (
     MANIFEST_NAME,
     Entry,
     FileEntry,
-    GenerationDefaults,
     Manifest,
     TokenizerInfo,
 )
@@ -125,6 +126,9 @@ def _fill(
         progress("tracing the step program", 1, 1)
     from specexport import __version__
 
+    end = tokenizer.eos_token_id
+    if end is not None and end >= model.vocab_size:
+        end = None
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         specexport_version=__version__,
@@ -139,13 +143,19 @@ def _fill(
         methods=tuple(made),
         tokenizer=TokenizerInfo(
             file="tokenizer/tokenizer.json",
-            eos_token_ids=target.eos_token_ids,
+            eos_token_ids=tuple(dict.fromkeys((*target.eos_token_ids, *([] if end is None else [end])))),
             special_tokens=tokenizer.special_tokens,
             chat_template="tokenizer/chat_template.jinja" if tokenizer.chat_template is not None else None,
+            split_special_tokens=tokenizer.split_special_tokens,
         ),
-        generation=_generation(target.generation, options),
+        generation=msgspec.structs.replace(
+            target.generation,
+            posterior_threshold=options.posterior_threshold,
+            posterior_alpha=options.posterior_alpha,
+        ),
         files=_file_entries(folder, stages.files, progress),
         program=program,
+        notes=setting_notes(path, end, target.eos_token_ids),
     )
     write_manifest(folder, manifest)
     return read_manifest(folder)
@@ -172,17 +182,6 @@ def _export(build: Build, stages: Stages) -> list[Method]:
 
 def _built_with() -> dict[str, str]:
     return {"torch": str(torch.__version__), "transformers": TRANSFORMERS_VERSION, "onnx": onnx.__version__}
-
-
-def _generation(defaults: dict[str, float], options: BuildOptions) -> GenerationDefaults:
-    values: dict[str, float | int] = {
-        **defaults,
-        "posterior_threshold": options.posterior_threshold,
-        "posterior_alpha": options.posterior_alpha,
-    }
-    if "top_k" in values:
-        values["top_k"] = int(values["top_k"])
-    return GenerationDefaults(**values)  # type: ignore[arg-type]
 
 
 def _file_entries(folder: Path, known: Sequence[FileEntry], progress: Progress) -> tuple[FileEntry, ...]:

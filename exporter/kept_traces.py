@@ -42,16 +42,19 @@ def kept_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[
         make: traces; initializers that are weights of the module share their memory.
     """
     large = {name: one for name, one in module.named_parameters() if one.numel() > LARGE or streamed.stored(one)}
-    path = cache_folder() / "traces" / f"{_key(module, about)}.onnx"
+    root = cache_folder()
+    path = None if root is None else root / "traces" / f"{_key(module, about)}.onnx"
     with contextlib.ExitStack() as turn:
-        with contextlib.suppress(OSError):  # nothing is kept where nothing can be written
-            path.parent.mkdir(parents=True, exist_ok=True)
-            turn.enter_context(locked(path.with_suffix(".turn")))
-        graph = _read(path, large.keys())
+        if path is not None:
+            with contextlib.suppress(OSError):  # nothing is kept where nothing can be written
+                path.parent.mkdir(parents=True, exist_ok=True)
+                turn.enter_context(locked(path.with_suffix(".turn")))
+        graph = None if path is None else _read(path, large.keys())
         if graph is None:
             graph = make()
             _name_weights(graph.graph, large)
-            _write(path, graph)
+            if path is not None:
+                _write(path, graph)
     for value in graph.graph.initializers.values():
         if isinstance(value.const_value, ir.ExternalTensor):
             value.const_value = _lazy(large[str(value.const_value.location)], str(value.name))

@@ -13,6 +13,7 @@ from specexport.checkpoints import parity
 from specexport.checkpoints.checkpoint import Checkpoint, TokenizerFiles, load_checkpoint
 from specexport.checkpoints.split import same_when_split, split_checkpoint
 from specexport.contract.errors import BuildError
+from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.methods import Method, not_a_chain, with_trees
 from specexport.contract.model import LoweredAs, Model, RankFiles, Strict
 from specexport.contract.states import with_rows
@@ -41,7 +42,7 @@ class WrittenTarget(Strict, frozen=True):
     model: Model
     plan: BuildPlan
     eos_token_ids: tuple[int, ...]
-    generation: dict[str, float]
+    generation: GenerationDefaults
 
 
 def target_stage(

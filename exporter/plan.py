@@ -1,4 +1,5 @@
-"""``specexport plan``: what a model takes on a device, and what speculation can gain there. Nothing is loaded or built.
+"""``specexport plan``: what a model takes on a device, and what speculation can gain there. Nothing is loaded or built,
+and a bundle is planned for without torch.
 
 Decoding one text is bound by reading the weights, so a step takes the bytes it reads over the memory's bandwidth. With
 acceptance probability a at each draft token, a step of K makes (1 - a^(K+1)) / (1 - a) tokens (Leviathan et al. 2023).
@@ -6,18 +7,21 @@ acceptance probability a at each draft token, a step of K makes (1 - a^(K+1)) / 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from specexport.checkpoints.config import meta_model, text_sizes
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
+from specexport.contract.manifest import Manifest
 from specexport.contract.methods import Method
+from specexport.contract.model import Model
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.engines.options import capability, check_stored
 from specexport.exporter.methods import exporter_of
+
+if TYPE_CHECKING:
+    import torch
 
 EFFICIENCY = 0.7
 """Share of the bandwidth a step is taken to reach; our bar for GPUs, not a measurement."""
@@ -163,10 +167,11 @@ def plan(
     if precision not in _BITS:
         raise BuildError(f"precision is {precision!r}; expected one of {', '.join(_BITS)}")
     check_stored((precision,), (capability(device.capability),))
-    if not 0 <= acceptance < 1:
-        raise BuildError(f"acceptance is {acceptance}; expected 0 or more and less than 1")
+    _check_acceptance(acceptance)
     if context < 2:
         raise BuildError(f"max_seq_len is {context}; expected at least 2")
+    from specexport.checkpoints.config import meta_model
+
     nodes = MOST_DRAFTS + 1 if method is None else sum(_DEFAULT_TREES)
     model = meta_model(target)
     models = [_model(target, model, model.config, _row(model.config), precision, context, backend, nodes)]
@@ -186,9 +191,62 @@ def plan(
             else sum(2 * layer.heads * (layer.key_size + layer.value_size) for layer in draft.cache)
         )
         models.append(_model(draft.source, draft.model, config, row, precision, context, backend))
+    return _planned(models, device, context, acceptance, most, one_pass=block is not None)
+
+
+def plan_bundle(manifest: Manifest, source: str, device: DeviceLimits, *, acceptance: float) -> DevicePlan:
+    """The same of a bundle, as it is stored: with its first method that drafts with a model of its own.
+
+    Args:
+        manifest: the bundle's.
+        source: what it is called.
+        device: where it is to run.
+        acceptance: chance that a draft token is accepted.
+
+    Raises:
+        BuildError: an argument makes no sense.
+    """
+    _check_acceptance(acceptance)
+    sizes = {entry.path: entry.size for entry in manifest.files}
+    models = [_bundled(source, manifest.target, sizes)]
+    method = next((one for one in manifest.methods if one.models and one.needs_graph), None)
+    most = 0
+    if method is not None:
+        most = min(MOST_DRAFTS, max(len(tree) for tree in method.token_trees()) - 1)
+        models += [_bundled(f"{source}: {method.name}", one, sizes) for one in list(method.models.values())[:1]]
+    one_pass = method is not None and method.one_pass
+    return _planned(models, device, manifest.max_seq_len, acceptance, most, one_pass)
+
+
+def _bundled(source: str, model: Model, sizes: Mapping[str, int]) -> ModelPlan:
+    weights = sum(sizes.get(one.weights, 0) for one in model.ranks or (model,))
+    row, points = model.cache_row_bytes, model.graph.points
+    return ModelPlan(
+        source=source,
+        parameters=model.parameters,
+        active=model.parameters,
+        weights=weights,
+        read=weights,
+        read_more=0,
+        read_most=weights,
+        cache=row * max(point.cache for point in points),
+        cache_row=row,
+        scratch=4 * max(point.tokens for point in points) * model.vocab_size,
+    )
+
+
+def _check_acceptance(acceptance: float) -> None:
+    if not 0 <= acceptance < 1:
+        raise BuildError(f"acceptance is {acceptance}; expected 0 or more and less than 1")
+
+
+def _planned(
+    models: Sequence[ModelPlan], device: DeviceLimits, context: int, acceptance: float, most: int, one_pass: bool
+) -> DevicePlan:
+    """Memory and speeds of a target and, where up to ``most`` tokens are drafted, its draft."""
     speeds = []
     for k in range(most + 1):
-        passes = k if block is None else min(k, 1)
+        passes = min(k, 1) if one_pass else k
         read = models[0].step(k + 1, context / 2) + (passes * models[1].step(1, context / 2) if passes else 0)
         tokens = (1 - acceptance ** (k + 1)) / (1 - acceptance)
         speeds.append(tokens * EFFICIENCY * device.bandwidth / read)
@@ -211,6 +269,8 @@ def active_parameters(model: Any, config: Any) -> int:
 
 def _row(config: Any) -> int:
     """Bytes of a token's keys and values in all layers of a configuration."""
+    from specexport.checkpoints.config import text_sizes
+
     sizes = text_sizes(config)
     both = 2 * sizes.head_dim
     if (latent := getattr(config, "qk_nope_head_dim", None)) is not None:
@@ -232,6 +292,10 @@ def _model(
 
     ``nodes`` are those of all trees that acceptance is decided for, of a target.
     """
+    import torch
+
+    from specexport.checkpoints.config import text_sizes
+
     kinds = set(getattr(config, "layer_types", None) or ())
     if without := sorted(kinds & {"conv", "linear_attention", "mamba"}):
         raise BuildError(

@@ -13,7 +13,7 @@ from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.states import cell_rows
-from specexport.runtime.machine import available_cores
+from specexport.runtime.machine import available_cores, disable_telemetry
 from specexport.runtime.ort import MINIMUM
 from specexport.runtime.segments import open_whole
 
@@ -32,6 +32,7 @@ def require_finite(folder: Path, model: Model, lowering: LoweredAs) -> None:
         BuildError: an output holds numbers that are not finite; it names the graph and the output.
         BackendError: onnxruntime refuses the graph.
     """
+    disable_telemetry()
     try:
         import onnxruntime
     except ImportError:

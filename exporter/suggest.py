@@ -7,13 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from specexport.checkpoints.checkpoint import load_tokenizer, require_same_tokenizer
 from specexport.checkpoints.config import meta_model
 from specexport.checkpoints.locate import locate
 from specexport.contract.errors import BuildError
+from specexport.contract.folders import expanded
+from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import known, method_type, part
 from specexport.exporter.methods import SMALLER, Device, Suggestion, Wanted
 from specexport.exporter.plan import active_parameters
+from specexport.runtime.bundle import Bundle
 
 _USABLE = (3.0, 50.0)
 """How many times smaller a draft must be to be proposed at all."""
@@ -37,27 +42,35 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
     """Looks at checkpoints, not at their weights, and says what suits the target.
 
     Args:
-        target: folder or hub id.
+        target: bundle, folder or hub id.
         drafts: smaller models to choose from.
         device: where the bundle is to run: on a GPU the nodes of a step are nearly free, on a CPU every one costs.
 
     Raises:
         BuildError: the target, or a draft, is no checkpoint.
     """
-    path = locate(target)
-    model = meta_model(path)
-    size = active_parameters(model, model.config)
-    found, refused = _drafts(path, size, drafts)
+    path = expanded(target)
+    if (path / MANIFEST_NAME).is_file():
+        bundle = Bundle.open(path, check_hashes=False)
+        parameters = size = bundle.manifest.target.parameters
+        tokenizer = bundle.tokenizer()
+    else:
+        path = locate(target)
+        model = meta_model(path)
+        parameters, size = model.num_parameters(), active_parameters(model, model.config)
+        tokenizer = load_tokenizer(path).tokenizer
+    found, refused = _drafts(path, tokenizer, size, drafts)
     wanted = Wanted(path, size, device, tuple(found))
     kinds = map(method_type, known())
     made = [one for kind in kinds if (one := part(kind, "exporter").EXPORTER.suggest(kind, wanted)) is not None]
     made.sort(key=lambda one: one.rank)
-    return Advice(model.num_parameters(), size, tuple(made), refused)
+    return Advice(parameters, size, tuple(made), refused)
 
 
-def _drafts(target: Path, size: int, names: Sequence[str]) -> tuple[list[tuple[str, float]], dict[str, str]]:
+def _drafts(
+    target: Path, tokenizer: Tokenizer, size: int, names: Sequence[str]
+) -> tuple[list[tuple[str, float]], dict[str, str]]:
     """Drafts that do, with how many times smaller they are, the best first; and why the others do not."""
-    tokenizer = load_tokenizer(target).tokenizer
     found: list[tuple[str, float]] = []
     refused: dict[str, str] = {}
     for name in names:

@@ -59,7 +59,8 @@ def build(
         CompilerError: see there.
     """
     compiler, flags = _compiler(), [*shlex.split(os.environ.get("CXXFLAGS", "")), *flags]
-    machine = _run([*compiler, "-dumpmachine"]).split("-")[0].replace("arm64", "aarch64")
+    defined = _run([*compiler, "-dM", "-E", "-x", "c++", os.devnull])
+    machine = next((name for name in ("x86_64", "aarch64") if f" __{name}__ " in defined), "")
     tasks = []
     for source in sources or sorted((ROOT / "kernels").glob("*.cc")):
         target, for_it = _BY_SUFFIX.get(source.stem.rpartition("_")[2], (machine, ""))

@@ -115,24 +115,14 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
   }
 }
 
+// A zero of a masked number adds nothing to the sum, which is taken in order, so that where they lie changes no bit.
 void softmax(const float* x, float* y, int size) {
-  float most = -__builtin_inff();
+  float most = -__builtin_inff(), total = 0;
   for (int i = 0; i < size; i++) most = x[i] > most || x[i] != x[i] ? x[i] : most;
-  Vec center = all(most == -__builtin_inff() ? 0.0f : most), total = all(0);
-  int i = 0;
-  for (; i + 8 <= size; i += 8) {
-    Vec e = exp(load(x + i) - center);
-    store(y + i, e);
-    total += e;
-  }
-  if (int rest = size - i; rest > 0) {
-    float padded[8];
-    for (int j = 0; j < 8; j++) padded[j] = j < rest ? x[i + j] - center[0] : -__builtin_inff();
-    Vec e = exp(load(padded));
-    store_some(y + i, e, rest);
-    total += e;
-  }
-  Vec factor = all(1.0f / sum(total));
+  Vec center = all(most == -__builtin_inff() ? 0.0f : most);
+  map(x, y, size_t(size), [=](Vec v) { return exp(v - center); });
+  for (int i = 0; i < size; i++) total += y[i];
+  Vec factor = all(1.0f / total);
   map(y, y, size_t(size), [=](Vec v) { return v * factor; });
 }
 

@@ -620,8 +620,10 @@ class MatMul : public Step {  // of two tensors that are not constant
           for (int64_t n = 0; n < columns; n++) to[n] = frame.kernels.dot(x, w + n * stride_n, int(depth));
         } else {
           for (int64_t n = 0; n < columns; n++) to[n] = 0;
-          for (int64_t k = 0; k < depth; k++)
+          for (int64_t k = 0; k < depth; k++) {
+            if (x[k] == 0) continue;  // as after a masked softmax: what is not seen may hold anything
             for (int64_t n = 0; n < columns; n++) to[n] += x[k] * w[k * stride_k + n * stride_n];
+          }
         }
       }
     });

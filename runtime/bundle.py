@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from specexport.contract.errors import BundleError
+from specexport.contract.folders import expanded
 from specexport.contract.manifest import Manifest
 from specexport.contract.reading import check_files, read_manifest
 from specexport.runtime.chat import ChatTemplate
@@ -32,7 +33,11 @@ class Bundle:
         Raises:
             BundleError: names the file that is missing, altered, outside the bundle or too new.
         """
-        path = Path(folder).expanduser()
+        path = expanded(folder, BundleError)
+        try:
+            str(path).encode()
+        except UnicodeEncodeError as error:
+            raise BundleError(f"{path}: the folder's name is not UTF-8; rename it") from error
         manifest = read_manifest(path)
         check_files(path, manifest, hashes=check_hashes)
         return cls(path, manifest)
@@ -41,17 +46,26 @@ class Bundle:
         """The path of a file the manifest names."""
         return self.folder / name
 
-    def tokenizer(self, name: str | None = None) -> Tokenizer:
-        """Loads the tokenizer, or another one the manifest names.
+    def tokenizer(self, name: str | None = None, *, split_special_tokens: bool | None = None) -> Tokenizer:
+        """Loads the tokenizer, or another one the manifest names; it neither cuts nor pads texts.
+
+        Args:
+            name: the file; None for the target's.
+            split_special_tokens: whether special tokens in a text are read as text; None for what the target's does.
 
         Raises:
             BundleError: the file is not a tokenizer.
         """
         path = self.file(name or self.manifest.tokenizer.file)
         try:
-            return Tokenizer.from_file(str(path))
+            loaded: Tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the tokenizers library raises bare Exception
             raise BundleError(f"{path}: not a tokenizer: {error}; build the bundle again") from error
+        loaded.no_truncation()
+        loaded.no_padding()
+        own = self.manifest.tokenizer.split_special_tokens
+        loaded.encode_special_tokens = own if split_special_tokens is None else split_special_tokens
+        return loaded
 
     def chat_template(self) -> ChatTemplate | None:
         """The model's chat template, if it has one."""

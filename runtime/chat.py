@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specexport.contract.errors import BundleError, RequestError
+from specexport.runtime.values import is_sequence, shown
 
 Message = Mapping[str, Any]
 """``role`` and ``content`` (text), and whatever else the template knows: what JSON can say."""
@@ -55,6 +56,10 @@ class ChatTemplate:
                 that is taken.
             BundleError: it is not a template.
         """
+        if not is_sequence(messages) or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestError(
+                f"messages is {shown(messages)}; expected a list of mappings with role and content", param="messages"
+            )
         given = {
             **self._special_tokens,
             "messages": [dict(message) for message in messages],

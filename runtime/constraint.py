@@ -1,13 +1,21 @@
 """Grammar-constrained outputs: which tokens may follow, at every node of a tree.
 
 p is then the target's distribution over what the grammar allows; what is drafted against it has p = 0 and is rejected.
+
+A grammar describes the text that the caller receives. A token that this text shows stands for its content, so a mark
+such as ``<think>`` may come as one token or spelled out. A special token that is left out of the text stands for
+nothing and is allowed only where a grammar names it: ``<[id]>``, or ``<name>``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
+import threading
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +34,12 @@ Ints = npt.NDArray[np.int64]
 
 MAX_SCHEMA = 1 << 16
 """Characters of a JSON schema."""
+_WHITESPACE = r"[ ]|\n[ \t]{0,16}"
+"""Between JSON's tokens, unless the schema's ``x-guidance`` says otherwise: without a bound it might never end."""
+_LARK = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(?P<json>%json\s*)|(?P<name><[^<>\[\]\s][^<>\s]*>)'
+)
+"""Texts, regular expressions and comments of Lark, which are passed over, JSON schemas and names of special tokens."""
 
 
 class Grammars:
@@ -35,63 +49,206 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
+        self._vocabularies: dict[bool, llguidance.LLTokenizer] = {}
 
-    def json_schema(self, schema: str) -> Constraint:
+    def json_schema(self, schema: str, **output: Any) -> Constraint:
         """A constraint to JSON that fits a schema, which is given as JSON.
 
+        Args:
+            schema: the schema.
+            output: what else is asked of the output; see :meth:`lark`.
+
         Raises:
-            RequestError: the schema is not one, is very large, or holds what no output can be constrained to.
+            RequestError: the schema is not one, is very large, or holds what no output can be constrained to; or
+                llguidance cannot read the tokenizer.
             BackendError: llguidance is not installed.
         """
-        return self._constraint(schema, "grammar_from_json_schema", "JSON schema", "json_schema")
+        return self._constraint(schema, "JSON schema", "json_schema", **output)
 
-    def lark(self, grammar: str) -> Constraint:
-        """A constraint to a grammar in llguidance's form of Lark; errors are those of :meth:`json_schema`."""
-        return self._constraint(grammar, "grammar_from_lark", "grammar", "grammar")
+    def lark(self, grammar: str, **output: Any) -> Constraint:
+        """A constraint to a grammar in llguidance's form of Lark; errors are those of :meth:`json_schema`.
 
-    def _constraint(self, text: str, reader: str, what: str, param: str) -> Constraint:
+        Args:
+            grammar: the grammar.
+            output: ``stop_token_ids``, which end the output wherever it may end, and ``skip_special_tokens``, whether
+                its text leaves them out.
+        """
+        return self._constraint(grammar, "grammar", "grammar", **output)
+
+    def _constraint(
+        self,
+        text: str,
+        what: str,
+        param: str,
+        *,
+        stop_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> Constraint:
         if len(text) > MAX_SCHEMA:  # all requests of a batch wait while its masks are made
             raise RequestError(f"the {what} has {len(text)} characters; expected at most {MAX_SCHEMA}", param=param)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the {what} holds half a character, {text[error.start]!r}, at {error.start}; expected text",
+                param=param,
+            ) from error
+        vocabulary = self._vocabulary(skip_special_tokens, param)
         # Imported here: only grammar-constrained outputs need it.
-        known = self._vocabulary
         import llguidance
 
-        grammar = getattr(llguidance.LLMatcher, reader)(text)
+        if param == "json_schema":
+            grammar = _json_grammar(text)
+        else:
+            grammar = llguidance.LLMatcher.grammar_from_lark(self._lark(text))
         limits = llguidance.LLParserLimits(verbose_errors=False)
-        matcher = llguidance.LLMatcher(known, grammar, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             why = matcher.get_error().splitlines()[0]
             raise RequestError(f"the {what} cannot be used: {why}", param=param)
-        return Constraint(matcher, self._vocab_size, self._eos, what, param)
+        ends = frozenset([*self._eos, *stop_token_ids])
+        return Constraint(matcher, self._vocab_size, ends, what, param)
+
+    def _lark(self, grammar: str) -> str:
+        """Lark with the numbers of tokens for their names, of which llguidance knows some, and bounded white space."""
+        parts, at = list[str](), 0
+        while found := _LARK.search(grammar, at):
+            part, end = found[0], found.end()
+            if found["name"] is not None and part in self._added_tokens:
+                part = f"<[{self._added_tokens[part]}]>"
+            elif found["json"] is not None:
+                with contextlib.suppress(ValueError, RecursionError):  # llguidance says what is wrong
+                    schema, end = json.JSONDecoder().raw_decode(grammar, end)
+                    part += json.dumps(_bounded(schema))
+            parts += grammar[at : found.start()], part
+            at = end
+        return "".join([*parts, grammar[at:]])
 
     @cached_property
-    def _vocabulary(self) -> llguidance.LLTokenizer:
-        try:
-            import llguidance
-        except ImportError as error:
-            raise BackendError(
-                f"JSON schemas and grammars need llguidance ({error}); install it with: pip install 'specexport[serve]'"
-            ) from error
-        if not self._eos:
-            raise RequestError("the model names no end-of-text token, so a constrained output could never end")
-        plain = Tokenizer.from_str(self._tokenizer.to_str())
-        plain.no_padding()
-        plain.no_truncation()
-        # Logits may be wider than the tokenizer, never narrower.
-        width = max(self._vocab_size, plain.get_vocab_size(with_added_tokens=True))
-        return llguidance.LLTokenizer(plain.to_str(), n_vocab=width, eos_token=self._eos)
+    def _added_tokens(self) -> dict[str, int]:
+        return {token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items()}
+
+    def _vocabulary(self, skip_special_tokens: bool, param: str) -> llguidance.LLTokenizer:
+        if skip_special_tokens not in self._vocabularies:
+            try:
+                import llguidance
+            except ImportError as error:
+                raise BackendError(
+                    f"JSON schemas and grammars need llguidance ({error}); install it with: "
+                    "pip install 'specexport[serve]'"
+                ) from error
+            if not self._eos:
+                raise RequestError(
+                    "the model names no end-of-text token, so a constrained output could never end", param=param
+                )
+            try:
+                shown = _Shown(self._text, skip_special_tokens)
+            except ValueError as error:
+                decoder = self._tokenizer.decoder
+                kind = "no decoder" if decoder is None else f"the decoder {type(decoder).__name__}"
+                raise RequestError(
+                    f"the model's tokenizer has {kind}, which llguidance cannot read, so its outputs cannot be bound "
+                    "to a JSON schema, a grammar or calls of tools; leave these out",
+                    param=param,
+                ) from error
+            self._vocabularies[skip_special_tokens] = llguidance.LLTokenizer(
+                llguidance.TokenizerWrapper(shown), n_vocab=len(shown.tokens), eos_token=self._eos
+            )
+        return self._vocabularies[skip_special_tokens]
+
+    @cached_property
+    def _text(self) -> _Text:
+        return _Text(self._tokenizer, self._vocab_size, self._eos)
+
+
+class _Text:
+    """A tokenizer's tokens as text, and text in the middle of another as tokens.
+
+    Attributes:
+        tokens: the bytes of each; logits may be of more tokens than the tokenizer knows.
+        eos: tokens that end a text.
+        unknown: tokens that are none.
+        special: those that a text may leave out.
+
+    Raises:
+        ValueError: llguidance cannot read how the tokenizer decodes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
+        import llguidance
+
+        self.eos = frozenset(eos)
+        width = max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
+        stated = json.loads(tokenizer.to_str(), object_hook=_unprefixed) | {"truncation": None, "padding": None}
+        self.special = {token["id"] for token in stated["added_tokens"] if token["special"]}
+        for token in stated["added_tokens"]:
+            token["special"] = token["special"] or token["id"] in self.eos
+        file = json.dumps(stated)
+        reader = llguidance.LLTokenizer(file, n_vocab=width, eos_token=list(eos), slices=[])
+        self.tokens = [reader.decode_bytes([id]) for id in range(width)]
+        self.unknown = set(range(width)).difference(tokenizer.get_vocab(with_added_tokens=True).values())
+        self._tokenizer, self._lock = Tokenizer.from_str(file), threading.Lock()
+
+    def encoded(self, text: str, plainly: bool) -> list[int]:
+        """A text's tokens; ``plainly``, or where one of them would end the text, special ones are spelled out."""
+        with self._lock:
+            self._tokenizer.encode_special_tokens = plainly
+            ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return ids if plainly or self.eos.isdisjoint(ids) else self.encoded(text, True)
+
+
+class _Shown:
+    """A tokenizer as llguidance reads it, by what each token adds to the text.
+
+    Given a tokenizer's file, llguidance would take every added token that looks like ``<name>`` for a special one, and
+    still expect it wherever a grammar's text holds its content.
+
+    Attributes:
+        eos_token_id: ends a text.
+        bos_token_id: none is expected in an output.
+        tokens: the bytes of each.
+        special_token_ids: tokens that add nothing to the text, or end it.
+    """
+
+    def __init__(self, text: _Text, skip_special_tokens: bool) -> None:
+        self._text, self._plainly = text, skip_special_tokens
+        self.tokens = text.tokens
+        self.special_token_ids = sorted(text.unknown | text.eos | (text.special if skip_special_tokens else set()))
+        self.eos_token_id, self.bos_token_id = min(text.eos), None
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The tokens of a text behind another."""
+        return self._text.encoded(text.decode(errors="replace"), self._plainly)
+
+
+def _unprefixed(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a tokenizer's file without the space that it puts before a text."""
+    kind, never = part.get("type"), {"prepend_scheme": "never", "add_prefix_space": False}
+    if kind == "Prepend":
+        return {"type": "Sequence", "normalizers": []}
+    return part | {name: never[name] for name in never if name in part} if kind in ("Metaspace", "ByteLevel") else part
 
 
 class Constraint:
-    """One output's grammar, and how far the output has come in it."""
+    """One output's grammar, and how far the output has come in it.
+
+    Args:
+        matcher: llguidance's, at the grammar's start.
+        vocab_size: V.
+        ends: tokens that end the output.
+        what: the grammar, in words.
+        param: and as a parameter.
+    """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, vocab_size: int, eos_token_ids: Sequence[int], what: str, param: str
+        self, matcher: llguidance.LLMatcher, vocab_size: int, ends: frozenset[int], what: str, param: str
     ) -> None:
         self._matcher = matcher
         self._what, self._param = what, param
         self._vocab_size = vocab_size
-        self._eos = frozenset(eos_token_ids)
+        self._ends = ends
+        self._end_ids = np.array(sorted(token for token in ends if token < vocab_size), np.int64)
+        self._ended = False
 
     def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
         """Logits with minus infinity wherever the grammar does not let a token follow.
@@ -100,8 +257,8 @@ class Constraint:
         see :meth:`check`. Arguments are those of :class:`~specexport.runtime.logits.LogitsProcessor`.
         """
         made: Floats = logits.copy()
-        tokens = draft_tokens.tolist()
-        self._mask(made, tree, tokens, 0)
+        if not self._ended:
+            self._mask(made, tree, draft_tokens.tolist(), 0, self._matcher)
         return made
 
     def check(self) -> None:
@@ -115,22 +272,55 @@ class Constraint:
             raise RequestError(f"the {self._what} cannot be followed: {why}", param=self._param)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        if not self._matcher.is_stopped():
-            self._matcher.consume_tokens(list(tokens))
+        """Moves on by the tokens of a step, up to the output's end: a draft may go on behind it."""
+        for token in tokens:
+            self._ended = self._ended or token in self._ends
+            if self._ended:
+                return
+            self._matcher.consume_token(token)
 
-    def _mask(self, logits: Floats, tree: TokenTree, tokens: list[int], node: int) -> None:
-        """Masks a node and the nodes below it; the matcher ends where it began."""
-        allowed = self._allowed()
-        if self._matcher.is_error():
+    def _mask(
+        self, logits: Floats, tree: TokenTree, tokens: list[int], node: int, matcher: llguidance.LLMatcher
+    ) -> None:
+        """Masks a node that a matcher has come to, and the nodes below it."""
+        allowed = self._allowed(matcher)
+        if matcher.is_error():
             return
         logits[node, ~allowed] = -np.inf
         for child in tree.children[node]:
             token = tokens[child - 1]
-            # Nothing follows the end of a text. Consuming takes a token or leaves the matcher as it was.
-            if allowed[token] and token not in self._eos and self._matcher.try_consume_tokens([token]) == 1:
-                self._mask(logits, tree, tokens, child)
-                self._matcher.rollback(1)
+            if allowed[token] and token not in self._ends:  # nothing follows the end of a text
+                # A copy costs a few microseconds, and a grammar that is too complex in a draft fails there alone.
+                branch = matcher.deep_copy()
+                if branch.consume_token(token):
+                    self._mask(logits, tree, tokens, child, branch)
 
-    def _allowed(self) -> Bools:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        return np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(np.bool_)
+    def _allowed(self, matcher: llguidance.LLMatcher) -> Bools:
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed: Bools = np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(np.bool_)
+        if matcher.is_accepting():
+            allowed[self._end_ids] = True
+        return allowed
+
+
+def _json_grammar(schema: str) -> str:
+    """The grammar of JSON that fits a schema, as llguidance has it."""
+    import llguidance
+
+    read = llguidance.LLMatcher.grammar_from_json_schema
+    try:
+        stated = json.loads(schema)
+    except (ValueError, RecursionError):
+        return read(schema)  # which says what is wrong with it
+    if stated is True:
+        stated, schema = {}, "{}"
+    # Not the schema as read: numbers may have been rounded.
+    return read(schema) if _bounded(stated) is stated else read(schema, defaults={"whitespace_pattern": _WHITESPACE})
+
+
+def _bounded(schema: Any) -> Any:
+    """A schema that says how white space is bounded, if it does not say so itself."""
+    options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
+    if not isinstance(options, dict) or not options.keys().isdisjoint({"whitespace_flexible", "whitespace_pattern"}):
+        return schema
+    return schema | {"x-guidance": {"whitespace_pattern": _WHITESPACE, **options}}

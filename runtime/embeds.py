@@ -34,8 +34,8 @@ class EmbedsPrompt:
     Args:
         parts: embeddings, or a list or tuple of parts that are read one after another. A part is embeddings, an array
             ``[N,H]`` of floating-point numbers, or what ``numpy.asarray`` makes one of, such as a torch tensor on the
-            CPU; or token ids, ``[N]`` whole numbers; or text. Only a text that comes first gets the tokenizer's special
-            tokens, such as a start token.
+            CPU; or token ids, ``[N]`` whole numbers; either also as a batch of one; or text.
+            Only a text that comes first gets the tokenizer's special tokens, such as a start token.
     """
 
     def __init__(self, parts: Any) -> None:
@@ -128,6 +128,8 @@ def _array(part: Any, name: str, size: int) -> npt.NDArray[Any]:
         array = np.asarray(part)
     except Exception as error:  # whatever the library whose array it is raises
         raise RequestError(f"{name}: cannot be read as an array: {error}; expected float32 [N,{size}]") from error
+    if array.ndim > 1 and len(array) == 1 and array.dtype.kind == ("f" if array.ndim == 3 else "i"):
+        array = array[0]  # a batch of one
     ids, embeds = array.ndim == 1 and array.dtype.kind in "iu", array.ndim == 2 and array.dtype.kind == "f"
     if not (ids or (embeds and array.shape[1] == size)) or not len(array):
         shape = ",".join(map(str, array.shape))

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from specexport.contract.errors import BuildError, RequestError
+from specexport.contract.generation import GenerationRules
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import (
     Method,
@@ -38,13 +39,13 @@ from specexport.runtime.program import PLAIN_TREE, Speculation
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.opening import Opening, open_proposer
 from specexport.runtime.request import Request
+from specexport.runtime.rules import Rules, SequenceBiases
 from specexport.runtime.scheduler import Scheduler
-from specexport.runtime.slots import Reuse
 from specexport.runtime.speculative import DEFAULT, Speculative, choose
 from specexport.runtime.step import HostProgram
 from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
-from specexport.runtime.widths import EXACTNESS, Exactness
+from specexport.runtime.values import require_text, token_ids
 
 Prompt = str | Sequence[int] | EmbedsPrompt | EncodedPrompt
 """What a request continues."""
@@ -66,7 +67,6 @@ class Engine:
         speculations: the loaded methods with their proposers, by name: those the bundle was built for, the default
             first, then those that need no graph.
         slots: requests that run at once.
-        widths: how wide its steps are, and whether they are exact.
         costs: what steps cost on this machine; None if each request speculates with its method's default.
     """
 
@@ -79,7 +79,6 @@ class Engine:
         prefix_cache: bool = True,
         calibrate: bool = True,
         costs: CostCurve | None = None,
-        exactness: Exactness | None = None,
     ) -> None:
         self.manifest: Manifest = bundle.manifest
         self.tokenizer = bundle.tokenizer()
@@ -92,13 +91,12 @@ class Engine:
         self.slots = target.sizes[-1]
         self.speculations = dict(speculations)
         self._built = tuple(method.name for method in self.manifest.methods if method.name in speculations)
-        self.widths = backend.widths(target, exactness)
-        program = backend.program(target, self.speculations, self.widths)
-        self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.speculations), Reuse.PROMPTS))
+        program = backend.program(target, self.speculations)
+        self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.speculations), reuse=True))
         if costs is not None:
             self.costs: Costs | None = Costs(costs)
         else:
-            measured = self._calibrated() if calibrate and self._built else None
+            measured = self._calibrated() if calibrate and self.speculations else None
             self.costs = None if measured is None else Costs(measured, refined=True)
         self._lookup: str | None = None
         if self.costs is None:
@@ -109,8 +107,7 @@ class Engine:
                 policy.look_up = program.look_up
                 texts = (one.name for one in self.methods.values() if not one.needs_graph and not one.takes_hypothesis)
                 self._lookup = next(texts, None)
-        reuse = Reuse.TEXTS if self.widths.chunks else Reuse.PROMPTS
-        self._scheduler = Scheduler(program, policy, reuse if prefix_cache else Reuse.NOTHING)
+        self._scheduler = Scheduler(program, policy, reuse=prefix_cache)
         self._closed = False
 
     @classmethod
@@ -125,7 +122,6 @@ class Engine:
         prefix_cache: bool = True,
         calibrate: bool = True,
         costs: CostCurve | None = None,
-        exactness: Exactness | None = None,
         backend: str | None = None,
         gpu_memory_utilization: float = DEFAULT_UTILIZATION,
     ) -> Engine:
@@ -141,14 +137,12 @@ class Engine:
             max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest, on a GPU
                 for its smallest. Engines run those they were compiled for (``compile --engine-batch-sizes``).
             prefix_cache: reuse the cache rows of an earlier text for a prompt that begins like it.
-            calibrate: choose how much each step speculates by measured costs. Measuring takes a few seconds when a
-                bundle is first opened on a machine; the figures are kept in the cache folder, as are int8 and int4
-                graphs in onnxruntime's packed form, which open four times as fast. On a GPU only ``specexport tune
-                batch`` measures. Without it a request alone speculates with its method's default.
+            calibrate: choose how much each step speculates by measured costs, and look draft tokens up in the text
+                where that pays, whatever the bundle was built for. Measuring takes a few seconds when a bundle is first
+                opened on a machine; the figures are kept in the cache folder, as are int8 and int4 graphs in
+                onnxruntime's packed form, which open four times as fast. On a GPU only ``specexport tune batch``
+                measures. Without it a request alone speculates with its method's default.
             costs: what steps cost, instead of measuring it.
-            exactness: ``exact``, the default on a CPU, makes greedy text that of plain decoding bit for bit, whatever
-                the method, the tree and the batch; ``fast``, the only choice on a GPU, takes the narrowest steps, so
-                that texts may part where two tokens are about equally likely.
             backend: what runs it, one of ``contract.engines.BACKENDS``; None for what it was built for.
             gpu_memory_utilization: for GPU backends, the share of the device's memory that may be in use once the
                 bundle is loaded, including other programs'.
@@ -159,8 +153,6 @@ class Engine:
             BuildError: a method's options are wrong, or it needs a graph.
             RequestError: the bundle was not built for the batch size.
         """
-        if exactness not in (None, *EXACTNESS):
-            raise RequestError(f"exactness is {exactness!r}; expected 'exact' or 'fast'", param="exactness")
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, check_hashes=check_hashes)
         manifest = opened.manifest
         available = available_methods(manifest, read_methods(methods))
@@ -175,7 +167,7 @@ class Engine:
             target = running.open(manifest.target, slots, buffers(manifest.target_signature))
             opening = Opening(opened, running, slots)
             speculations = {method.name: Speculation(method, open_proposer(method, opening)) for method in available}
-            return cls(opened, running, target, speculations, prefix_cache, calibrate, costs, exactness)
+            return cls(opened, running, target, speculations, prefix_cache, calibrate, costs)
         except BaseException:
             running.close()
             raise
@@ -184,6 +176,11 @@ class Engine:
     def methods(self) -> dict[str, Method]:
         """Every method a request may choose, by name."""
         return {name: one.method for name, one in self.speculations.items()}
+
+    @property
+    def inexact(self) -> str:
+        """Why texts may part from plain decoding's where two tokens are about equally likely; empty where none do."""
+        return self.backend.inexact(self._target)
 
     def __enter__(self) -> Engine:
         return self
@@ -210,7 +207,30 @@ class Engine:
 
     def defaults(self) -> SamplingParams:
         """The model's own sampling parameters, as its checkpoint states them."""
-        return SamplingParams(**msgspec.structs.asdict(self.manifest.generation))
+        return self.params()
+
+    def params(self, **own: Any) -> SamplingParams:
+        """The model's own sampling parameters, but for those that are named.
+
+        What the model says of lengths yields: ``max_length`` to ``max_tokens``, ``min_length`` and its ``min_tokens``
+        to ``min_tokens``, to a smaller ``max_tokens``, and to a schema or a grammar, which end the text.
+
+        Raises:
+            RequestError: a value is out of range; names the field.
+        """
+        model = msgspec.structs.asdict(self.manifest.generation)
+        rules: GenerationRules = model["rules"]
+        if "max_tokens" in own:
+            rules = msgspec.structs.replace(rules, max_length=None)
+        elif model["max_tokens"] is None:
+            model["max_tokens"] = rules.max_length or SamplingParams.max_tokens
+        if "min_tokens" in own or any(own.get(name) is not None for name in ("json_schema", "grammar")):
+            rules = msgspec.structs.replace(rules, min_length=0)
+            model["min_tokens"] = 0
+        most = own.get("max_tokens", model["max_tokens"])
+        if isinstance(most, int):
+            model["min_tokens"] = min(model["min_tokens"], max(0, most))
+        return SamplingParams(**model | {"rules": rules} | own)
 
     @overload
     def encode(self, prompt: str | Sequence[int]) -> list[int]: ...
@@ -224,14 +244,19 @@ class Engine:
         Those of an :class:`~specexport.runtime.embeds.EmbedsPrompt` come with its embeddings.
 
         Raises:
-            RequestError: a token id is outside the vocabulary, the prompt is empty and no start token is known, or it
-                has embeddings that the bundle was not built for or that are not right.
+            RequestError: it is neither text nor token ids, a token id is outside the vocabulary, the prompt is empty
+                and no start token is known, or it has embeddings that the bundle was not built for or that are not
+                right.
         """
         if isinstance(prompt, EncodedPrompt):
             return prompt
         if isinstance(prompt, EmbedsPrompt):
             return self._encode_embeds(prompt)
-        tokens = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else [int(token) for token in prompt]
+        if isinstance(prompt, str):
+            require_text(prompt, "the prompt", "prompt")
+            tokens = list(self.tokenizer.encode(prompt).ids)
+        else:
+            tokens = token_ids(prompt, "the prompt", "prompt")
         if not tokens:
             info = self.manifest.tokenizer
             start = self.tokenizer.token_to_id(info.special_tokens.get("bos_token", ""))
@@ -247,12 +272,12 @@ class Engine:
         size = self.manifest.target.embedding_size
         if size is None:
             raise RequestError("the prompt has embeddings, but the bundle was built without --inputs-embeds")
-        made = encoded(
-            prompt,
-            lambda text, first: list(self.tokenizer.encode(text, add_special_tokens=first).ids),
-            size,
-            self.manifest.max_seq_len,
-        )
+
+        def encode(text: str, first: bool) -> list[int]:
+            require_text(text, "prompt_embeds", "prompt")
+            return list(self.tokenizer.encode(text, add_special_tokens=first).ids)
+
+        made = encoded(prompt, encode, size, self.manifest.max_seq_len)
         self._require_known([token for token, row in zip(made.tokens, made.embeddings.at, strict=True) if row < 0])
         return made
 
@@ -291,10 +316,16 @@ class Engine:
             raise RequestError(f"n is {params.n}; a stream is one output: start several, or use LLM", param="n")
         read = self.encode(prompt)
         limit, embedded = self.manifest.max_seq_len, isinstance(read, EncodedPrompt)
-        if len(read) >= limit and params.max_tokens:
+        if len(read) >= limit and params.max_tokens != 0:
             raise RequestError(
                 f"the prompt has {len(read)} tokens, but this bundle's context holds {limit}, output included; "
                 "shorten the prompt or build with a larger --max-seq-len",
+                param="prompt",
+            )
+        if params.rules.max_length is not None and len(read) >= params.rules.max_length and params.max_tokens:
+            raise RequestError(
+                f"the prompt has {len(read)} tokens, but the model's own max_length is {params.rules.max_length}, "
+                "output included; shorten the prompt or say max_tokens",
                 param="prompt",
             )
         if params.prompt_logprobs is not None:
@@ -316,7 +347,8 @@ class Engine:
         )
         asked = Speculative.of(speculative)
         free = self.costs is not None
-        chosen, tree = choose(asked, self.methods, self._built, params, embedded, free)
+        defaults = self._built if self._lookup is None else (*self._built, self._lookup)
+        chosen, tree = choose(asked, self.methods, defaults, params, embedded, free)
         expected: Sequence[int] = ()
         if asked.hypothesis is not None:
             expected = continuation(self, prompt if isinstance(prompt, str) else "", asked.hypothesis)
@@ -340,19 +372,27 @@ class Engine:
         view = SlotView(0, tokens, params, np.random.default_rng(params.seed), tree, hypothesis, method, options)
         if isinstance(prompt, EncodedPrompt):
             view.embeddings = prompt.embeddings
-        room = min(params.max_tokens, self.manifest.max_seq_len - len(tokens))
+        rules, vocab_size, longest = params.rules, self.manifest.target.vocab_size, self.manifest.max_seq_len
+        room = min(rules.max_length or longest, longest) - len(tokens)
+        room = room if params.max_tokens is None else min(params.max_tokens, room)
+        # A grammar ends the text by itself.
+        least = 0 if params.constrained else max(params.min_tokens, rules.min_length - len(tokens))
         ends = params.stop_token_ids + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
         processors: list[LogitsProcessor] = []
+        if rules.change_logits:
+            processors.append(SequenceBiases(rules, tokens))
         if params.penalized:
-            processors.append(Penalties(params, tokens, ends, self.manifest.target.vocab_size))
-        if params.json_schema is not None:
-            processors.append(self._grammars.json_schema(params.json_schema))
-        if params.grammar is not None:
-            processors.append(self._grammars.lark(params.grammar))
+            processors.append(Penalties(params, tokens, ends, vocab_size, least))
+        if params.constrained:
+            output = {name: getattr(params, name) for name in ("stop_token_ids", "skip_special_tokens")}
+            if params.json_schema is not None:
+                processors.append(self._grammars.json_schema(params.json_schema, **output))
+            if params.grammar is not None:
+                processors.append(self._grammars.lark(params.grammar, **output))
+        if rules.change_logits:
+            processors.append(Rules(rules, tokens, ends, vocab_size, room))
         view.processors = processors
-        text = TextStream(
-            self.tokenizer, params.stop, least=params.min_tokens, skip_special_tokens=params.skip_special_tokens
-        )
+        text = TextStream(self.tokenizer, params.stop, least=least, skip_special_tokens=params.skip_special_tokens)
         request = Request(view, text, room, ends)
         request.stats.execution = self.backend.execution
         return request
@@ -376,14 +416,14 @@ class Engine:
             progress: called with what is done.
         """
         built = {name: self.speculations[name] for name in self._built if self.methods[name].needs_graph}
-        found = measure(self.manifest, self._target, built, self.widths, seconds, progress)
+        found = measure(self.manifest, self._target, built, seconds, progress)
         if found.noise <= MOST_NOISE:
-            remembered(self.manifest, self.backend, self.slots, self.widths).save(found)
+            remembered(self.manifest, self.backend, self.slots).save(found)
         return found
 
     def _calibrated(self) -> CostCurve | None:
         """The kept figures of this machine, or new ones."""
-        known = remembered(self.manifest, self.backend, self.slots, self.widths).load()
+        known = remembered(self.manifest, self.backend, self.slots).load()
         return self.calibrate() if known is None and self.backend.execution == "host" else known
 
     def _warm_up(self, scheduler: Scheduler) -> None:
@@ -391,7 +431,7 @@ class Engine:
         # Repeats, so that look-ups find something; long enough for the longest chain.
         start = self.encode([0] * max(2, min(_WARM_UP_TOKENS, self.manifest.max_seq_len - 2)))
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-        trees = {name: self.methods[name].token_trees()[0] for name in self._built}
+        trees = {name: self.methods[name].token_trees()[0] for name in self._built or list(self.methods)[:1]}
         for method, tree in ((None, PLAIN_TREE), *trees.items()):
             for _ in Stream(scheduler, self._request(list(start), params, method, tree, start)):
                 pass

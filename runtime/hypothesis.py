@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.program import Outcome
 from specexport.runtime.request import Chunk, Request
+from specexport.runtime.values import require_text
 
 
 class _Encoder(Protocol):
@@ -26,10 +27,11 @@ def continuation(engine: _Encoder, prompt: str | Sequence[int], text: str | Sequ
     """The tokens of a text, or those given, that follow a prompt.
 
     Raises:
-        RequestError: a token id is outside the vocabulary.
+        RequestError: a token id is outside the vocabulary, or it is no text.
     """
     if not isinstance(text, str):
         return engine.encode(text) if len(text) else []
+    require_text(text, "hypothesis", "hypothesis")
     if isinstance(prompt, str) and prompt:
         # How a text's first token reads may depend on what is before it.
         before, whole = engine.encode(prompt), engine.encode(prompt + text)
@@ -45,7 +47,7 @@ def taken_as_it_is(params: SamplingParams, entropy: float | None) -> bool:
     """
     gate = params.entropy_threshold if params.acceptance == "relaxed" else None
     scored = params.logprobs is not None or params.prompt_logprobs is not None
-    model = scored or params.penalized or params.json_schema is not None or params.grammar is not None
+    model = scored or params.penalized or params.constrained
     return gate is not None and entropy is not None and entropy < gate and not model
 
 

@@ -29,9 +29,10 @@ class KeptGraph:
     """
 
     def __init__(self, about: Sequence[str], keep: bool) -> None:
-        self._root = cache_folder() / "graphs"
+        cache = cache_folder()
+        self._root = (cache or Path(os.devnull)) / "graphs"  # below which nothing is
         self._folder = self._root / machine_key(about)
-        self._keep = keep
+        self._keep = keep and cache is not None
 
     def session(self, path: Path, open_graph: Callable[[Path], Any], options: Any) -> Any:
         """The session over a graph.

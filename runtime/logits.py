@@ -6,7 +6,7 @@ know nothing of them: what they draft is accepted or rejected by the changed p, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -42,6 +42,11 @@ class LogitsProcessor(Protocol):
         """Raises what a step could not, as other requests share it."""
 
 
+def paths(tree: TokenTree, draft_tokens: Ints) -> Iterator[Ints]:
+    """The draft tokens on the way to each node of a tree, that of the node included."""
+    return (draft_tokens[np.flatnonzero(tree.mask[node])[1:] - 1] for node in range(len(tree)))
+
+
 class Penalties:
     """Biases, penalties and the least length of one output; see :class:`~specexport.runtime.params.SamplingParams`.
 
@@ -50,13 +55,22 @@ class Penalties:
         prompt: its tokens; negative numbers stand for embeddings.
         ends: tokens that end the output, which has ``min_tokens`` before them.
         vocab_size: V.
+        min_tokens: instead of the parameters'.
 
     Raises:
         RequestError: a bias is for a token that the model does not have.
     """
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], ends: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        ends: Sequence[int],
+        vocab_size: int,
+        min_tokens: int | None = None,
+    ) -> None:
         self._params = params
+        self._least = params.min_tokens if min_tokens is None else min_tokens
         self._prompt = np.array(sorted({token for token in prompt if token >= 0}), np.int64)
         self._ends = np.array([token for token in ends if token < vocab_size], np.int64)
         self._biased = np.array(list(params.logit_bias), np.int64)
@@ -70,8 +84,8 @@ class Penalties:
     def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
         made: Floats = logits.copy()
         made[:, self._biased] += self._bias
-        for node, row in enumerate(made):
-            self._change(row, draft_tokens[np.flatnonzero(tree.mask[node])[1:] - 1])
+        for row, path in zip(made, paths(tree, draft_tokens), strict=True):
+            self._change(row, path)
         return made
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -89,5 +103,5 @@ class Penalties:
             some = row[known]
             row[known] = np.where(some > 0, some / params.repetition_penalty, some * params.repetition_penalty)
         row[said] -= params.frequency_penalty * counts + params.presence_penalty
-        if len(output) < params.min_tokens:
+        if len(output) < self._least:
             row[self._ends] = -np.inf

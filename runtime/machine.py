@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from specexport.contract.errors import UNREADABLE
+from specexport.contract.folders import expanded, home
 
 Found = TypeVar("Found", bound=msgspec.Struct)
 
@@ -23,12 +24,26 @@ _UNUSED = 30 * 24 * 3600
 """Seconds after which what was not used again is removed from the cache folder."""
 
 
-def cache_folder() -> Path:
-    """``$SPECEXPORT_CACHE``, or ``specexport`` in the user's cache folder."""
-    own = os.environ.get("SPECEXPORT_CACHE")
+def cache_folder() -> Path | None:
+    """``$SPECEXPORT_CACHE``, or ``specexport`` in the user's cache folder; None without either, to keep nothing.
+
+    Raises:
+        BuildError: a variable names a home folder, and there is none.
+    """
+    own, caches = os.environ.get("SPECEXPORT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specexport"
+        return expanded(own)
+    if caches:
+        return expanded(caches) / "specexport"
+    return None if (user := home()) is None else user / ".cache" / "specexport"
+
+
+def disable_telemetry() -> None:
+    """Keeps onnxruntime, before it is imported, from sending its makers what it runs on.
+
+    Without a home folder to keep a number for this machine in, it would print a warning too.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 def available_cores() -> int:
@@ -77,7 +92,8 @@ def remove_unused(folder: Path, stamp: str = "") -> None:
 class Remembered(Generic[Found]):
     """What was found out about one thing on this machine, kept in a file of the cache folder.
 
-    Where the folder cannot be written it is found out anew each time; a file that is damaged counts as none.
+    Where there is no folder, or it cannot be written, it is found out anew each time; a file that is damaged counts as
+    none.
 
     Args:
         name: what kind of thing it is: a folder in the cache folder.
@@ -87,19 +103,22 @@ class Remembered(Generic[Found]):
     """
 
     def __init__(self, name: str, about: Sequence[str], kind: type[Found], limit: int = 1 << 20) -> None:
-        self._path = cache_folder() / name / f"{machine_key(about)}.json"
+        root = cache_folder()
+        self._path = None if root is None else root / name / f"{machine_key(about)}.json"
         self._kind = kind
         self._limit = limit
 
     def load(self) -> Found | None:
         """What is remembered; None for nothing."""
         with contextlib.suppress(OSError, RuntimeError, *UNREADABLE):
-            if self._path.stat().st_size <= self._limit:
+            if self._path is not None and self._path.stat().st_size <= self._limit:
                 return msgspec.json.decode(self._path.read_bytes(), type=self._kind)
         return None
 
     def save(self, found: Found) -> None:
         """Remembers it, instead of what was remembered."""
+        if self._path is None:
+            return
         with contextlib.suppress(OSError, RuntimeError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.declared import require_declared
 from specexport.runtime.graph import FIRST, TILE, Array, Buffers, Graph
 from specexport.runtime.kept import KeptGraph
-from specexport.runtime.kernels import PackedWeights, add_kernels
+from specexport.runtime.kernels import PackedWeights, add_kernels, not_claimed
+from specexport.runtime.machine import disable_telemetry
 from specexport.runtime.ort_cache import GrowingCache, Rows
 
 _Shape = tuple[int, int, int, int]
@@ -36,6 +38,7 @@ def import_onnxruntime(lowering: LoweredAs) -> Any:
     Raises:
         BackendError: it is missing, or too old for that lowering.
     """
+    disable_telemetry()
     try:
         import onnxruntime
     except ImportError as error:
@@ -98,7 +101,10 @@ def open_session(
     disabled = ["ConstantFolding", "MatMulAddFusion"] if kernels and not undone else None
 
     def session(graph: Path) -> Any:
-        return onnxruntime.InferenceSession(str(graph), options, providers=providers, disabled_optimizers=disabled)
+        # It would print an error that is raised here too, and try without our provider.
+        return onnxruntime.InferenceSession(
+            str(graph), options, providers=providers, disabled_optimizers=disabled, enable_fallback=0
+        )
 
     try:
         return session(path) if kept is None or kernels else kept.session(path, session, options)
@@ -170,6 +176,11 @@ class OnnxRuntimeGraph(Graph):
         kept = 0 if self._states is None else self._states.nbytes
         return kept + sum(block.nbytes for block in self._cache.now.blocks)
 
+    @property
+    def not_claimed(self) -> Counter[str]:
+        """See :func:`~specexport.runtime.kernels.not_claimed`."""
+        return not_claimed(self._session)
+
     def reusable(self, slot: int, rows: int) -> int:
         rows = super().reusable(slot, rows)
         return rows if self._states is None or self._states.reach(slot, rows) else 0
@@ -188,6 +199,10 @@ class OnnxRuntimeGraph(Graph):
             super()._require(msgspec.structs.replace(point, tokens=max([point.tokens, *chunks])))
             return point
         return super()._require(point)
+
+    def step_width(self, slots: int, needed: int) -> int:
+        """See :class:`Graph`; a step may be of any width."""
+        return needed
 
     def chunk(self, most: int, tokens: int) -> int:
         """See :class:`Graph`; what is left of a prompt takes as many tiles as it fills."""

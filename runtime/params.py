@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from specexport.contract.errors import RequestError
+from specexport.contract.generation import NO_RULES, GenerationRules
+from specexport.runtime.values import plain, require_text, shown
 
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask the log-probabilities of, a token."""
@@ -25,7 +29,7 @@ class SamplingParams:
     alike, so speculation does not change what is sampled.
 
     Attributes:
-        max_tokens: most tokens to generate; 0 generates none.
+        max_tokens: most tokens to generate; 0 generates none, None as many as the context holds.
         temperature: divides the logits; 0, and anything below 1e-5, takes the most probable token (greedy).
         top_p: keep the smallest set of most probable tokens that holds this much probability; 1 keeps all.
         top_k: keep this many most probable tokens; 0 or -1 keeps all.
@@ -45,12 +49,15 @@ class SamplingParams:
         presence_penalty: subtracted once from the logit of each token that the output has; from -2 to 2. Biases come
             first, then the penalties in this order, all before temperature and filters. At a node of a tree the output
             so far includes the draft tokens before it, so the text is what plain decoding would sample.
-        min_tokens: tokens that come before an end-of-text token, a stop token or the end of a stop text.
+        min_tokens: tokens that come before an end-of-text token, a stop token or the end of a stop text; where the
+            context has no room for them, the output ends with it.
         skip_special_tokens: leave special tokens out of the text.
         json_schema: constrains the output to JSON of this schema, a mapping or its JSON; needs llguidance. What is
             sampled is the model's distribution over the tokens the schema allows.
         grammar: constrains the output to a grammar in llguidance's form of Lark; not with a json_schema.
         ignore_eos: go on past end-of-text tokens, as benchmarks do.
+        rules: what the model's ``generation_config.json`` says beside this, which the model's own parameters have;
+            the default changes nothing.
         acceptance: ``lossless``, or ``typical``: a draft token stays if it is likely enough, so more are accepted and
             what is sampled is no longer the model's own distribution. Greedy decoding is lossless either way. Or
             ``relaxed``, for requests with a hypothesis: its tokens stay while the model finds them likely enough, in
@@ -63,11 +70,13 @@ class SamplingParams:
         entropy_threshold: of relaxed acceptance: a hypothesis whose own entropy, in nats, is below this is the output
             as it is, without the model. The paper has 0.7 for accuracy and 3.0 for speed. None asks the model always.
 
+    Numbers and arrays may be NumPy's or torch's.
+
     Raises:
         RequestError: a value is out of range; names the field.
     """
 
-    max_tokens: int = 128
+    max_tokens: int | None = 128
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -87,6 +96,7 @@ class SamplingParams:
     json_schema: str | None = None
     grammar: str | None = None
     ignore_eos: bool = False
+    rules: GenerationRules = NO_RULES
     acceptance: Literal["lossless", "typical", "relaxed"] = "lossless"
     posterior_threshold: float | None = None
     posterior_alpha: float | None = None
@@ -94,14 +104,24 @@ class SamplingParams:
     entropy_threshold: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        else:
-            object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
+        stop, ends, added = self.stop, self.stop_token_ids, self.logit_bias
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else _several("stop", stop))
+        object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", ends))
+        _require("logit_bias", added, added is None or isinstance(added, Mapping), "a mapping of token ids")
+        object.__setattr__(self, "logit_bias", {plain(key): plain(value) for key, value in (added or {}).items()})
         if isinstance(self.json_schema, Mapping):
-            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
-        _require("max_tokens", self.max_tokens, _whole(self.max_tokens) and self.max_tokens >= 0, "a whole number >= 0")
+            try:
+                object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise RequestError(f"json_schema: not what JSON can say: {error}", param="json_schema") from error
+        for name in ("json_schema", "grammar"):
+            value = getattr(self, name)
+            _require(name, value, value is None or isinstance(value, str), "a text")
+            require_text(value or "", name, name)
+        most = self.max_tokens
+        _require("max_tokens", most, most is None or (_whole(most) and most >= 0), "a whole number >= 0, or None")
         _require("temperature", self.temperature, _finite(self.temperature) and self.temperature >= 0, "a number >= 0")
         _require("top_p", self.top_p, _finite(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
         _require("top_k", self.top_k, _whole(self.top_k) and self.top_k >= -1, "a whole number >= -1")
@@ -117,19 +137,33 @@ class SamplingParams:
         _require("entropy_threshold", entropy, entropy is None or (_finite(entropy) and entropy >= 0), "a number >= 0")
         texts = all(isinstance(text, str) and text for text in self.stop)
         _require("stop", self.stop, texts, "texts that are not empty")
+        for text in self.stop:
+            require_text(text, "stop", "stop")
         ids = all(_whole(token) and token >= 0 for token in self.stop_token_ids)
         _require("stop_token_ids", self.stop_token_ids, ids, "whole numbers >= 0")
         _require("n", self.n, _whole(self.n) and self.n >= 1, "a whole number >= 1")
-        least, bound = self.min_tokens, self.json_schema is not None or self.grammar is not None
+        _require("rules", self.rules, isinstance(self.rules, GenerationRules), "GenerationRules")
+        if self.rules is not NO_RULES:
+            try:
+                msgspec.convert(msgspec.to_builtins(self.rules), GenerationRules)
+            except msgspec.ValidationError as error:
+                raise RequestError(f"rules: {error}", param="rules") from error
+        least = self.min_tokens
         _require("grammar", self.grammar, self.grammar is None or self.json_schema is None, "None with a json_schema")
         _require(
             "ignore_eos",
             self.ignore_eos,
-            not (bound and self.ignore_eos),
-            "False with a json_schema or a grammar, which end the text",
+            not (self.constrained and self.ignore_eos),
+            "False with a json_schema, a grammar or tools, which end the text",
         )
-        _require("min_tokens", least, _whole(least) and 0 <= least <= self.max_tokens, "0 to max_tokens")
-        _require("min_tokens", least, not (bound and least), "0 with a json_schema or a grammar, which end the text")
+        up_to = "a whole number >= 0" if most is None else f"0 to max_tokens, which is {most}"
+        _require("min_tokens", least, _whole(least) and 0 <= least <= (least if most is None else most), up_to)
+        _require(
+            "min_tokens",
+            least,
+            not (self.constrained and least),
+            "0 with a json_schema, a grammar or tools, which end the text",
+        )
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             _require(name, value, _finite(value) and -2 <= value <= 2, "a number in [-2, 2]")
@@ -146,10 +180,15 @@ class SamplingParams:
             _require(name, value, few, f"a whole number from 0 to {MAX_LOGPROBS}")
 
     @property
+    def constrained(self) -> bool:
+        """Whether a grammar says what the output may be."""
+        return self.json_schema is not None or self.grammar is not None
+
+    @property
     def penalized(self) -> bool:
         """Whether logits change before anything is sampled, other than by a grammar."""
         changes = self.frequency_penalty, self.presence_penalty, self.repetition_penalty - 1, self.min_tokens
-        return any(changes) or bool(self.logit_bias)
+        return any(changes) or bool(self.logit_bias) or self.rules.change_logits
 
     @property
     def greedy(self) -> bool:
@@ -163,7 +202,14 @@ class SamplingParams:
 
 def _require(name: str, value: object, ok: bool, expected: str) -> None:
     if not ok:
-        raise RequestError(f"{name} is {value!r}; expected {expected}", param=name)
+        raise RequestError(f"{name} is {shown(value)}; expected {expected}", param=name)
+
+
+def _several(name: str, values: object) -> tuple[Any, ...]:
+    """Plain values, from a list or whatever else holds some; None is none."""
+    held = isinstance(values, Iterable) and not isinstance(values, (str, bytes))
+    _require(name, values, values is None or held, "a list")
+    return tuple(map(plain, values or ()))  # type: ignore[call-overload]
 
 
 def _whole(value: object) -> bool:
@@ -171,4 +217,7 @@ def _whole(value: object) -> bool:
 
 
 def _finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # of a whole number that no float holds
+        return False

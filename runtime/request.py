@@ -103,7 +103,7 @@ class Request:
             token = new[len(pieces)]
             self.view.tokens.append(token)
             stopped = token in self._ends
-            pieces.append("" if stopped else self._text.push(token))
+            pieces.append(self._text.end(token) if stopped else self._text.push(token))
             stopped |= self._text.stopped
         kept = len(pieces)
         self.stats.output_tokens += kept

@@ -10,12 +10,14 @@ int64 ``[N-1]``, those of nodes 1 to N-1. It returns the nodes accepted, in orde
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from specexport.contract.generation import GenerationRules
 from specexport.contract.tree import TokenTree
 from specexport.runtime.params import SamplingParams
 
@@ -31,6 +33,8 @@ _GROUP = 64
 """Logits of which the largest stands for all while the least of the top k is looked for."""
 _BINS = 4096
 """By how probable they are, tokens are counted in so many bins, to sort one bin in the place of all."""
+_MOST_OF_TOP_H = 100
+"""Tokens that top-H looks at."""
 _UNDERFLOW = 750.0
 """exp(-750) is 0 in float64."""
 
@@ -95,8 +99,7 @@ class Distribution:
 
     def entropy(self) -> float:
         """In nats."""
-        some = self.probs[self.probs > 0]
-        return float(-(some * np.log(some)).sum())
+        return _entropy(self.probs)
 
 
 def _first_above(weights: Doubles, uniform: float) -> int:
@@ -126,6 +129,9 @@ def target_distribution(logits: Floats, params: SamplingParams) -> Distribution:
     best = float(logits.max())
     if not math.isfinite(best):
         return Distribution(None, np.full(len(logits), math.nan))
+    rules = params.rules
+    if rules.top_h is not None:
+        logits = np.where(_within_entropy(_weights(logits, best, params), rules.top_h), logits, -np.inf)
     # Without what a grammar forbids, as partitioning many equal numbers takes long.
     least = max(best - _UNDERFLOW * params.temperature, float(np.finfo(np.float32).min))
     ids = np.flatnonzero(logits >= least) if logits.min() < least else None
@@ -143,7 +149,47 @@ def target_distribution(logits: Floats, params: SamplingParams) -> Distribution:
         ids, some = at if ids is None else ids[at], some[at]
     weights = _weights(some, best, params)
     weights /= weights.sum()
+    for stays in _filters(rules):
+        at = np.flatnonzero(stays(weights))
+        ids, weights = at if ids is None else ids[at], weights[at] / weights[at].sum()
     return Distribution(ids, weights)
+
+
+def _filters(rules: GenerationRules) -> Iterator[Callable[[Doubles], npt.NDArray[np.bool_]]]:
+    """Which of some tokens stay by their probabilities, float64 ``[M]``: the filters of transformers in its order."""
+    if rules.typical_p < 1.0:
+        yield lambda probs: _typical(probs, rules.typical_p)
+    if rules.epsilon_cutoff > 0.0:
+        yield lambda probs: probs >= min(rules.epsilon_cutoff, probs.max())
+    if rules.eta_cutoff > 0.0:
+        root = math.sqrt(rules.eta_cutoff)
+        yield lambda probs: probs >= min(rules.eta_cutoff, root * math.exp(-_entropy(probs)), probs.max())
+
+
+def _typical(probs: Doubles, mass: float) -> npt.NDArray[np.bool_]:
+    """Locally typical sampling (arXiv 2202.00666): information closest to the entropy, until ``mass`` is held."""
+    with np.errstate(divide="ignore"):
+        distance = np.abs(-np.log(probs) - _entropy(probs))
+    order = np.argsort(distance, kind="stable")
+    last = min(int((np.cumsum(probs[order]) < mass).sum()), len(probs) - 1)
+    return np.asarray(distance <= distance[order[last]], np.bool_)
+
+
+def _within_entropy(weights: Doubles, share: float) -> npt.NDArray[np.bool_]:
+    """Top-H (arXiv 2509.02510): the most probable tokens whose part of the entropy is at most a share of it."""
+    order = np.argsort(-weights, kind="stable")[:_MOST_OF_TOP_H]
+    probs = weights[order] / weights[order].sum()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        parts = np.where(probs > 0, -probs * np.log(probs), 0.0)
+    kept = np.zeros(len(weights), np.bool_)
+    kept[order] = np.cumsum(parts) <= share * parts.sum()
+    kept[order[0]] = True
+    return kept
+
+
+def _entropy(probs: Doubles) -> float:
+    some = probs[probs > 0]
+    return float(-(some * np.log(some)).sum())
 
 
 def _weights(logits: Floats, best: float, params: SamplingParams, kind: Any = np.float64) -> npt.NDArray[Any]:

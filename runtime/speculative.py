@@ -13,6 +13,7 @@ from specexport.contract.methods import Method, method_type, read_method
 from specexport.contract.tree import TokenTree
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.program import PLAIN_TREE
+from specexport.runtime.values import plain, shown, token_ids
 
 
 class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -45,10 +46,16 @@ class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             return DEFAULT
         if isinstance(given, Speculative):
             return given
-        mapping = {"method": given} if isinstance(given, str) else dict(given)
+        if not isinstance(given, (str, Mapping)):
+            raise RequestError(
+                f"speculative is {shown(given)}; expected a method's name or a mapping", param="speculative"
+            )
+        mapping = {"method": given} if isinstance(given, str) else {key: plain(value) for key, value in given.items()}
         if mapping.get("method") == _AUTO:
             del mapping["method"]
         own = {key: mapping.pop(key) for key in _KEYS if key in mapping}
+        if not isinstance(expected := own.get("hypothesis"), (str, type(None))):
+            own["hypothesis"] = tuple(token_ids(expected, "hypothesis", "hypothesis"))
         options = _options(own.get("method"), mapping) if mapping else None
         try:
             return msgspec.structs.replace(msgspec.convert(own, cls), options=options)

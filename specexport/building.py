@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from specexport.checkpoints.quiet import uncollected
 from specexport.contract.errors import BuildError
+from specexport.contract.manifest import Manifest
 
 _BYTES = 1 << 20
 """Steps with as many parts count bytes."""
@@ -94,3 +95,9 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     finally:
         for bar in bars.values():
             bar.close()
+
+
+def warn_of_settings(manifest: Manifest) -> None:
+    """Names on standard error where a bundle's texts are not those of transformers."""
+    for note in manifest.notes:
+        print(f"warning: {note}", file=sys.stderr)

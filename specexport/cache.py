@@ -18,7 +18,7 @@ import msgspec
 
 from specexport.checkpoints.locate import locate
 from specexport.contract.errors import BundleError
-from specexport.contract.folders import locked, remove, writing
+from specexport.contract.folders import expanded, locked, passing_folder, remove, writing
 from specexport.contract.methods import Method
 from specexport.contract.reading import check_files, read_manifest, sha256
 from specexport.exporter.fingerprint import fingerprint
@@ -39,6 +39,8 @@ def cached_bundle(
     anew and a moved one is not. Of several processes one builds, and the others wait for it. A build that is killed
     leaves nothing under the bundle's name; the next one goes on after the models it had written. A bundle that was
     damaged is removed with a warning. Unfinished builds untouched for a week are removed when another bundle is built.
+    Without a home folder that can be written, and without ``$SPECEXPORT_CACHE``, a bundle goes with this process, with
+    a warning.
 
     Args:
         options: fields of ``BuildOptions``, without ``output``.
@@ -48,13 +50,13 @@ def cached_bundle(
     Raises:
         BuildError: a checkpoint cannot be found, or the build fails.
     """
-    root = cache_folder()
+    root = cache_folder() or passing_folder()
     methods: tuple[Method, ...] = options.get("methods", ())
     named = {"target": locate(str(options["target"]))}
     for method in methods:
         for key, kind in method.sources.items():
             source = str(getattr(method, key))
-            named[f"{method.name}.{key}"] = locate(source) if kind == "checkpoint" else Path(source).expanduser()
+            named[f"{method.name}.{key}"] = locate(source) if kind == "checkpoint" else expanded(source)
     asked = {
         "options": {key: value for key, value in options.items() if key not in ("target", "methods")},
         # Where checkpoints lie does not count: what they hold does.
@@ -66,7 +68,17 @@ def cached_bundle(
         "exporter": fingerprint(),
     }
     key = _digest(asked)
-    bundle = root / "bundles" / f"{Path(str(options['target'])).name}-{key[:16]}"
+    name = f"{Path(str(options['target'])).name}-{key[:16]}"
+    bundle = root / "bundles" / name
+    if _damage(bundle, check_hashes) is not None and not _keeps(root):
+        root = passing_folder()
+        bundle = root / "bundles" / name
+        if _damage(bundle, check_hashes) is not None:
+            warnings.warn(
+                "there is no home folder that can be written: what is built goes when this process ends; set "
+                "SPECEXPORT_CACHE to a folder to keep it",
+                stacklevel=2,
+            )
     if _damage(bundle, check_hashes) is not None:
         with writing(root):
             bundle.parent.mkdir(parents=True, exist_ok=True)
@@ -79,6 +91,17 @@ def cached_bundle(
                     _sweep(root)
                     build(dict(options), bundle)
     return bundle
+
+
+def _keeps(root: Path) -> bool:
+    """Whether a cache folder that nobody named outlasts this process; one that was named is not replaced."""
+    if os.environ.get("SPECEXPORT_CACHE"):
+        return True
+    if cache_folder() is None:
+        return False
+    with contextlib.suppress(OSError):
+        root.mkdir(parents=True, exist_ok=True)
+    return os.access(root, os.W_OK)
 
 
 def its_turn(bundle: Path) -> AbstractContextManager[None]:

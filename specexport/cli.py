@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from specexport.commands import (
 )
 from specexport.contract.errors import SpecExportError
 from specexport.contract.folders import described
+from specexport.runtime.values import require_text
 from specexport.version import described as version
 
 _MORE = """\
@@ -121,8 +123,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0, 1 for an error that was explained, 2 for wrong usage."""
+    replace_unshown()
     try:
         arguments = parser().parse_args([_dashed(word) for word in (sys.argv[1:] if argv is None else argv)])
+        _require_text(arguments)
         code: int = arguments.main(arguments)
         sys.stdout.flush()
     except SpecExportError as error:
@@ -138,7 +142,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"specexport: error: {described(error)}", file=sys.stderr)
         return 1
+    except UnicodeError as error:  # of a file's name: what is read says which file it is
+        print(f"specexport: error: {ascii(str(error))[1:-1]}; name files in UTF-8", file=sys.stderr)
+        return 1
     return code
+
+
+def replace_unshown() -> None:
+    """Lets standard output show a question mark for what its encoding does not have."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _require_text(arguments: argparse.Namespace) -> None:
+    """Refuses bytes that are not UTF-8 wherever they are no file's name."""
+    for name, value in vars(arguments).items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                require_text(text, name.replace("_", "-"))
 
 
 def _dashed(word: str) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from specexport.cache import cached_bundle
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, ContextLengthError, RequestError
+from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import Method, known, listed, method_type, read_methods
 from specexport.contract.reading import read_manifest
@@ -25,7 +26,7 @@ from specexport.runtime.encoding import characters_per_token, encoded
 from specexport.runtime.engine import Prompt
 from specexport.runtime.opening import DEFAULT_UTILIZATION
 from specexport.runtime.speculative import DEFAULT, Speculative
-from specexport.runtime.widths import Exactness
+from specexport.runtime.values import require_text
 
 SpeculativeConfig = Mapping[str, Any] | Method | str | Sequence[Mapping[str, Any] | Method | str]
 """One or several methods, as :func:`~specexport.contract.methods.read_methods` takes them."""
@@ -67,7 +68,6 @@ class Frontend:
         backend: str | None = None,
         threads: int | None = None,
         calibrate: bool = True,
-        exactness: Exactness | None = None,
         check_hashes: bool = True,
         **build: Any,
     ) -> Frontend:
@@ -81,7 +81,7 @@ class Frontend:
             raise BuildError(f"gpu_memory_utilization is {gpu_memory_utilization}; expected more than 0, at most 1")
         if seed is not None and seed < 0:
             raise BuildError(f"seed is {seed}; expected a whole number >= 0")
-        if model is not None and (Path(model).expanduser() / MANIFEST_NAME).is_file():
+        if model is not None and (expanded(model) / MANIFEST_NAME).is_file():
             model, bundle = None, model
         loaded: tuple[Method, ...] = ()
         chosen = DEFAULT
@@ -89,7 +89,7 @@ class Frontend:
             if build:
                 raise BuildError(f"{next(iter(build))} was given with a bundle, which is built already; leave it out")
             folder = Path(bundle)
-            ranks = len(read_manifest(folder.expanduser()).target.ranks) or 1
+            ranks = len(read_manifest(expanded(folder)).target.ranks) or 1
             if tensor_parallel_size not in (None, ranks):
                 raise BuildError(
                     f"tensor_parallel_size is {tensor_parallel_size}, but {folder} was built for {ranks}; leave it "
@@ -108,7 +108,6 @@ class Frontend:
             check_hashes=check_hashes,
             methods=loaded,
             calibrate=calibrate,
-            exactness=exactness,
             backend=backend,
             gpu_memory_utilization=gpu_memory_utilization or DEFAULT_UTILIZATION,
         )
@@ -165,7 +164,9 @@ class Frontend:
 
         Raises:
             ContextLengthError: it has more characters than a context of tokens can stand for, so that it is not read.
+            RequestError: it is no text that UTF-8 can hold.
         """
+        require_text(text, f"the {param}" if param == "prompt" else param, param)
         if self._longest is not None and len(text) > self._longest:
             raise ContextLengthError(
                 f"{param}: a text of {len(text)} characters; the context holds {self.max_model_len} tokens, which are "
@@ -188,7 +189,7 @@ class Frontend:
         params = params or self.engine.defaults()
         read = self.tokens(prompt)
         room = self.max_model_len - len(read)
-        if room <= 0 and params.max_tokens:
+        if room <= 0 and params.max_tokens != 0:
             raise ContextLengthError(
                 f"the prompt has {len(read)} tokens, but the context holds {self.max_model_len}, output included; "
                 "shorten the prompt",
@@ -201,11 +202,15 @@ class Frontend:
         if expected is not None:  # no more of it than there may be output: reading it takes memory
             chosen = msgspec.structs.replace(chosen, hypothesis=expected[: max(0, room)])
         seed = self._seed() if params.seed is None else params.seed
+        most = max(0, room if params.max_tokens is None else min(params.max_tokens, room))
         return [
             self.engine.stream(
                 read,
                 params.replace(
-                    n=1, max_tokens=max(0, min(params.max_tokens, room)), seed=None if seed is None else seed + index
+                    n=1,
+                    max_tokens=most,
+                    min_tokens=min(params.min_tokens, most),
+                    seed=None if seed is None else seed + index,
                 ),
                 chosen,
             )
@@ -274,7 +279,7 @@ def _built(
 
 
 def _build(options: dict[str, Any], output: Path) -> None:
-    from specexport.building import exporter, progress_bars
+    from specexport.building import exporter, progress_bars, warn_of_settings
     from specexport.exporter.second_process import SecondProcess
 
     with SecondProcess(options["methods"]) as second:
@@ -287,7 +292,7 @@ def _build(options: dict[str, Any], output: Path) -> None:
             raise BuildError(f"{str(error).rpartition(') ')[2] or error}") from error
         print(f"building {output}", file=sys.stderr)
         with progress_bars() as progress:
-            module.build(wanted, progress, second=second)
+            warn_of_settings(read_manifest(module.build(wanted, progress, second=second)))
 
 
 def _engines(backend: str | None) -> Any:

@@ -17,7 +17,7 @@ from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stream,
 from specexport.runtime.chat import Message
 from specexport.runtime.speculative import Speculative
 from specexport.runtime.stream import completed
-from specexport.runtime.widths import Exactness
+from specexport.runtime.values import is_sequence, plain, shown, token_ids
 
 Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or ``{"prompt_embeds": parts}``, the same as
@@ -42,8 +42,9 @@ class LLM:
         model: a Hugging Face folder or hub id, or a bundle.
         bundle: a folder made by ``specexport build``, instead of a model.
         speculative_config: how to speculate: a mapping with a method and its options, as for ``build --method``, or
-            several, the default first. None decodes a model plainly and a bundle by its default method. With a bundle,
-            methods that need no graph take their options, the others ``num_speculative_tokens`` alone.
+            several, the default first. None builds a model without one, whose text is looked up where that pays, and
+            takes a bundle's default method. With a bundle, methods that need no graph take their options, the others
+            ``num_speculative_tokens`` alone.
         max_model_len: most tokens of prompt and output together.
         seed: gives requests without a seed of their own one each, by their order; None draws fresh ones.
         tensor_parallel_size: how many processes share the target; None for 1, and for what a bundle was built for.
@@ -52,7 +53,6 @@ class LLM:
         threads: CPU threads; None for every core.
         calibrate: choose how much each step speculates by what steps cost on this machine, which is measured when a
             bundle is first opened there; see :meth:`Engine.load <specexport.runtime.engine.Engine.load>`.
-        exactness: ``exact`` or ``fast``; see :meth:`Engine.load <specexport.runtime.engine.Engine.load>`.
         check_hashes: compare a bundle's files with its manifest.
         build: with a model, further options of the build: ``precision``, ``draft_precision``, ``lowering``, ...
 
@@ -75,7 +75,6 @@ class LLM:
         backend: str | None = None,
         threads: int | None = None,
         calibrate: bool = True,
-        exactness: Exactness | None = None,
         check_hashes: bool = True,
         **build: Any,
     ) -> None:
@@ -90,7 +89,6 @@ class LLM:
             backend=backend,
             threads=threads,
             calibrate=calibrate,
-            exactness=exactness,
             check_hashes=check_hashes,
             **build,
         )
@@ -120,7 +118,8 @@ class LLM:
         """Continues prompts.
 
         Args:
-            prompts: one or several. A list of whole numbers is one prompt of token ids.
+            prompts: one or several. A list or array of whole numbers is one prompt of token ids, an array ``[B,N]`` is
+                B of them.
             sampling_params: for all prompts, or for each; None for :meth:`get_default_sampling_params`.
             use_tqdm: show a progress bar on standard error.
             speculative: how to speculate, for all prompts or for each; None for what ``speculative_config`` says.
@@ -131,7 +130,7 @@ class LLM:
         Raises:
             RequestError: names the prompt and what is wrong with it.
         """
-        read = [_text_and_tokens(prompt) for prompt in _listed(prompts)]
+        read = [_text_and_tokens(index, prompt) for index, prompt in enumerate(_listed(prompts))]
         return self._run(read, sampling_params, use_tqdm, speculative)
 
     def chat(
@@ -155,6 +154,8 @@ class LLM:
         Raises:
             RequestError: the model has no chat template, it refuses the messages, or a parameter is wrong.
         """
+        if not is_sequence(messages):
+            raise RequestError(f"messages is {shown(messages)}; expected a list of messages", param="messages")
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         tokens = [
             self._frontend.chat_tokens(
@@ -235,31 +236,45 @@ class LLM:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping, EmbedsPrompt)) or (prompts and isinstance(prompts[0], int)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
+    """The prompts: numbers side by side are the tokens of one."""
+    if isinstance(prompts, (str, Mapping, EmbedsPrompt)):
+        return [prompts]
+    several = plain(prompts)
+    if not is_sequence(several):
+        raise RequestError(f"prompts is {shown(prompts)}; expected text or token ids, or a list of either")
+    return [several] if several and isinstance(plain(several[0]), (int, float)) else list(several)
 
 
 def _each(name: str, given: Any, kinds: type | tuple[type, ...], count: int) -> list[Any]:
     """What was given for every prompt: one value for all of them, or a sequence."""
-    each = [given] * count if given is None or isinstance(given, kinds) else list(given)
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    each = [given] * count if given is None or isinstance(given, kinds) else given
+    known = (*kinds, type(None))
+    wrong = next((one for one in each if not isinstance(one, known)), None) if is_sequence(each) else each
+    if wrong is not None:
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise RequestError(f"{name} is {shown(wrong)}; expected {expected}, one for all prompts or one each")
     if len(each) != count:
         raise RequestError(f"{len(each)} {name} for {count} prompts; give one for all, or one each")
-    return each
+    return list(each)
 
 
-def _text_and_tokens(prompt: Prompt) -> tuple[str | None, engine.Prompt]:
-    """What to show as the prompt's text, and what to encode."""
+def _text_and_tokens(index: int, prompt: Prompt) -> tuple[str | None, engine.Prompt]:
+    """What to show as a prompt's text, and what to encode."""
     if isinstance(prompt, str):
         return prompt, prompt
     if not isinstance(prompt, Mapping):
         return None, prompt
-    if set(prompt) == {"prompt"}:
-        return str(prompt["prompt"]), str(prompt["prompt"])
-    if set(prompt) == {"prompt_token_ids"}:
-        return None, list(prompt["prompt_token_ids"])
-    if set(prompt) == {"prompt_embeds"}:
-        return None, EmbedsPrompt(prompt["prompt_embeds"])
+    match dict(prompt):
+        case {"prompt": str(text), **rest} if not rest:
+            return text, text
+        case {"prompt_token_ids": ids, **rest} if not rest:
+            return None, token_ids(ids, f"prompt {index}: prompt_token_ids")
+        case {"prompt_embeds": parts, **rest} if not rest:
+            return None, EmbedsPrompt(parts)
+        case {"prompt": wrong, **rest} if not rest:
+            raise RequestError(f"prompt {index}: its text is {shown(wrong)}; token ids are called prompt_token_ids")
     raise RequestError(
-        f"a prompt has the keys {sorted(prompt)}; expected one of prompt, prompt_token_ids and prompt_embeds"
+        f"prompt {index} has the keys {sorted(map(str, prompt))}; expected one of prompt, prompt_token_ids and "
+        "prompt_embeds"
     )

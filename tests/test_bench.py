@@ -14,8 +14,9 @@ from specexport.contract.errors import RequestError
 from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine
 from specexport.runtime import step as step_module
+from specexport.runtime.stream import Completion
 from specexport.tuning import workloads
-from specexport.tuning.bench import compare
+from specexport.tuning.bench import Result, compare
 
 Engines = Callable[[str], Engine]
 NAME = "qwen3-lookup"
@@ -92,6 +93,36 @@ def test_a_method_that_is_not_lossless_is_found_out(
     said = capsys.readouterr()
     assert "3 of 3 part" in said.out
     assert "texts part from plain decoding's" in said.err
+
+
+def test_figures_that_contradict_each_other_are_named(
+    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", str(bundle(NAME)), "--methods", "suffix", "--prompts", "1", "--prompt-tokens", "32", "-n", "8"]
+    real = Result.add
+
+    def beside_another(self: Result, done: Completion, plain: Completion) -> None:
+        """As if plain decoding had shared the machine, and what is compared with it had not."""
+        real(self, done, plain)
+        self.seconds, self.plain_seconds = 1.0, 2.66 * self.tokens_per_step
+
+    monkeypatch.setattr(Result, "add", beside_another)
+    assert main([*words, "--json"]) == 0
+    said = capsys.readouterr()
+    assert (
+        said.err.count("tokens a step: another process ran beside plain decoding; measure again on an idle machine")
+        == 3
+    )
+    results = json.loads(said.out)["rows"][0]["workloads"]
+    assert all(result["contradictory"] for result in results.values())
+
+    def alone(self: Result, done: Completion, plain: Completion) -> None:
+        real(self, done, plain)
+        self.seconds, self.plain_seconds = 1.0, 1.05 * self.tokens_per_step
+
+    monkeypatch.setattr(Result, "add", alone)
+    assert main([*words, "--json"]) == 0
+    assert "another process" not in capsys.readouterr().err
 
 
 def test_memory_is_that_of_weights_and_cache(bundle: Callable[[str], Path]) -> None:

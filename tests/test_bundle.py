@@ -490,6 +490,7 @@ def relisted(folder: Path, document: Document) -> None:
     ("place", "value", "reason"),
     [
         ("tokenizer.eos_token_ids", [1, 12], "tokenizer.eos_token_ids: 12 is no token of 12"),
+        ("generation.rules", {"bad_words_ids": [[3, 99]]}, "generation.rules.bad_words_ids: 99 is no token of 12"),
         ("target.max_positions", 63, "max_seq_len is 64, but target.max_positions 63"),
         ("methods.0.num_speculative_tokens", 4, "num_speculative_tokens is given beside trees"),
         ("methods.0.draft.embedding_size", 16, "embedding_size of the draft: expected null"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from specexport.server.schema import (
     OutputCall,
     OutputMessage,
     ResponseRequest,
+    StructuredOutputs,
 )
 from specexport.server.tools import HERMES, LLAMA, Calling, CallReader, call_format, calling, whole_calls
 from tests import serving
@@ -187,6 +189,11 @@ def test_usage_may_come_with_every_chunk(client: openai.OpenAI) -> None:
     [
         ({"choice": ["cat", "do/g"]}, {"cat", "do/g"}),
         ({"regex": r"a/(b|c)\/"}, {"a/b/", "a/c/"}),
+        ({"regex": re.escape("a\nb/ #\tc")}, {"a\nb/ #\tc"}),
+        ({"regex": "a\nb"}, {"a\nb"}),
+        ({"regex": "^(a|b)$"}, {"a", "b"}),
+        ({"regex": ""}, {""}),
+        ({"choice": ['"\\\n\x7f', "\x0c\u2028é"]}, {'"\\\n\x7f', "\x0c\u2028é"}),
         ({"grammar": 'start: "x" | "y"'}, {"x", "y"}),
         ({"json": {"const": 7}}, {"7"}),
     ],
@@ -194,6 +201,58 @@ def test_usage_may_come_with_every_chunk(client: openai.OpenAI) -> None:
 def test_outputs_are_structured_as_vllm_has_it(client: openai.OpenAI, way: dict[str, Any], texts: set[str]) -> None:
     made = client.completions.create(model=NAME, prompt="a", n=3, extra_body={"structured_outputs": way})
     assert {choice.text for choice in made.choices} <= texts
+
+
+def test_every_character_may_be_escaped(running: Served) -> None:
+    engine = running.service.engine.frontend.engine
+    for letter in (*map(chr, range(1, 128)), "\x85", "é", "\u2028", "\U0001f642"):
+        text = f"a{letter}b"
+        (bound,) = StructuredOutputs(regex=re.escape(text)).bounds()
+        matcher = engine._grammars.lark(bound["grammar"])._matcher
+        tokens = engine.tokenizer.encode(text, add_special_tokens=False).ids
+        assert matcher.try_consume_tokens(tokens) == len(tokens), letter
+        assert matcher.is_accepting(), letter
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "param"),
+    [
+        ("completions", {"prompt": "a", "structured_outputs": {"json": {"type": "magic"}}}, "structured_outputs"),
+        ("completions", {"prompt": "a", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+        (
+            "chat/completions",
+            {
+                "messages": CHAT,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "magic"}}},
+            },
+            "response_format",
+        ),
+        (
+            "chat/completions",
+            {
+                "messages": CHAT,
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {
+                            "name": "f",
+                            "parameters": {"type": "object", "properties": {"a": {"type": "magic"}}},
+                        },
+                    }
+                ],
+            },
+            "tools",
+        ),
+        (
+            "responses",
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
+            "text.format",
+        ),
+    ],
+)
+def test_what_cannot_bind_an_output_is_named(running: Served, path: str, more: dict[str, Any], param: str) -> None:
+    answer = httpx.post(f"{running.url}/v1/{path}", json=more, timeout=120)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------

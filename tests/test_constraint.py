@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from scipy.stats import chi2_contingency
 
 from specexport.contract.tree import TokenTree
-from specexport.runtime import Engine, RequestError, SamplingParams
+from specexport.runtime import Engine, RequestError, SamplingParams, step
 from specexport.runtime.constraint import Grammars
+from specexport.runtime.proposal import Proposal, SlotView
 from specexport.runtime.speculative import PLAIN
 
 Engines = Callable[[str], Engine]
@@ -141,12 +144,185 @@ def test_stop_texts_and_logprobs_go_with_it(engine: Engines) -> None:
         ('{"type": "string", "pattern": "("}', "cannot be used"),
         ('{"not": {}}', "Unimplemented keys"),
         ("3", "cannot be used"),
+        ('{"const": "\ud83d"}', "half a character"),
         (json.dumps({"enum": ["x" * 1000 + str(at) for at in range(70)]}), "characters; expected at most 65536"),
     ],
 )
 def test_a_schema_that_cannot_be_used_is_refused(engine: Engines, schema: str, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         engine("llama-near").stream(PROMPT, SamplingParams(json_schema=schema))
+
+
+# --- the end of a text in a draft ------------------------------------------------------------------------------------
+
+PAIR: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"const": 1}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+EOS = 1
+_LEAVES = st.sampled_from(
+    [
+        {"const": 1},
+        {"const": "</s>"},
+        {"enum": ["x", "y", 'a"b', "xy"]},
+        {"type": "boolean"},
+        {"type": "integer", "minimum": 0, "maximum": 99},
+        {"type": "string", "maxLength": 3},
+        {"type": "string", "pattern": "^[ab]{1,2}$"},
+    ]
+)
+SCHEMAS = st.recursive(
+    _LEAVES,
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=3).map(
+            lambda fields: {
+                "type": "object",
+                "properties": dict(zip("abc", fields, strict=False)),
+                "required": list("abc"[: len(fields)]),
+                "additionalProperties": False,
+            }
+        )
+        | inner.map(lambda item: {"type": "array", "items": item, "maxItems": 2})
+    ),
+    max_leaves=4,
+)
+TREES = st.lists(st.integers(0, 5), min_size=1, max_size=9).map(
+    lambda parents: TokenTree((-1, *(min(parent, at) for at, parent in enumerate(parents))), (0,) * (len(parents) + 1))
+)
+
+
+def model(text: Sequence[int], seed: int, vocab: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Logits that depend on the whole text, and leave no doubt at a temperature of 1."""
+    random = np.random.default_rng([seed, *text])
+    return 1e4 * random.permutation(vocab).astype(np.float32)
+
+
+def decoded(
+    made: Grammars, schema: Any, vocab: int, seed: int, temperature: float, trees: Sequence[TokenTree], stop: int | None
+) -> tuple[list[int], bool]:
+    """A text and whether it ended, as the step's acceptance makes it; drafts are right, wrong or the end at random."""
+    bound = made.json_schema(json.dumps(schema), stop_token_ids=() if stop is None else (stop,))
+    params = SamplingParams(temperature=temperature, max_tokens=80)
+    random, text, ends = np.random.default_rng(seed), list[int](), {EOS, stop}
+    while len(text) < params.max_tokens:
+        tree = trees[len(text) % len(trees)]
+        rows, drafted = np.empty((len(tree), vocab), np.float32), np.zeros(len(tree) - 1, np.int64)
+        for node in range(len(tree)):
+            path = [int(drafted[at - 1]) for at in np.flatnonzero(tree.mask[node])[1:]]
+            rows[node] = model([*text, *path], seed, vocab)
+            likely = bound.applied(rows, tree, drafted)[node].argmax()
+            for child in tree.children[node]:
+                drafted[child - 1] = random.choice([likely, likely, likely, EOS, random.integers(vocab)])
+        proposal = Proposal(drafted, tree, None, drafted[:, None]) if len(tree) > 1 else None
+        view = SlotView(0, [5, *text], params, random, tree, processors=[bound])
+        path, bonus = step._accept(rows, proposal, view)
+        new = [*(int(drafted[node - 1]) for node in path), bonus]
+        bound.advance(new)
+        bound.check()
+        for token in new:
+            text.append(token)
+            if token in ends:
+                return text, True
+    return text[: params.max_tokens], False
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    schema=SCHEMAS,
+    seed=st.integers(0, 1 << 20),
+    trees=st.lists(TREES, min_size=1, max_size=3),
+    stop=st.none() | st.integers(3, 319),
+)
+def test_a_draft_changes_no_bound_text(
+    engine: Engines, temperature: float, schema: Any, seed: int, trees: list[TokenTree], stop: int | None
+) -> None:
+    made, vocab = grammars(engine("llama-near")), engine("llama-near").manifest.target.vocab_size
+    plain = decoded(made, schema, vocab, seed, temperature, [TokenTree.chain(1)], stop)
+    assert decoded(made, schema, vocab, seed, temperature, trees, stop) == plain
+    if plain[1] and stop is None:
+        json.loads(engine("llama-near").tokenizer.decode(plain[0]))
+
+
+def conversation(engine: Engine) -> list[int]:
+    """Three turns that were answered by the same JSON, each with the end token behind it."""
+    answered = engine.tokenizer.encode('{"a":1,"b":"x"}', add_special_tokens=False).ids
+    asked = engine.tokenizer.encode("say it", add_special_tokens=False).ids
+    return [*([*asked, *answered, EOS] * 3), *asked]
+
+
+@pytest.mark.parametrize("name", ["llama-near", "gpt2-tree", "qwen3-medusa", "qwen3-lookup"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_prompt_with_end_tokens_is_answered(name: str, temperature: float, engine: Engines) -> None:
+    """Look-ups draft the answers before, with the end token and what came behind it."""
+    loaded, drafted = engine(name), 0
+    prompt, answer = conversation(loaded), '{"a":1,"b":"x"}'
+    bias = {} if temperature else dict.fromkeys(loaded.tokenizer.encode(answer + "</s>").ids, 60.0)
+    params = SamplingParams(
+        temperature=temperature, max_tokens=120, json_schema=json.dumps(PAIR), logit_bias=bias, logprobs=2, seed=1
+    )
+    plain = loaded.generate(prompt, params, PLAIN)
+    for method in loaded.methods:
+        expected = {"hypothesis": f"{answer}</s>say it{answer}"} if method == "hypothesis" else {}
+        made = loaded.generate(prompt, params, {"method": method, **expected})
+        assert made.finish_reason == "stop", method
+        assert json.loads(made.text)["a"] == 1
+        drafted += made.stats.accepted
+        if not temperature:
+            assert (made.token_ids, made.text, made.logprobs) == (plain.token_ids, plain.text, plain.logprobs), method
+    assert drafted > 0
+
+
+def test_a_stop_token_ends_a_bound_text_where_it_may_end(engine: Engines) -> None:
+    loaded = engine("llama-near")
+    stop, letter = (loaded.tokenizer.encode(text).ids[0] for text in ("!", "b"))
+    for grammar, text in (('start: "abc" "d"?', "abc"), ('start: "ab!c"', "ab"), ('start: "a" /b+/', "ab")):
+        bias = {stop: 100.0, letter: 60.0}
+        for method in (PLAIN, None, "ngram"):
+            params = SamplingParams(
+                temperature=0.0, max_tokens=20, grammar=grammar, stop_token_ids=(stop,), logit_bias=bias
+            )
+            made = loaded.generate(loaded.tokenizer.encode("ab!cab!cab").ids, params, method)
+            assert (made.text, made.token_ids[-1], made.finish_reason) == (text, stop, "stop")
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [{"json_schema": json.dumps(PAIR)}, {"grammar": f'start: "a" %json {json.dumps(PAIR)} "%json {{}}" // %json {{}}'}],
+)
+def test_white_space_is_bounded(engine: Engines, bound: dict[str, Any]) -> None:
+    """A model that likes nothing better comes to an end."""
+    loaded = engine("llama-near")
+    white = [token for token in range(3, 318) if not loaded.tokenizer.decode([token]).strip(" \n\t\r")]
+    params = SamplingParams(temperature=0.0, max_tokens=200, logit_bias=dict.fromkeys(white, 100.0), **bound)
+    made = loaded.generate(PROMPT, params)
+    assert made.finish_reason == "stop"
+    assert json.loads(made.text.removeprefix("a").removesuffix("%json {}"))["a"] == 1
+    assert "\n" in made.text or "  " not in made.text
+
+
+def test_a_schema_chooses_its_white_space(engine: Engines) -> None:
+    made, encode = grammars(engine("llama-near")), engine("llama-near").tokenizer.encode
+
+    def taken(schema: Any, text: str) -> bool:
+        matcher = made.json_schema(json.dumps(schema))._matcher
+        tokens = encode(text).ids
+        return bool(matcher.try_consume_tokens(tokens) == len(tokens))
+
+    pretty = json.dumps({"a": 1, "b": "x"}, indent=4)
+    for text, default, flexible, compact in (
+        ('{"a":1,"b":"x"}', True, True, True),
+        ('{"a": 1, "b": "x"}', True, True, False),
+        (pretty, True, True, False),
+        (pretty.replace("    ", " " * 17), False, True, False),
+        ('{"a":   1, "b": "x"}', False, True, False),
+    ):
+        assert taken(PAIR, text) == default, text
+        assert taken(PAIR | {"x-guidance": {"whitespace_flexible": True}}, text) == flexible, text
+        assert taken(PAIR | COMPACT, text) == compact, text
+    assert taken(True, '{"a": [1, "x"]}')
 
 
 def test_a_schema_says_where_the_text_ends() -> None:

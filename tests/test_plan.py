@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from safetensors.torch import load_file
 from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import Method, read_method
+from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.plan import DEVICES, EFFICIENCY, PREFILL_CHUNK, DeviceLimits, plan
 from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_heads, make_mtp
@@ -186,3 +190,44 @@ def test_plans_that_make_no_sense_are_refused(tied: Path, change: dict[str, obje
 def test_what_is_no_configuration_is_named(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"empty: its configuration cannot be read"):
         plan(str(tmp_path / "empty"), None, DEVICE, precision="int4", context=CONTEXT, acceptance=0.5)
+
+
+# --- bundles ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_is_planned_for_as_it_is_stored_without_torch(bundle: Callable[[str], Path]) -> None:
+    folder = bundle("llama-near")
+    program = (
+        "import sys\nfrom specexport.cli import main\ncode = main(sys.argv[1:])\n"
+        "assert not {'torch', 'transformers', 'onnxruntime'} & set(sys.modules)\nsys.exit(code)"
+    )
+    words = ["plan", "--target", str(folder), "--device", "orin-nano-8gb", "--acceptance", "0.5", "--json"]
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    target, draft = found["models"]
+    assert target["weights"] == (folder / "target" / "weights.bin").stat().st_size
+    assert draft["weights"] == (folder / "draft" / "weights.bin").stat().st_size
+    manifest = read_manifest(folder)
+    assert target["parameters"] == manifest.target.parameters
+    assert target["cache"] >= target["cache_row"] * manifest.max_seq_len
+    assert len(found["speeds"]) == 8  # plain, and up to the 7 draft tokens that it was built for
+
+
+def test_what_a_bundle_says_itself_is_refused(
+    bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--target", str(bundle("llama-near")), "--device", "orin-nano-8gb"]
+    for more in (["--precision", "int8"], ["--max-seq-len", "64"], ["--method", "mtp"]):
+        assert main([*words, *more]) == 1
+        assert f"{more[0]} was given with a bundle, which says so itself" in capsys.readouterr().err
+
+
+def test_suggest_takes_a_bundle(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = bundle("llama-near")
+    assert main(["suggest", "--target", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    manifest = read_manifest(folder)
+    assert f"{manifest.target.parameters:,} parameters" in shown
+    assert "built for draft_model; text is looked up in any case" in shown
+    assert shown.rstrip().endswith(f"specexport build --target {manifest.target.source} -o bundle/")

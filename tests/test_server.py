@@ -621,3 +621,25 @@ def test_the_models_context_bounds_outputs_without_a_limit(tiny: Served, http: h
     body = {"prompt": [5] * 500, "max_tokens": None, "temperature": 0, "ignore_eos": True}
     made = http.post("/v1/completions", json=body).json()
     assert made["usage"]["completion_tokens"] == engine.manifest.max_seq_len - 500
+
+
+def test_usage_says_what_was_in_the_prefix_cache(tiny: Served) -> None:
+    prompt, other = [5 + at % 11 for at in range(60)], [6 + at % 13 for at in range(40)]
+
+    def cached(path: str, **body: Any) -> int:
+        tiny.idle()
+        answer = httpx.post(f"{tiny.url}{path}", json={"max_tokens": 2, "temperature": 0, **body}, timeout=60)
+        if not body.get("stream"):
+            return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        last = [line for line in answer.text.splitlines() if line.startswith("data: {")][-1]
+        return int(json.loads(last[6:])["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("/v1/completions", prompt=prompt) < 5
+    assert cached("/v1/completions", prompt=prompt) == 59
+    assert cached("/v1/completions", prompt=prompt, stream=True, stream_options={"include_usage": True}) == 59
+    # A prompt counts once, however many outputs it has, and what its outputs share among themselves not at all.
+    assert cached("/v1/completions", prompt=other, n=2) < 5
+    assert cached("/v1/completions", prompt=[other, prompt], n=2) in range(39, 44)  # there is one slot
+    words = [{"role": "user", "content": "one two three four five six"}]
+    first = cached("/v1/chat/completions", messages=words)
+    assert cached("/v1/chat/completions", messages=words) > first

@@ -205,3 +205,64 @@ def test_stop_texts_are_found_wherever_tokens_end(tokens: list[str], stop: list[
     pieces, stopped = streamed(tokenizer, [vocabulary[token] for token in tokens], stop)
     assert stopped == (expected is not None)
     assert "".join(pieces) == (text if expected is None else expected)
+
+
+# --- special tokens in stop texts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (["<end>"], "hello "),
+        (["lo <end>"], "hel"),
+        (["<end>world"], "hello "),
+        (["lo <end>wor"], "hel"),
+        (["nothing", "o <end>w"], "hell"),
+        (["world", "<end>d"], "hello "),
+    ],
+)
+@every_tokenizer
+def test_a_stop_text_may_hold_a_special_token(tokenizer: Tokenizer, stop: list[str], expected: str, skip: bool) -> None:
+    end = tokenizer.token_to_id("<end>")
+    tokens = [*tokenizer.encode("hello").ids, tokenizer.token_to_id("Ġ" if tokenizer.token_to_id("Ġ") else "▁"), end]
+    stream = TextStream(tokenizer, stop, skip_special_tokens=skip)
+    pieces = []
+    for token in (*tokens, *(tokenizer.token_to_id(letter) for letter in "world!")):
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            break
+    assert stream.stopped
+    text = "".join([*pieces, stream.finish()])
+    assert text == (expected if skip or stop != ["world", "<end>d"] else "hello <end>")
+
+
+@every_tokenizer
+def test_what_only_began_like_a_stop_text_with_a_special_token_is_kept(tokenizer: Tokenizer) -> None:
+    end = tokenizer.token_to_id("<end>")
+    tokens = tokenizer.encode("hello").ids
+    for stop in (["lo<end>h"], ["<end><end>"], ["o<end>lo"], ["hello<end>!"]):
+        pieces, stopped = streamed(tokenizer, [*tokens, end, *map(tokenizer.token_to_id, "oho")], stop)
+        assert not stopped
+        assert "".join(pieces) == "hellooho"
+
+
+@every_tokenizer
+def test_a_stop_text_is_found_across_a_special_token_that_has_no_text(tokenizer: Tokenizer) -> None:
+    end = tokenizer.token_to_id("<end>")
+    tokens = [*tokenizer.encode("hel").ids, end, *map(tokenizer.token_to_id, "low")]
+    for stop in (["llo"], ["llo", "<end>x"], ["x<end>", "llo"]):
+        pieces, stopped = streamed(tokenizer, tokens, stop)
+        assert stopped
+        assert "".join(pieces) == "he"
+
+
+@every_tokenizer
+def test_the_token_that_ends_an_output_may_complete_a_stop_text(tokenizer: Tokenizer) -> None:
+    end = tokenizer.token_to_id("<end>")
+    for skip in (True, False):
+        for stop, expected in ((["lo<end>"], "hel"), (["<end>"], "hello"), (["x<end>"], "hello")):
+            stream = TextStream(tokenizer, stop, skip_special_tokens=skip)
+            text = "".join([*map(stream.push, tokenizer.encode("hello").ids), stream.end(end), stream.finish()])
+            assert text == expected
+            assert stream.stopped == (stop[0] != "x<end>")

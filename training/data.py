@@ -281,6 +281,7 @@ class _Encoder:
         self._fast = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._fast.no_truncation()
         self._fast.no_padding()
+        self._fast.encode_special_tokens = tokenizer.split_special_tokens
         self._end: int | None = tokenizer.eos_token_id
         self.filler: int = self._end or 0
         template = tokenizer.chat_template

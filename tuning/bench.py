@@ -17,6 +17,8 @@ from specexport.tuning.workloads import Task
 DEFAULT = "default"
 """Stands for a request that says nothing, whose steps draft as many tokens as pay."""
 _WARM_UP = 12
+_MOST_NOISE = 1.1
+"""By what factor times may be off on a machine that does nothing else."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -47,6 +49,13 @@ class Result:
     def speed_up(self) -> float:
         """Tokens a second over plain decoding's."""
         return (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
+
+    @property
+    def contradictory(self) -> bool:
+        """Whether it claims to be faster than its steps can make it: a step that verifies several tokens takes no less
+        than a plain one, so that the speed-up is at most the acceptance length. Something else ran meanwhile.
+        """
+        return self.speed_up > _MOST_NOISE * self.tokens_per_step
 
     def add(self, done: Completion, plain: Completion) -> None:
         """Counts a request."""
@@ -99,10 +108,11 @@ def compare(
     """
     manifest = engine.manifest
     methods: dict[str, Method] = {}
+    defaults = [method for method in engine.methods.values() if not method.takes_hypothesis]
     for name in names:
-        if name not in engine.methods and not (name == DEFAULT and manifest.methods):
+        if name not in engine.methods and not (name == DEFAULT and engine.methods):
             raise RequestError(f"method is {name!r}; the bundle has {', '.join(engine.methods)}", param="method")
-        methods[name] = manifest.methods[0] if name == DEFAULT else engine.methods[name]
+        methods[name] = defaults[0] if name == DEFAULT else engine.methods[name]
     for task in tasks:
         if len(task.prompt) + max_tokens > manifest.max_seq_len:
             raise RequestError(

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from specexport.checkpoints.locate import locate
 from specexport.contract.errors import BuildError, SpecExportError
+from specexport.contract.folders import expanded
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
 from specexport.runtime.bundle import Bundle
@@ -52,7 +53,7 @@ class MethodRun:
         flag = "--target DIR" if method is None else f"--source {name}=DIR"
         given = self._sources.get(name)
         if method is not None and method.sources[key] == "folder":
-            folder = Path(given or known).expanduser()
+            folder = expanded(given or known)
             if not folder.is_dir():
                 raise NotRunError(f"{name}: what it was built from is not there ({folder}); pass {flag}")
             return folder

@@ -154,7 +154,7 @@ def listed(given: Any) -> tuple[Mapping[str, Any] | Method | str, ...]:
     if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
         try:
             given = json.loads(given)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BuildError(f"speculative_config: not JSON: {error}") from error
     several = (given,) if isinstance(given, (str, Mapping, Method)) else given
     if not isinstance(several, Sequence) or not all(isinstance(one, (str, Mapping, Method)) for one in several):

@@ -18,13 +18,15 @@ class UniversalDraft(ChainDraft, frozen=True, kw_only=True, tag="universal_draft
     Attributes:
         model: its folder or hub id.
         tokenizer: the draft's ``tokenizer.json``.
+        split_special_tokens: whether it reads special tokens in a text as text.
     """
 
     model: str
     tokenizer: str = ""
+    split_special_tokens: bool = False
 
     main: ClassVar[str] = "model"
-    built: ClassVar[frozenset[str]] = ChainDraft.built | {"tokenizer"}
+    built: ClassVar[frozenset[str]] = ChainDraft.built | {"tokenizer", "split_special_tokens"}
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag(
             "--universal-draft",

@@ -11,6 +11,7 @@ import msgspec
 from specexport.checkpoints.checkpoint import Checkpoint
 from specexport.checkpoints.medusa import HeadsOutline, load_medusa, read_outline
 from specexport.checkpoints.reference import as_read, load_reference, reference_heads
+from specexport.contract.folders import expanded
 from specexport.contract.methods.medusa import Medusa
 from specexport.contract.model import Model
 from specexport.contract.tree import TokenTree
@@ -88,7 +89,7 @@ class MedusaExporter(MethodExporter[Medusa]):
 
 def folder_of(source: str) -> Path:
     """The folder of heads."""
-    return Path(source).expanduser()
+    return expanded(source)
 
 
 def heads_of(source: str, model: Checkpoint) -> MedusaHeads:

@@ -25,15 +25,22 @@ class UniversalDraftExporter(ChainDraftExporter[UniversalDraft]):
     def export(self, method: UniversalDraft, build: Build) -> UniversalDraft:
         draft = load_draft(method.model, build)
         model = write_propose_graph(method, draft, draft.vocab_size, build)
-        load_tokenizer(draft.path).tokenizer.save(str(build.folder / _TOKENIZER))
+        own = load_tokenizer(draft.path)
+        own.tokenizer.save(str(build.folder / _TOKENIZER))
         candidates = min(MAX_CANDIDATES, draft.vocab_size)
         return msgspec.structs.replace(
-            method, candidates=candidates, draft=model, model=model.source, tokenizer=_TOKENIZER
+            method,
+            candidates=candidates,
+            draft=model,
+            model=model.source,
+            tokenizer=_TOKENIZER,
+            split_special_tokens=own.split_special_tokens,
         )
 
     def compare(self, method: UniversalDraft, run: Verification) -> tuple[str, Agreement] | None:
         (draft,) = method.models.values()
-        target, own = run.bundle.tokenizer(), run.bundle.tokenizer(method.tokenizer)
+        target = run.bundle.tokenizer()
+        own = run.bundle.tokenizer(method.tokenizer, split_special_tokens=method.split_special_tokens)
         texts = [list(own.encode(target.decode(text)).ids) for text in run.texts]
         # In its own tokens it is a draft model like any other.
         alone = DraftModel(model=method.model, draft=draft, candidates=method.candidates, trees=method.trees)

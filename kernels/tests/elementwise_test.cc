@@ -140,6 +140,17 @@ void test_rows(const Kernels& kernels, Random& random) {
     expect(is_near(y[size_t(i)], expected, (units + 4 * kUnit * largest) * expected + 1e-37), "%s softmax of %d: %.9g, expected %.9g", kernels.name,
            size, double(y[size_t(i)]), expected);
   }
+  std::vector<float> masked;  // what a mask leaves out between them
+  for (int i = 0; i < size; i++) {
+    masked.insert(masked.end(), size_t(random.integer(0, 2)), random.any_of({-INFINITY, -3.4028235e38f}));
+    masked.push_back(aligned[size_t(i)]);
+  }
+  std::vector<float> spread(masked);
+  kernels.softmax(masked.data(), spread.data(), int(masked.size()));
+  size_t at = 0;
+  for (size_t i = 0; i < masked.size(); i++)
+    if (masked[i] > -1e38f) again[at++] = spread[i];
+  require_same("masked softmax");
   x[random.integer(0, size - 1)] = NAN;
   kernels.softmax(x, y.data(), size);
   for (float number : y) expect(std::isnan(number), "%s softmax of a row with NaN: %g", kernels.name, double(number));

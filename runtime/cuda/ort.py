@@ -21,6 +21,7 @@ from specexport.runtime.cuda.executor import CACHE_TYPES, Enqueue
 from specexport.runtime.cuda.library import Library
 from specexport.runtime.cuda.memory import Device, Region, Tensor, aligned
 from specexport.runtime.cuda.nccl import Communicator
+from specexport.runtime.machine import disable_telemetry
 
 MINIMUM = (1, 31)
 """Older releases were not looked at: what is asked of a session below may not be there."""
@@ -66,6 +67,7 @@ def import_onnxruntime() -> Any:
     Raises:
         BackendError: it is missing, too old, or the one for CPUs, which has the same module's name.
     """
+    disable_telemetry()
     try:
         import onnxruntime
     except ImportError as error:

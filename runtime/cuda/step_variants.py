@@ -178,7 +178,7 @@ class StepVariants:
         params = [view.params for view in views]
         if any(one.logprobs is not None or one.acceptance == "relaxed" for one in params):
             return None
-        if any(one.top_k > LARGEST_TOP_K and not one.greedy for one in params):
+        if any((one.top_k > LARGEST_TOP_K or one.rules.filter_tokens) and not one.greedy for one in params):
             return None
         methods = {view.method for view in views if view.method is not None}
         if any(view.processors for view in views) or not methods <= self._longest.keys():

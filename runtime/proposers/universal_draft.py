@@ -122,5 +122,5 @@ class UniversalDraftProposer(SlotProposer[_Text]):
 def open_proposer(method: UniversalDraft, opening: Opening) -> Proposer:
     bundle = opening.bundle
     drafter = draft_model.open_proposer(method, opening)
-    own = bundle.tokenizer(method.tokenizer)
+    own = bundle.tokenizer(method.tokenizer, split_special_tokens=method.split_special_tokens)
     return UniversalDraftProposer(drafter, bundle.tokenizer(), own, method.token_trees(), bundle.manifest.max_seq_len)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specexport.building import exporter, progress_bars
+from specexport.building import exporter, progress_bars, warn_of_settings
 from specexport.commands.compile import add_engine_arguments, asked_for, engine_options, render
 from specexport.commands.inspect import summary
 from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES
@@ -135,6 +135,7 @@ def _build(arguments: argparse.Namespace, methods: tuple[Method, ...], second: S
         module.build(options, progress, reports.append, second)
     manifest = read_manifest(arguments.output)
     show(*map(render, reports), *summary(arguments.output, manifest))
+    warn_of_settings(manifest)
     for role, model in manifest.models.items():
         before = model.precision.quantized_before
         if before is not None and before.converted_rms_error is not None:

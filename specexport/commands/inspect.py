@@ -15,13 +15,15 @@ from pathlib import Path
 import msgspec
 
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import Manifest
+from specexport.contract.manifest import GenerationDefaults, Manifest, short
 from specexport.contract.methods import Method, method_name, text_methods
 from specexport.contract.model import Model
 from specexport.contract.reading import check_files, read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime.kernels import kernels_described
 from specexport.tables import Table, show
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "posterior_threshold", "posterior_alpha")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,9 +107,10 @@ def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
     for label, cell in _ROWS:
         table.add_row(label, *(cell(model) for model in models.values()))
     size = sum(entry.size for entry in manifest.files)
-    sampling, embeds = msgspec.to_builtins(manifest.generation), manifest.target.embedding_size
+    embeds = manifest.target.embedding_size
     lines = {
-        "speculation": "\n".join(map(_speculation, manifest.methods)) or "none: plain decoding",
+        "speculation": "\n".join(map(_speculation, manifest.methods))
+        or "built without a method: looked up in the text, where that pays",
         "and without a graph": ", ".join(
             name for kind in text_methods() if manifest.method(name := method_name(kind)) is None
         ),
@@ -116,17 +119,28 @@ def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
         "batch": f"up to {manifest.batch_sizes[-1]} requests at once",
         "backend": f"{manifest.backend}, {manifest.lowering} lowering",
         **({"kernels here": kernels_described()} if manifest.backend == "onnxruntime" else {}),
-        "sampling": ", ".join(f"{name} {value:g}" for name, value in sampling.items()),
+        "sampling": _sampling(manifest.generation),
         "chat template": manifest.tokenizer.chat_template or "none",
         "end of text": ", ".join(map(str, manifest.tokenizer.eos_token_ids)) or "none",
         "size": f"{bytes_text(size)} in {len(manifest.files)} files",
         "built": f"{manifest.created} by specexport {manifest.specexport_version} (format {manifest.format_version}), "
         + ", ".join(f"{name} {version}" for name, version in manifest.built_with.items()),
     }
+    if manifest.notes:
+        lines["unlike transformers"] = "\n".join(map(str, manifest.notes))
     details = Table()
     for label, text in lines.items():
         details.add_row(label, text)
     return [table, "", details]
+
+
+def _sampling(defaults: GenerationDefaults) -> str:
+    """The numbers that every request samples with, and what else the model says of its texts."""
+    said = msgspec.to_builtins(defaults)
+    rules, quiet = said.pop("rules"), msgspec.to_builtins(GenerationDefaults())
+    said = {name: value for name, value in said.items() if value != quiet[name] or name in _SAMPLING}
+    said |= {name: value for name, value in rules.items() if value != quiet["rules"][name]}
+    return ", ".join(f"{name} {short(value)}" for name, value in said.items())
 
 
 def _speculation(method: Method) -> str:

@@ -8,7 +8,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -16,16 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from specexport.commands import add_calibrate, add_exactness, add_machine
+from specexport.commands import add_calibrate, add_machine
 from specexport.contract.errors import RequestError
 from specexport.runtime import EmbedsPrompt, Engine, Stats, Stream
 from specexport.runtime.costs import Costs
 from specexport.runtime.speculative import PLAIN, Speculative
+from specexport.runtime.values import require_text
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "acceptance")
+_SAMPLING = ("max_tokens", "stop", "temperature", "top_p", "top_k", "min_p", "seed", "acceptance")
 _OF_ACCEPTANCE = {
     "posterior_threshold": "typical",
     "posterior_alpha": "typical",
@@ -47,14 +48,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="embeddings to read before the prompt, a .npy file of [N,H], for bundles built with --inputs-embeds "
         "(default: none)",
     )
-    text.add_argument("-n", "--max-tokens", type=int, default=128, metavar="N", help="most tokens to generate")
+    unset = argparse.SUPPRESS
     text.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end the output before this text; repeatable"
+        "-n",
+        "--max-tokens",
+        type=int,
+        default=unset,
+        metavar="N",
+        help="most tokens to generate (default: the model's own, else 128)",
+    )
+    text.add_argument(
+        "--stop",
+        action="append",
+        default=unset,
+        metavar="TEXT",
+        help="end the output before this text; repeatable (default: the model's own, if any)",
     )
     text.add_argument("--ignore-eos", action="store_true", help="continue past the end-of-text token, to --max-tokens")
     text.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     text.add_argument("--stats", action="store_true", help="print counters and times to standard error")
-    unset = argparse.SUPPRESS
     sampling = parser.add_argument_group("sampling")
     add: Callable[..., Any] = partial(sampling.add_argument, default=unset)
     add("--temperature", type=float, metavar="T", help="divide logits by this; 0 is greedy (default: the model's own)")
@@ -73,7 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="keep tokens with this share of the highest probability (default: the model's own)",
     )
-    add("--seed", type=int, metavar="N", help="makes the text reproducible (default: a new seed each time)")
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="gives the same sampled text again with --num-speculative-tokens, --no-calibrate or --no-speculation; "
+        "otherwise measured costs choose what steps verify, and it is another draw (default: a new seed each time)",
+    )
     speculation = parser.add_argument_group("speculation")
     speculation.add_argument("--no-speculation", action="store_true", help="decode plainly, for comparison")
     speculation.add_argument(
@@ -89,7 +107,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draft tokens a step, one of the numbers it was built for (default: as many as pay on this machine)",
     )
     add_calibrate(speculation)
-    add_exactness(speculation)
     speculation.add_argument(
         "--hypothesis",
         type=Path,
@@ -146,14 +163,11 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.bundle,
         threads=arguments.threads,
         calibrate=arguments.calibrate,
-        exactness=arguments.exactness,
         backend=arguments.backend,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
     ) as engine:
         given = {name: getattr(arguments, name) for name in (*_SAMPLING, *_OF_ACCEPTANCE) if hasattr(arguments, name)}
-        params = engine.defaults().replace(
-            max_tokens=arguments.max_tokens, stop=tuple(arguments.stop), ignore_eos=arguments.ignore_eos, **given
-        )
+        params = engine.params(ignore_eos=arguments.ignore_eos, **given)
         with engine.stream(
             prompt if embeds is None else EmbedsPrompt([embeds, prompt]),
             params,
@@ -167,7 +181,7 @@ def main(arguments: argparse.Namespace) -> int:
             ),
         ) as stream:
             if arguments.json:
-                print(json.dumps(_result(prompt, stream) | {"params": dataclasses.asdict(params)}))
+                print(json.dumps(_result(prompt, stream) | {"params": msgspec.to_builtins(params)}))
             else:
                 for chunk in stream:
                     print(chunk.text, end="", flush=True)
@@ -185,7 +199,15 @@ def _prompt(given: str | None) -> str:
         return given
     if given is None and sys.stdin.isatty():
         print("reading the prompt from standard input; end it with Ctrl-D", file=sys.stderr)
-    return sys.stdin.read()
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        byte, encoding = error.object[error.start], error.encoding.upper()
+        raise RequestError(
+            f"standard input: the byte 0x{byte:02x} is not {encoding}; send text in {encoding}"
+        ) from error
+    require_text(text, "standard input")
+    return text
 
 
 def _embeds(path: Path) -> npt.NDArray[Any]:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from specexport.building import needs_extra
-from specexport.commands import add_calibrate, add_exactness, add_machine
+from specexport.commands import add_calibrate, add_machine
 from specexport.contract.errors import BuildError
+from specexport.runtime.values import require_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,10 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the weights, if a model is built (default: fp32, or as its checkpoint is quantized)",
     )
     model.add_argument(
-        "--seed", type=int, metavar="N", help="for requests without a seed of their own (default: a new one each)"
+        "--seed",
+        type=int,
+        metavar="N",
+        help="gives requests without a seed of their own one each, by their order; a seed gives the same sampled text "
+        "again to a request alone, with num_speculative_tokens or --no-calibrate (default: a new one each)",
     )
     add_calibrate(model)
-    add_exactness(model)
     api = parser.add_argument_group("the API")
     api.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
     api.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any free one")
@@ -141,7 +145,6 @@ def main(arguments: argparse.Namespace) -> int:
         backend=arguments.backend,
         threads=arguments.threads,
         calibrate=arguments.calibrate,
-        exactness=arguments.exactness,
         **build,
     )
     service = Service(engine, tuple(arguments.served_model_name or [source]), arguments.timeout or None)
@@ -182,6 +185,8 @@ def _on_ray(arguments: argparse.Namespace) -> int:
 
 def _keys(given: Sequence[str]) -> list[str]:
     keys = list(given) or [key for key in (os.environ.get("SPECEXPORT_API_KEY"),) if key]
+    for key in keys:
+        require_text(key, "SPECEXPORT_API_KEY")
     if any(not key for key in keys):
         raise BuildError("--api-key is empty; leave it out to let anyone in")
     return keys

@@ -10,12 +10,15 @@ import argparse
 import shlex
 
 from specexport.building import exporter
+from specexport.contract.folders import expanded
+from specexport.contract.manifest import MANIFEST_NAME
+from specexport.contract.reading import read_manifest
 from specexport.tables import Table, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport suggest``."""
-    parser.add_argument("--target", required=True, metavar="DIR_OR_ID", help="Hugging Face folder or hub id")
+    parser.add_argument("--target", required=True, metavar="DIR_OR_ID", help="bundle, Hugging Face folder or hub id")
     parser.add_argument(
         "--draft",
         action="append",
@@ -45,6 +48,12 @@ def main(arguments: argparse.Namespace) -> int:
     for name, reason in advice.refused.items():
         print(f"not {name}: {reason}")
     flags = [flag for one in advice.suggestions for flag in one.flags]
-    words = ["specexport", "build", "--target", arguments.target, *flags, "-o", "bundle/"]
+    target, there = arguments.target, expanded(arguments.target)
+    if (there / MANIFEST_NAME).is_file():
+        manifest = read_manifest(there)
+        built = ", ".join(method.name for method in manifest.methods) or "no method"
+        print(f"built for {built}; text is looked up in any case. Another method needs another build of its target:")
+        target = manifest.target.source
+    words = ["specexport", "build", "--target", target, *flags, "-o", "bundle/"]
     print("\n" + shlex.join(words))
     return 0

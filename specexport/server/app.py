@@ -32,6 +32,7 @@ from specexport.server.schema import (
     CompletionRequest,
     CompletionResponse,
     ErrorResponse,
+    MethodCard,
     ModelCard,
     ModelList,
     ResponseAnswer,
@@ -122,8 +123,14 @@ def create_app(
     allowed = [Depends(_BEARER)] if api_keys else []  # for the document: who is let in is said before routes are known
     frontend = service.engine.frontend
 
+    methods = [
+        MethodCard(name=name, num_speculative_tokens=sorted(len(tree) - 1 for tree in method.token_trees()))
+        for name, method in frontend.engine.methods.items()
+        if not method.takes_hypothesis
+    ]
+
     def card(name: str) -> ModelCard:
-        return ModelCard(id=name, created=service.created, max_model_len=frontend.max_model_len)
+        return ModelCard(id=name, created=service.created, max_model_len=frontend.max_model_len, methods=methods)
 
     def generated(model: type[Any]) -> dict[str, Any]:
         """The settings of a route whose answer may be streamed."""

@@ -33,7 +33,7 @@ from specexport.server.schema import (
     plain_text,
 )
 from specexport.server.service import Service, least, prompt_logprobs, respond
-from specexport.server.tools import Calling, CallReader, calling, known_tools, whole_calls
+from specexport.server.tools import Calling, CallReader, known_tools, whole_calls
 
 
 async def chat(service: Service, request: Request, given: ChatRequest) -> Response:
@@ -43,15 +43,14 @@ async def chat(service: Service, request: Request, given: ChatRequest) -> Respon
         raise RequestError("top_logprobs: given without logprobs", param="top_logprobs")
     if given.max_tokens is not None and given.max_completion_tokens is not None:
         raise RequestError("max_tokens: given beside max_completion_tokens; give one of them", param="max_tokens")
-    template = service.engine.frontend.engine.chat_template
-    calls = calling(given, "" if template is None else template.source)
+    calls = service.calling(given)
     variables: dict[str, Any] = {} if given.reasoning_effort is None else {"reasoning_effort": given.reasoning_effort}
     if calls is not None:
         variables["tools"] = known_tools(given.offered)
     messages = list(map(known_message, given.messages))
     prompt = await chat_tokens(service, messages, variables | given.chat_template_kwargs, given.add_generation_prompt)
     most = given.max_completion_tokens if given.max_tokens is None else given.max_tokens
-    bound = {} if calls is None else {"grammar": calls.grammar()}
+    bound = {} if calls is None else calls.bound()
     if given.response_format is not None and given.response_format.type != "text":
         if bound:
             raise RequestError("response_format: given beside tools; give one of them", param="response_format")
@@ -77,6 +76,8 @@ def known_message(message: ChatMessage) -> Message:
     """A message as chat templates know them: the arguments of a call are no text."""
     told: dict[str, Any] = {"role": message.role, "content": plain_text(message.content)}
     told |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
+    if message.reasoning_content:
+        told["reasoning_content"] = told["thinking"] = message.reasoning_content  # Qwen's name, and gpt-oss's
     if message.tool_calls:
         told["tool_calls"] = [call.model_dump() for call in message.tool_calls]
         for call in told["tool_calls"]:
@@ -108,9 +109,11 @@ class _Format:
         if (reader := self._readers[index]) is not None:
             text, pieces = reader.push(chunk.text, reason is not None)
             said = AssistantMessage(content=text) if text or (begins and streamed) else AssistantMessage()
+            if thoughts := reader.thoughts():
+                said.reasoning_content = thoughts
             if pieces:
                 said.tool_calls = pieces if streamed else whole_calls(pieces)
-            elif streamed and not (text or begins or chunk.logprobs or reason or self._steps):
+            elif streamed and not (text or thoughts or begins or chunk.logprobs or reason or self._steps):
                 return None
             if not streamed and not text:
                 said.content = None

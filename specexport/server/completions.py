@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, cast
 
 from fastapi import Request, Response
@@ -14,6 +13,7 @@ from pydantic import BaseModel
 from specexport.async_engine import AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.runtime import Chunk, TokenLogprobs
+from specexport.server.offsets import PlacedTokens
 from specexport.server.schema import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse, Usage
 from specexport.server.service import Service, least, prompt_logprobs, respond
 
@@ -38,11 +38,13 @@ async def complete(service: Service, request: Request, given: CompletionRequest)
     params = params.replace(prompt_logprobs=given.logprobs if scores else given.prompt_logprobs)
     if given.echo:
         decode = engine.tokenizer.decode
-        texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
+        skip = given.skip_special_tokens
+        texts = [one if isinstance(one, str) else decode(one, skip_special_tokens=skip) for one in prompts]
         echoed = [text for text in texts for _ in range(given.n)]
-    scored = [one[0] for one in tokens for _ in range(given.n)] if scores else []
+    scored = [one for one in tokens for _ in range(given.n)] if scores else []
     streams = await service.start(tokens, params, given)
-    form = _Format(service, head, streams, echoed, scored, given.prompt_logprobs is not None)
+    placed = [PlacedTokens(engine.tokenizer, given.skip_special_tokens) for _ in streams]
+    form = _Format(service, head, streams, echoed, scored, placed, given.prompt_logprobs is not None)
     return await respond(service, request, given, streams, form, sum(map(len, tokens)))
 
 
@@ -54,7 +56,8 @@ class _Format:
         head: what every part of the answer begins with.
         streams: the outputs.
         echoed: what each output begins with, if anything.
-        scored: the first token of each prompt whose log-probabilities come with its output.
+        scored: the tokens of each prompt whose log-probabilities come with its output.
+        placed: where each output's tokens begin.
         apart: whether they come apart, in vLLM's form.
     """
 
@@ -64,26 +67,30 @@ class _Format:
         head: dict[str, Any],
         streams: Sequence[AsyncStream],
         echoed: Sequence[str],
-        scored: Sequence[int],
+        scored: Sequence[Sequence[int]],
+        placed: Sequence[PlacedTokens],
         apart: bool,
     ) -> None:
         self._token_text = service.engine.frontend.token_text
         self._head, self._streams = head, streams
         self._echoed, self._scored = dict(enumerate(echoed)), dict(enumerate(scored))
-        self._said = [0] * len(streams)
+        self._placed = placed
         self._apart = apart
 
     def choice(self, index: int, chunk: Chunk, streamed: bool) -> CompletionChoice:
-        first, entries = self._scored.pop(index, None), chunk.logprobs
-        if first is not None:
-            entries = (*self._streams[index].prompt_logprobs, *entries)
+        prompt, echoed = self._scored.pop(index, None), self._echoed.pop(index, "")
+        placed = self._placed[index].prompt(echoed, prompt) if prompt is not None else []
+        placed += self._placed[index].add(entry.token for entry in chunk.logprobs)
+        scores: list[TokenLogprobs | None] = [*chunk.logprobs]
+        if prompt is not None:
+            scores = [None, *self._streams[index].prompt_logprobs, *scores]
         apart: dict[str, Any] = (
             {"prompt_logprobs": prompt_logprobs(self._streams[index], self._token_text)} if self._apart else {}
         )
         return CompletionChoice(
             index=index,
-            text=self._echoed.pop(index, "") + chunk.text,
-            logprobs=self._logprobs(index, first, entries),
+            text=echoed + chunk.text,
+            logprobs=self._logprobs(scores, placed) if scores else None,
             finish_reason=cast(Any, chunk.finish_reason),
             **apart,
         )
@@ -92,19 +99,22 @@ class _Format:
         fields = self._head | {"choices": choices} | ({} if usage is None else {"usage": usage})
         return CompletionResponse(object="text_completion", **fields)
 
-    def _logprobs(self, index: int, first: int | None, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs | None:
-        texts = [self._token_text(token) for token in (() if first is None else (first,))]
-        own: list[float | None] = [None] * len(texts)
-        top: list[dict[str, float] | None] = [None] * len(texts)
-        for entry in entries:
-            texts.append(self._token_text(entry.token))
-            own.append(least(entry.logprob))
-            # Different tokens may read alike; the most probable one stands for them.
-            best: dict[str, float] = {}
-            for token, logprob in (*entry.top, (entry.token, entry.logprob)):
-                best.setdefault(self._token_text(token), least(logprob))
-            top.append(best)
-        if not texts:
-            return None
-        *offsets, self._said[index] = accumulate(map(len, texts), initial=self._said[index])
+    def _logprobs(
+        self, entries: Sequence[TokenLogprobs | None], placed: Sequence[tuple[str, int]]
+    ) -> CompletionLogprobs:
+        own: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        for entry, (text, _) in zip(entries, placed, strict=True):
+            own.append(None if entry is None else least(entry.logprob))
+            top.append(None if entry is None else self._likely(entry, text))
+        texts, offsets = map(list, zip(*placed, strict=True))
         return CompletionLogprobs(tokens=texts, token_logprobs=own, top_logprobs=top, text_offset=offsets)
+
+    def _likely(self, entry: TokenLogprobs, text: str) -> dict[str, float]:
+        """The most probable tokens and the one that was chosen, which reads as ``text`` where it has a text there."""
+        # Different tokens may read alike; the most probable one stands for them.
+        best: dict[str, float] = {}
+        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+            name = text if token == entry.token and text else self._token_text(token)
+            best.setdefault(name, least(logprob))
+        return best

@@ -118,6 +118,8 @@ class Edge:
             parts[:] = [b"".join(parts)]
             if got > _SMALL:
                 await asyncio.to_thread(_require_simple, parts[0])
+            else:
+                _text(parts[0])
             await self._app(scope, once, send)
         finally:
             self._requests -= 1
@@ -133,13 +135,21 @@ class Edge:
             raise ApiError(429, why, "rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
 
 
+def _text(body: bytes) -> str:
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        why = f"the body is not UTF-8: {error.reason} at byte {error.start}"
+        raise ApiError(400, why, code="invalid_json") from error
+
+
 def _require_simple(body: bytes) -> None:
     """Refuses JSON with too many values to read quickly; a long text is one value.
 
     Counted is what stands between the texts, up to the most there may be, so that this takes no longer than that.
     """
     try:
-        text, count, at = body.decode(), 0, 0
+        text, count, at = _text(body), 0, 0
         while count <= _SIMPLE and at < len(text):
             quote = text.find('"', at)
             end = len(text) if quote < 0 else quote

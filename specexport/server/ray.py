@@ -38,7 +38,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specexport.async_engine import DEFAULT_MAX_QUEUE, AsyncEngine
 from specexport.contract.errors import BackendError, BuildError, QueueFullError
 from specexport.contract.reading import read_manifest
-from specexport.runtime.widths import Exactness
 from specexport.server.app import DEFAULT_MAX_BODY_BYTES, create_app
 from specexport.server.errors import ApiError, api_error
 from specexport.server.middleware import Edge
@@ -96,7 +95,6 @@ class Settings(BaseModel):
     gpu_memory_utilization: float | None = None
     backend: str | None = None
     calibrate: bool = True
-    exactness: Exactness | None = None
 
     def actor(self, backend: str) -> dict[str, float]:
         """What Ray keeps for a replica, whose bundle was built for a backend."""
@@ -106,7 +104,7 @@ class Settings(BaseModel):
 
 _OF_ENGINE = {
     *("bundle", "max_queue", "threads", "speculative_config", "max_model_len", "seed", "gpu_memory_utilization"),
-    *("backend", "calibrate", "exactness"),
+    *("backend", "calibrate"),
 }
 
 

@@ -24,7 +24,6 @@ from specexport.server.schema import (
     Content,
     IncompleteDetails,
     InputCall,
-    InputDetails,
     InputItem,
     InputMessage,
     OutputCall,
@@ -38,7 +37,7 @@ from specexport.server.schema import (
     ToolCall,
 )
 from specexport.server.service import GONE, EventStream, Service, finished, merged, one_line, usage_of
-from specexport.server.tools import Calling, CallReader, calling, known_tools
+from specexport.server.tools import Calling, CallReader, known_tools
 
 
 async def answer_response(service: Service, request: Request, given: ResponseRequest) -> Response:
@@ -54,12 +53,11 @@ async def answer_response(service: Service, request: Request, given: ResponseReq
             _add(messages, item)
     effort = None if given.reasoning is None else given.reasoning.effort
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    template = service.engine.frontend.engine.chat_template
-    calls = calling(given, "" if template is None else template.source)
-    bound = {}
+    calls = service.calling(given)
+    bound: dict[str, Any] = {}
     if calls is not None:
         variables["tools"] = known_tools(given.offered)
-        bound["grammar"] = calls.grammar()
+        bound = calls.bound()
     prompt = await chat_tokens(service, list(map(known_message, messages)), variables | given.chat_template_kwargs)
     form = None if given.text is None else given.text.format
     if form is not None and form.type != "text":
@@ -192,10 +190,10 @@ class _Made:
         if reason is None:
             return ResponseAnswer(status="in_progress", output=[], **self._fields)
         status: Any = "incomplete" if reason == "length" else "completed"
-        stats, counted = self.stream.stats, usage_of(self._given, [self.stream], self._prompt_tokens)
+        counted = usage_of(self._given, [self.stream], self._prompt_tokens)
         usage = ResponseUsage(
             input_tokens=counted.prompt_tokens,
-            input_tokens_details=InputDetails(cached_tokens=stats.cached_tokens),
+            input_tokens_details=counted.prompt_tokens_details,
             output_tokens=counted.completion_tokens,
             output_tokens_details=OutputDetails(),
             total_tokens=counted.total_tokens,

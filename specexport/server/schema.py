@@ -169,10 +169,7 @@ class StructuredOutputs(_Request):
         if self.choice is not None:
             found.append({"grammar": "start: " + " | ".join(map(quoted, self.choice))})
         if self.regex is not None:
-            # A slash ends a regular expression in Lark, and a line ends a rule.
-            marks = {"/": r"\/", "\n": r"\n"}
-            safe = re.sub(r"\\.|/|\n", lambda found: marks.get(found[0], found[0]), self.regex)
-            found.append({"grammar": f"start: /{safe}/"})
+            found.append({"grammar": f"start: {_lark_regex(self.regex)}"})
         if self.grammar is not None:
             found.append({"grammar": self.grammar})
         return found
@@ -181,9 +178,25 @@ class StructuredOutputs(_Request):
 ANY_OBJECT = '{"type": "object"}'
 
 
+_CONTROLS = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v", "\f": r"\f"}
+
+
+def _lark_regex(regex: str) -> str:
+    """A regular expression as Lark writes it: the whole output fits it, so that anchors at its ends say nothing."""
+    regex = re.sub(r"^\^|(?<!\\)((?:\\\\)*)\$$", lambda found: found[1] or "", regex)
+
+    def written(found: re.Match[str]) -> str:
+        """A slash ends it in Lark, and a line ends a rule; ``re.escape`` puts a backslash before either."""
+        letter = found[1] or found[0]
+        return r"\/" if letter == "/" else _CONTROLS.get(letter, found[0])
+
+    safe = re.sub(r"(?s)\\(.)|[/\n\r\t\v\f]", written, regex)
+    return f"/(?:{safe})/"
+
+
 def quoted(text: str) -> str:
     """A text as Lark writes it."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 class GenerationRequest(Accepted):
@@ -194,9 +207,11 @@ class GenerationRequest(Accepted):
     stream: bool = Field(False, description="Send chunks as server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="With stream only.")
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = Field(
-        None, description="Texts that end the output and are not part of it."
+        None, description="Texts that end the output and are not part of it; None for the model's own, if any."
     )
-    seed: int | None = Field(None, ge=-1, le=2**63 - 1, description="Makes the output reproducible; -1 is none.")
+    seed: int | None = Field(
+        None, ge=-1, le=2**63 - 1, description="The same output again where steps verify the same trees; -1 is none."
+    )
     temperature: float | None = Field(None, ge=0, le=2, description="None for the model's own; 0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1, description="None for the model's own.")
     frequency_penalty: float = Field(0, ge=-2, le=2, description="Subtracted per generated occurrence of a token.")
@@ -209,8 +224,12 @@ class GenerationRequest(Accepted):
     min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens less probable than this share of the best.")
     stop_token_ids: Annotated[list[Count], Field(max_length=64)] = Field([], description="Tokens that end the output.")
     ignore_eos: bool = Field(False, description="Go on past the end of text.")
-    repetition_penalty: float = Field(1, ge=0.01, le=100, description="Of tokens in the prompt or output; 1 is none.")
-    min_tokens: Count = Field(0, description="Tokens before any that ends the output.")
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=100, description="Of tokens in the prompt or output; 1 is none, None the model's own."
+    )
+    min_tokens: Count | None = Field(
+        None, description="Tokens before any that ends the output; None for the model's own."
+    )
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
     structured_outputs: StructuredOutputs | None = Field(None, description="Constrains the output.")
     speculative: SpeculativeOptions | None = Field(None, description="How to speculate; None as the server does.")
@@ -225,6 +244,11 @@ class GenerationRequest(Accepted):
         """What the output is expected to be."""
         return None
 
+    @property
+    def bound_by(self) -> str:
+        """The field that constrains the output."""
+        return "structured_outputs"
+
 
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
@@ -235,7 +259,9 @@ class CompletionRequest(GenerationRequest):
         | Tokens
         | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     ) = Field(description="Text or token ids; several of either are several prompts.")
-    max_tokens: Count | None = Field(16, description="None for what the context holds.")
+    max_tokens: Count | None = Field(
+        16, description="None for what the context holds; left out, the model's own if it has one."
+    )
     logprobs: Others | None = Field(None, description="Return log-probabilities, with this many others each.")
     prompt_logprobs: PromptOthers = None
     echo: bool = Field(False, description="Begin the text with the prompt.")
@@ -311,6 +337,7 @@ class ChatMessage(_Request):
     name: str | None = Field(None, max_length=256)
     tool_call_id: str | None = Field(None, max_length=256)
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] = []
+    reasoning_content: Text | None = Field(None, description="A variable of the model's chat template.")
     refusal: Unsupported = None
     annotations: Unsupported = None
     audio: Unsupported = None
@@ -379,6 +406,12 @@ class ChatRequest(GenerationRequest):
     @property
     def hypothesis(self) -> str | None:
         return plain_text(self.prediction.content) if self.prediction is not None else None
+
+    @property
+    def bound_by(self) -> str:
+        if self.structured_outputs is not None and self.structured_outputs.bounds():
+            return "structured_outputs"
+        return "tools" if self.tools and self.choice != "none" else "response_format"
 
     @property
     def offered(self) -> list[Function]:
@@ -488,6 +521,12 @@ class ResponseRequest(GenerationRequest):
     top_logprobs: Annotated[Any, Only((0,))] = None
 
     @property
+    def bound_by(self) -> str:
+        if self.structured_outputs is not None and self.structured_outputs.bounds():
+            return "structured_outputs"
+        return "tools" if self.tools and self.choice != "none" else "text.format"
+
+    @property
     def offered(self) -> list[ResponseTool]:
         """What may be called."""
         return self.tools
@@ -525,6 +564,13 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
+class MethodCard(BaseModel):
+    """A method that a request may name."""
+
+    name: str
+    num_speculative_tokens: list[int] = Field(description="Those that a request may ask for.")
+
+
 class ModelCard(BaseModel):
     """A model that is served."""
 
@@ -533,6 +579,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "specexport"
     max_model_len: int
+    methods: list[MethodCard] = Field(description="Those that need no hypothesis, the default first.")
 
 
 class ModelList(BaseModel):
@@ -552,6 +599,12 @@ class SpeculationUsage(BaseModel):
     acceptance_length: float
 
 
+class PromptTokensDetails(BaseModel):
+    """Of the prompts' tokens, those that were in the prefix cache."""
+
+    cached_tokens: int
+
+
 class CompletionTokensDetails(BaseModel):
     """What became of a prediction's tokens."""
 
@@ -565,6 +618,7 @@ class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
     speculation: SpeculationUsage | None = None
 
@@ -578,9 +632,6 @@ class Step(BaseModel):
     parents: list[int] = Field(description="The tree verified: each node's parent, -1 for the root.")
     drafted: list[str] = Field(description="Draft tokens, of the nodes from 1; none where a device kept them.")
     path: list[int] = Field(description="The nodes accepted.")
-    held: int = Field(
-        description="How many of the first nodes an earlier step accepted, whose tokens come with this one."
-    )
     seconds: float = Field(description="When the step ended, since the request came.")
 
 
@@ -674,10 +725,11 @@ class AssistantCall(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """What the model said, or a piece of it."""
+    """What the model said, or a piece of it; its reasoning where it has a channel for that."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[AssistantCall] | None = None
 
 
@@ -745,12 +797,6 @@ class IncompleteDetails(BaseModel):
     reason: Literal["max_output_tokens"]
 
 
-class InputDetails(BaseModel):
-    """Of the tokens read, those that were in the prefix cache."""
-
-    cached_tokens: int
-
-
 class OutputDetails(BaseModel):
     """Of the tokens made, those of reasoning: none, as it is part of the text."""
 
@@ -761,7 +807,7 @@ class ResponseUsage(BaseModel):
     """Tokens of a response."""
 
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -24,22 +26,28 @@ from specexport.runtime.speculative import Speculative
 from specexport.server.errors import ApiError, api_error
 from specexport.server.metrics import Metrics
 from specexport.server.schema import (
+    ChatRequest,
     Choice,
     CompletionTokensDetails,
     GenerationRequest,
     PromptLogprob,
     PromptLogprobs,
+    PromptTokensDetails,
+    ResponseRequest,
     SpeculationUsage,
     Step,
     StreamOptions,
     Usage,
 )
+from specexport.server.tools import Calling, calling
 
 SAMPLING = {
     *("temperature", "top_p", "top_k", "min_p", "ignore_eos", "min_tokens", "skip_special_tokens"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 }
 """Fields that the engine has under the same names."""
+LENGTHS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
+"""What requests call the most tokens of an output; one that names none of them takes the model's own, if it has one."""
 GONE = 499
 """Nginx's status for a client that disconnected."""
 _LEAST_LOGPROB = -9999.0
@@ -109,12 +117,27 @@ class Service:
         model = self.require_model(given.model)
         return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
+    def calling(self, given: ChatRequest | ResponseRequest) -> Calling | None:
+        """How a request's answer may call tools; see :func:`~specexport.server.tools.calling`."""
+        template = self.engine.frontend.engine.chat_template
+        found = calling(given, "" if template is None else template.source)
+        if found is None or not given.skip_special_tokens:
+            return found
+        return replace(found, hidden=self._special_tokens)
+
+    @cached_property
+    def _special_tokens(self) -> re.Pattern[str] | None:
+        """The names of special tokens."""
+        added = self.engine.frontend.engine.tokenizer.get_added_tokens_decoder().values()
+        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names))) if names else None
+
     def params(
         self,
         given: GenerationRequest,
         max_tokens: int | None,
         logprobs: int | None,
-        bound: Mapping[str, str] | None = None,
+        bound: Mapping[str, Any] | None = None,
     ) -> SamplingParams:
         """How a request samples; what it does not say is the model's own. ``bound`` is what constrains the output.
 
@@ -128,17 +151,20 @@ class Service:
                 "structured_outputs: given beside tools or a response_format; give one of them",
                 param="structured_outputs",
             )
-        chosen = given.model_dump(include=SAMPLING, exclude_none=True)
-        return frontend.engine.defaults().replace(
-            max_tokens=frontend.max_model_len if max_tokens is None else max_tokens,
-            stop=given.stop or (),
+        own: dict[str, Any] = given.model_dump(include=SAMPLING, exclude_none=True)
+        model = frontend.engine.manifest.generation
+        says = model.max_tokens is not None or model.rules.max_length is not None
+        if given.model_fields_set & LENGTHS or not says:
+            own["max_tokens"] = max_tokens
+        if given.stop is not None:
+            own["stop"] = given.stop
+        return frontend.engine.params(
             stop_token_ids=tuple(given.stop_token_ids),
             n=given.n,
             seed=None if given.seed == -1 else given.seed,
             logit_bias={int(token): bias for token, bias in given.logit_bias.items()},
             logprobs=logprobs,
-            **chosen,
-            **(bounds[0] if bounds else bound or {}),
+            **{**own, **(bounds[0] if bounds else bound or {})},
         )
 
     async def start(
@@ -157,7 +183,12 @@ class Service:
         limits = [limit for limit in (self.timeout, given.timeout) if limit is not None]
 
         def made() -> list[Stream]:
-            return [stream for prompt in prompts for stream in frontend.streams(prompt, params, chosen)]
+            try:
+                return [stream for prompt in prompts for stream in frontend.streams(prompt, params, chosen)]
+            except RequestError as error:
+                if error.param not in ("grammar", "json_schema"):
+                    raise
+                raise RequestError(f"{given.bound_by}: {error}", param=given.bound_by) from error
 
         # A schema or a prediction takes its time, so other requests go on meanwhile.
         return self.engine.start(await asyncio.to_thread(made), min(limits, default=None))
@@ -274,14 +305,13 @@ def step_of(chunk: Chunk, token_text: Callable[[int], str], arrived: float) -> S
     seconds = chunk.made - arrived
     if chunk.verified is None:
         plain = [(text, 0) for text in chunk.pieces]
-        return Step(tokens=plain, parents=[-1], drafted=[], path=[], held=0, seconds=seconds)
+        return Step(tokens=plain, parents=[-1], drafted=[], path=[], seconds=seconds)
     step = chunk.verified
     return Step(
-        tokens=list(zip(chunk.pieces, step.positions, strict=False)),  # the output may end before the step's tokens do
+        tokens=[(text, at if at <= len(step.path) else 0) for at, text in enumerate(chunk.pieces, 1)],
         parents=list(step.tree.parents),
         drafted=list(map(token_text, step.drafted)),
         path=list(step.path),
-        held=step.held,
         seconds=seconds,
     )
 
@@ -343,7 +373,14 @@ def usage_of(given: GenerationRequest, streams: list[AsyncStream], prompt_tokens
         return sum(getattr(one, name) for one in stats)
 
     made, steps, drafted, accepted = map(total, ("output_tokens", "steps", "drafted", "accepted"))
-    usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=made, total_tokens=prompt_tokens + made)
+    # The outputs of a prompt stand together; what an output's prompt shares with those before it was not there before.
+    cached = sum(min(one.cached_tokens for one in stats[at : at + given.n]) for at in range(0, len(stats), given.n))
+    usage = Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=made,
+        total_tokens=prompt_tokens + made,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
     if given.include_speculation:
         usage.speculation = SpeculationUsage(
             num_drafts=total("steps_with_draft"),

@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specexport.contract.errors import RequestError
@@ -23,35 +23,72 @@ from specexport.server.schema import (
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes a call: JSON of its name and its arguments, perhaps between marks.
+    """How a model writes calls: each a head, which names the function, and its arguments as JSON.
 
     Attributes:
-        arguments: the key of the arguments.
-        begin: the mark before a call; empty where a call is the whole answer.
-        end: the mark after it.
+        arguments: the key of the arguments, where a call is JSON.
+        begin: the mark before the calls, and what comes behind it; empty where a call is the whole answer.
+        end: what comes behind them.
+        opening: what comes between the mark and the first call, a regular expression.
+        between: what comes between two calls; None for the end, a line's end and the mark again.
+        head: a call up to its arguments, a regular expression of ``NAME`` and ``ARGUMENTS``.
+        tail: a call behind its arguments.
+        id_length: letters and digits of a call's id, where the model's template knows no others.
     """
 
-    arguments: str
+    arguments: str = "arguments"
     begin: str = ""
     end: str = ""
+    opening: str = ""
+    between: str | None = None
+    head: str = r'\{"name": "NAME", "ARGUMENTS": '
+    tail: str = "}"
+    id_length: int | None = None
+
+    @property
+    def mark(self) -> str:
+        """What ends a text and begins calls, whatever follows it."""
+        return self.begin.rstrip()
+
+    def head_of(self, name: str) -> str:
+        """A regular expression of a call up to its arguments, for Lark and for Python."""
+        marks = {"ARGUMENTS": self.arguments, "NAME": name}
+        return re.sub("|".join(marks), lambda found: marks[found[0]], self.head)
 
 
-HERMES = CallFormat("arguments", "<tool_call>\n", "\n</tool_call>")
+_NAME = "(?P<name>[A-Za-z0-9_.-]{1,64})"
+HERMES = CallFormat(begin="<tool_call>\n", end="\n</tool_call>")
 LLAMA = CallFormat("parameters")
+MISTRAL = CallFormat(begin="[TOOL_CALLS]", opening=r" ?\[", between=", ", end="]", id_length=9)
+MISTRAL_ARGS = CallFormat(begin="[TOOL_CALLS]", between="[TOOL_CALLS]", head=r"NAME\[ARGS\]", tail="", id_length=9)
+MISTRAL_ID = replace(MISTRAL_ARGS, head=r"NAME\[CALL_ID\][a-zA-Z0-9]{9}\[ARGS\]")
+HARMONY = CallFormat(
+    begin="<|channel|>commentary to=functions.",
+    head=r"(<\|channel\|>commentary to=functions\.NAME <\|constrain\|>| to=functions\.NAME<\|channel\|>commentary )json"
+    r"<\|message\|>",
+    tail="",
+)
+"""gpt-oss: an answer is messages in channels, of which a call is the last."""
+_STATED_ID = re.compile(r"\[CALL_ID\]([a-zA-Z0-9]{9})\[ARGS\]")
 _PLAIN = CallFormat("arguments")
 """For models that know no tools; an answer can be bound to it all the same."""
+_PYTHON_TAG = "<|python_tag|>"
+"""What Llama 3 may put before a call."""
 _OBJECT = {
     "type": "object",
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
 }
 """Arguments as models are trained to write them, if a tool's parameters do not say otherwise."""
-_HEAD = re.compile(r'\{"name": "([^"]*)", "(?:arguments|parameters)": ')
 
 
 def call_format(template: str) -> CallFormat | None:
     """The format that a chat template names; None where it names none that is known."""
     if "tools" not in template:
         return None
+    if "<|channel|>" in template and "<|message|>" in template:
+        return HARMONY
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL_ID if "[CALL_ID]" in template else MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
     if "<tool_call>" in template and "<function=" not in template:
         return HERMES
     return LLAMA if re.search(r"""["']parameters["']\s*:\s*dictionary""", template) else None
@@ -66,41 +103,69 @@ class Calling:
         tools: what may be called.
         forced: whether the answer is calls alone.
         parallel: whether there may be several.
+        hidden: special tokens that the answer's text leaves out.
     """
 
     format: CallFormat
     tools: Sequence[Function]
     forced: bool
     parallel: bool
+    hidden: re.Pattern[str] | None = None
+
+    def bound(self) -> dict[str, Any]:
+        """What binds the answer, as parameters of the engine. Special tokens may be marks, which the reader needs."""
+        return {"grammar": self.grammar(), "skip_special_tokens": False}
 
     def grammar(self) -> str:
         """The answer's grammar, in llguidance's form of Lark."""
-        begin, end = self.format.begin, self.format.end
-        more = f"({quoted(chr(10) + begin)} call {quoted(end)})*" if begin and self.parallel else ""
-        bodies = [
-            f"{quoted(self._head(tool.name))} %json {json.dumps(_OBJECT | tool.parameters)} " + quoted("}")
-            for tool in self.tools
-        ]
-        if self.forced:
-            lines = [f"start: {quoted(begin) if begin else ''} call {quoted(end) if end else ''} {more}"]
-        elif begin:
-            # The lazy part ends the text at the first mark, from which on there are calls alone.
-            lines = [
-                f"start: TEXT | marked call {quoted(end)} {more}",
-                f"marked[lazy]: TEXT {quoted(begin)}",
-                r"TEXT: /(.|\n)*/",
-            ]
+        form = self.format
+        calls = ["call: " + " | ".join(f"call_{at}" for at in range(len(self.tools)))]
+        for at, tool in enumerate(self.tools):
+            arguments = json.dumps(_OBJECT | tool.parameters)
+            head = _pattern(form.head_of(re.escape(tool.name)))
+            calls.append(f"call_{at}: {head} %json {arguments} {_literal(form.tail)}")
+        if form is HARMONY:
+            lines = ["start: call"] if self.forced else _MESSAGES
         else:
-            lines = ["start: TEXT | call", r"TEXT: /([^{](.|\n)*)?/"]
-        return "\n".join([*lines, "call: " + " | ".join(bodies)])
+            between = f"{form.end}\n{form.begin}" if form.between is None else form.between
+            several = f"({_literal(between)} call)*" if form.begin and self.parallel else ""
+            rest = (
+                f"{_literal(form.begin[len(form.mark) :])} {_pattern(form.opening)} call {several} {_literal(form.end)}"
+            )
+            if self.forced:
+                lines = [f"start: {_literal(form.mark)} {rest}"]
+            elif form.begin:
+                # The lazy part ends the text at the first mark, from which on there are calls alone.
+                lines = [f"start: TEXT | marked {rest}", f"marked[lazy]: TEXT {quoted(form.mark)}", r"TEXT: /(.|\n)*/"]
+            else:
+                lines = [
+                    f"start: TEXT | {quoted(_PYTHON_TAG)}? call",
+                    r"TEXT: /([^{<](.|\n)*|<([^|](.|\n)*)?)?/",
+                ]
+        return "\n".join([*lines, *calls])
 
-    def _head(self, name: str) -> str:
-        return f'{{"name": "{name}", "{self.format.arguments}": '
+
+_MESSAGES = [
+    "start: note* (final | call)",
+    'note: ("<|channel|>analysis<|message|>" | "<|channel|>commentary<|message|>") said "<|start|>assistant"',
+    'said[lazy]: TEXT "<|end|>"',
+    'final: "<|channel|>final<|message|>" TEXT',
+    r"TEXT: /(.|\n)*/",
+]
+"""Of an answer in channels that need not be a call."""
+
+
+def _literal(text: str) -> str:
+    return quoted(text) if text else ""
+
+
+def _pattern(pattern: str) -> str:
+    return f"/{pattern}/" if pattern else ""
 
 
 def known_tools(tools: Sequence[Function]) -> list[dict[str, Any]]:
     """Tools as chat templates know them."""
-    plain = (tool.model_dump(exclude_unset=True, exclude={"type"}) for tool in tools)
+    plain = (tool.model_dump(exclude_unset=True, exclude={"type", "strict"}) for tool in tools)
     return [{"type": "function", "function": tool} for tool in plain]
 
 
@@ -136,13 +201,23 @@ def calling(given: ChatRequest | ResponseRequest, template: str) -> Calling | No
 
 
 class CallReader:
-    """Splits an answer's text as it comes into text and pieces of calls."""
+    """Splits an answer's text as it comes into text and pieces of calls.
+
+    Attributes:
+        calls: how many were begun.
+    """
 
     def __init__(self, calling: Calling) -> None:
-        self._begin, self._end = calling.format.begin, calling.format.end
-        self._text = ""
-        self._reading: Callable[[bool], str | AssistantCall | None] = self._said
+        self._format, self._hidden = calling.format, calling.hidden
+        # Both ways to name a function in a head have a group of that name, so that one of them is enough.
+        name, again = _NAME, _NAME.replace("name", "again", 1)
+        pattern = calling.format.head_of(name)
+        self._head_pattern = re.compile(again.join(pattern.rsplit(name, 1)) if pattern.count(name) > 1 else pattern)
+        self._text, self._thoughts = "", ""
+        harmony = calling.format is HARMONY
+        self._reading: Callable[[bool], str | AssistantCall | None] = self._header if harmony else self._said
         self._may_call = True
+        self._thinking = False
         self._depth, self._quoted, self._escaped = 0, False, False
         self.calls = 0
 
@@ -158,33 +233,55 @@ class CallReader:
                 said += made
             elif made is not None:
                 pieces.append(made)
-        return said, pieces
+        return self._shown(said), pieces
+
+    def thoughts(self) -> str:
+        """What was said since the last time in a channel that is for the model alone."""
+        thoughts, self._thoughts = self._shown(self._thoughts), ""
+        return thoughts
+
+    def _shown(self, text: str) -> str:
+        return text if self._hidden is None else self._hidden.sub("", text)
 
     def _take(self, count: int) -> str:
         taken, self._text = self._text[:count], self._text[count:]
         return taken
 
-    def _said(self, last: bool) -> str:
-        mark = self._begin or "{"
+    def _until(self, mark: str, last: bool) -> tuple[str, bool]:
+        """Text up to a mark, without what may be the mark's beginning; and whether the mark is there."""
         at = self._text.find(mark)
-        if at >= 0 and self._may_call and (self._begin or at == 0):
+        if at >= 0:
+            return self._take(at), True
+        held = 0 if last else next((n for n in range(len(mark) - 1, 0, -1) if self._text.endswith(mark[:n])), 0)
+        return self._take(len(self._text) - held), False
+
+    def _said(self, last: bool) -> str:
+        if self._format.begin:
+            said, found = self._until(self._format.mark, last)
+            if found:
+                self._reading = self._head
+            return said
+        if self._may_call and not last and _PYTHON_TAG.startswith(self._text):
+            return ""
+        if self._may_call and self._text.removeprefix(_PYTHON_TAG)[:1] in ("{", ""):
             self._reading = self._head
-            said = self._take(at)
-            self._take(len(self._begin))
-            return "" if self.calls else said
-        self._may_call = self._may_call and bool(self._begin)
-        held = 0 if last else next((n for n in range(len(mark), 0, -1) if self._text.endswith(mark[:n])), 0)
-        said = self._take(len(self._text) - held * self._may_call)
-        return "" if self.calls else said  # between calls there is a line's end
+            return ""
+        self._may_call = False
+        return self._take(len(self._text))
 
     def _head(self, last: bool) -> AssistantCall | None:
-        if (found := _HEAD.match(self._text)) is None:
-            return None
-        self._take(found.end())
+        """The next call's; what is before it, behind marks and other calls, is part of the format."""
+        return self._begun(found) if (found := self._head_pattern.search(self._text)) is not None else None
+
+    def _begun(self, head: re.Match[str]) -> AssistantCall:
+        self._take(head.end())
         self._reading = self._arguments
         self.calls += 1
-        function = FunctionCall(name=found[1], arguments="")
-        return AssistantCall(index=self.calls - 1, id=f"call_{uuid.uuid4().hex}", type="function", function=function)
+        function = FunctionCall(name=next(filter(None, head.groupdict().values())), arguments="")
+        id = (
+            f"call_{uuid.uuid4().hex}" if self._format.id_length is None else uuid.uuid4().hex[: self._format.id_length]
+        )
+        return AssistantCall(index=self.calls - 1, id=id, type="function", function=function)
 
     def _arguments(self, last: bool) -> AssistantCall:
         end = len(self._text)
@@ -199,16 +296,29 @@ class CallReader:
             elif letter in "}]":
                 self._depth -= 1
                 if self._depth == 0:
-                    self._reading, end = self._rest, at + 1
+                    self._reading, end = self._head, at + 1
                     break
         return AssistantCall(index=self.calls - 1, function=FunctionCall(arguments=self._take(end)))
 
-    def _rest(self, last: bool) -> None:
-        """Behind the arguments the call itself ends, and the mark after it."""
-        whole = "}" + self._end
-        if len(self._text) >= len(whole):
-            self._take(len(whole))
-            self._reading = self._said
+    def _header(self, last: bool) -> AssistantCall | None:
+        """What is before a message of a channel."""
+        at = self._text.find("<|message|>")
+        if at < 0:
+            return None
+        found = self._head_pattern.search(self._text)
+        if found is not None and found.end() <= at + len("<|message|>"):
+            return self._begun(found)
+        self._thinking = "<|channel|>analysis" in self._take(at + len("<|message|>"))
+        self._reading = self._message
+        return None
+
+    def _message(self, last: bool) -> str:
+        said, ended = self._until("<|end|>", last)
+        if ended:
+            self._reading = self._header
+        if self._thinking:
+            self._thoughts += said
+        return "" if self._thinking else said
 
 
 def whole_calls(pieces: Sequence[AssistantCall]) -> list[AssistantCall]:

@@ -132,10 +132,10 @@ class Pane {
 }
 
 function summary(step) {
-  const drafts = step.parents.length - 1 - step.held;
+  const drafts = step.parents.length - 1;
   if (!drafts) return "nothing drafted, a token of the target's own";
   const words = step.tokens.map(([text, position]) => `${shown(text)} (${position ? `draft ${position}` : "own"})`);
-  return `${drafts} draft tokens verified, ${Math.max(0, step.path.length - step.held)} accepted: ${words.join(" ")}`;
+  return `${drafts} draft tokens verified, ${step.path.length} accepted: ${words.join(" ")}`;
 }
 
 /** A token's text on one line, spaces visible. */
@@ -157,7 +157,7 @@ function drawn(step) {
   const labels = parents.map((_, node) => (node ? step.drafted[node - 1] : "the text"));
   const kept = new Set([0, ...step.path]);
   if (!step.drafted.length) step.path.forEach((node, at) => (labels[node] = step.tokens[at]?.[0])); // others are unknown
-  const own = step.tokens[step.path.length]; // not there if it comes with the next step or the output ended before
+  const own = step.tokens[step.path.length]; // not there if the output ended before
   if (own) {
     kept.add(parents.length);
     parents.push(step.path.at(-1) ?? 0);
@@ -182,8 +182,8 @@ function drawn(step) {
     svg.append(element("path", { d, class: kept.has(node) ? "kept" : "" }));
   });
   parents.forEach((_, node) => {
-    const depth = Math.round((x[node] - half) / COLUMN) - step.held;
-    const drafted = node > step.held && node < step.parents.length;
+    const depth = Math.round((x[node] - half) / COLUMN);
+    const drafted = node && node < step.parents.length;
     const colour = drafted ? ` p${Math.min(depth, DEEPEST_COLOUR)}` : "";
     const label = element("text", { x: x[node], y: y[node] }, shown(labels[node] ?? "?"));
     const box = element("rect", { x: x[node] - BOX / 2, y: y[node] - 12, width: BOX, height: 24, rx: 6 });
@@ -192,8 +192,8 @@ function drawn(step) {
   return svg;
 }
 
-/** Decodes the form's prompt into a pane. */
-async function decode(pane, drafts) {
+/** Decodes the form's prompt into a pane; no method is what pays, no number of drafts as many as pay. */
+async function decode(pane, method, drafts) {
   const chat = find("mode").value === "chat";
   const prompt = find("prompt").value;
   const body = {
@@ -201,7 +201,9 @@ async function decode(pane, drafts) {
     max_tokens: find("max-tokens").valueAsNumber,
     temperature: find("temperature").valueAsNumber,
     ...(find("seed").value && { seed: find("seed").valueAsNumber }),
-    ...(drafts !== "" && { speculative: { num_speculative_tokens: Number(drafts) } }),
+    ...((method || drafts !== "") && {
+      speculative: { ...(method && { method }), ...(drafts !== "" && { num_speculative_tokens: Number(drafts) }) },
+    }),
     stream: true,
     stream_options: { continuous_usage_stats: true },
     include_speculation: true,
@@ -219,11 +221,12 @@ async function run() {
   find("error").hidden = true;
   find("status").textContent = "Running.";
   find("panes").replaceChildren();
-  const fast = new Pane("Speculative");
+  const method = find("method").value;
+  const fast = new Pane(method ? `Speculative: ${method}` : "Speculative");
   const plain = find("beside").checked ? new Pane("Plain") : null;
   try {
-    await decode(fast, find("drafts").value);
-    if (plain) await decode(plain, 0); // after the other, so that each has the machine to itself
+    await decode(fast, method, find("drafts").value);
+    if (plain) await decode(plain, "", 0); // after the other, so that each has the machine to itself
     let said = `Done: ${fast.usage.completion_tokens} tokens in ${fast.steps} steps.`;
     if (plain?.speed) {
       const same = fast.text === plain.text ? "The texts are the same." : "The texts differ.";
@@ -246,11 +249,17 @@ function show(error) {
   find("error").hidden = false;
 }
 
-/** Says what is served, or asks for a key. */
+/** Whether a method can be chosen. */
+function known(method) {
+  return [...find("method").options].some(({ value }) => value === method);
+}
+
+/** Says what is served and offers its methods, or asks for a key. */
 async function greet() {
   try {
     const models = (await (await call("v1/models")).json()).data;
     find("model").textContent = `${models[0].id}, context of ${models[0].max_model_len} tokens`;
+    for (const { name } of models[0].methods.filter(({ name }) => !known(name))) find("method").append(new Option(name));
     find("error").hidden = find("key-form").hidden = true;
   } catch (error) {
     show(error);

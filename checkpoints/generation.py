@@ -1,0 +1,121 @@
+"""A checkpoint's ``generation_config.json``: the defaults of requests, and the tokens that end a text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from specexport.checkpoints.config import GENERATION, read_document
+from specexport.checkpoints.stored import CONFIG
+from specexport.contract.errors import BuildError
+from specexport.contract.generation import NO_RULES, GenerationRules, Length, Whole
+from specexport.contract.manifest import GenerationDefaults
+from specexport.contract.model import Probability
+
+Token = Annotated[int, Meta(ge=0)]
+Tokens = Token | list[Token] | None
+_Text = Annotated[str, Meta(min_length=1, max_length=4096)]
+_LARGEST_VOCABULARY = 1 << 24
+_LARGEST_BIAS = 1e30
+"""Stands for infinity, which a manifest cannot say."""
+_RULES = {field.name for field in msgspec.structs.fields(GenerationRules)}
+_FILTERS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Rules that only matter where a token is drawn."""
+
+
+class _GenerationConfig(msgspec.Struct):
+    """Further keys; names are transformers'."""
+
+    do_sample: bool | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Whole | None = None
+    min_p: Probability | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
+    max_new_tokens: Length | None = None
+    min_new_tokens: Whole | None = None
+    stop_strings: _Text | tuple[_Text, ...] | None = None
+    eos_token_id: Tokens = None
+
+
+def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tuple[int, ...]]:
+    """The defaults of requests, and the tokens that end a text.
+
+    Args:
+        folder: the checkpoint.
+        config: its configuration, which says what ends a text where ``generation_config.json`` does not.
+
+    Raises:
+        BuildError: a field is of the wrong kind or out of its range; names the file and the field.
+    """
+    path = folder / GENERATION
+    said = _said(read_document(path)) if path.is_file() else None
+    if said is None:  # transformers makes one of what older configurations say
+        path = folder / CONFIG
+        whole = read_document(path)
+        part = whole.get("text_config")
+        said = (_said(part) if isinstance(part, dict) else {}) | _said(whole)
+        said.pop("eos_token_id", None)
+    vocab_size = getattr(config, "vocab_size", None) or _LARGEST_VOCABULARY
+    defaults, ends = _defaults(path, said, vocab_size)
+    if not ends and ends != 0:
+        path, tokens = folder / CONFIG, getattr(config, "eos_token_id", None)
+        try:
+            ends = msgspec.convert(tokens, Tokens)
+        except msgspec.ValidationError as error:
+            raise BuildError(f"{path}: eos_token_id is {tokens!r}: {error}") from error
+    listed = [] if ends is None else [ends] if isinstance(ends, int) else ends
+    _require_known(path, "eos_token_id", listed, vocab_size)
+    return defaults, tuple(listed)
+
+
+def _said(document: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in document.items() if value is not None}
+
+
+def _defaults(path: Path, document: dict[str, Any], vocab_size: int) -> tuple[GenerationDefaults, Tokens]:
+    try:
+        read = msgspec.convert(document, _GenerationConfig)
+        rules = msgspec.convert({key: value for key, value in document.items() if key in _RULES}, GenerationRules)
+    except msgspec.ValidationError as error:
+        raise BuildError(f"{path}: not a configuration of generation: {error}") from error
+    for key, tokens in rules.tokens.items():
+        _require_known(path, key, tokens, vocab_size)
+    values: dict[str, Any] = {"temperature": 0.0}
+    if read.do_sample:
+        drawn = {name: getattr(read, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        values = {"temperature": 1.0} | {name: value for name, value in drawn.items() if value is not None}
+    else:
+        rules = msgspec.structs.replace(rules, **{name: getattr(NO_RULES, name) for name in _FILTERS})
+    if read.repetition_penalty is not None:
+        values["repetition_penalty"] = read.repetition_penalty
+    if read.max_new_tokens is not None:
+        values["max_tokens"] = read.max_new_tokens
+        rules = msgspec.structs.replace(rules, max_length=None)
+    if read.min_new_tokens is not None:
+        values["min_tokens"] = read.min_new_tokens
+        rules = msgspec.structs.replace(rules, min_length=0)
+    if read.stop_strings is not None:
+        stop = (read.stop_strings,) if isinstance(read.stop_strings, str) else read.stop_strings
+        try:
+            "".join(stop).encode()
+        except UnicodeEncodeError as error:
+            raise BuildError(f"{path}: stop_strings: half a character: {error}; expected text") from error
+        values["stop"] = stop
+    biases = tuple((sequence, _bounded(bias)) for sequence, bias in rules.sequence_bias)
+    return GenerationDefaults(**values, rules=msgspec.structs.replace(rules, sequence_bias=biases)), read.eos_token_id
+
+
+def _bounded(bias: float) -> float:
+    return 0.0 if math.isnan(bias) else max(-_LARGEST_BIAS, min(_LARGEST_BIAS, bias))
+
+
+def _require_known(path: Path, key: str, tokens: Collection[int], vocab_size: int) -> None:
+    beyond = next((token for token in tokens if token >= vocab_size), None)
+    if beyond is not None:
+        raise BuildError(f"{path}: {key} is {beyond}; expected a token of the model, which has {vocab_size}")

@@ -1,0 +1,257 @@
+"""Every setting that transformers reads beside a model's configuration and weights, and what becomes of it here.
+
+The one list of them: what is honoured, what is refused, what is named in a warning by ``build`` and ``inspect``
+because it changes transformers' text and not ours, and what changes no text. ``python -m scripts.settings`` makes the
+table in docs/settings.md of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from specexport.checkpoints.config import GENERATION
+from specexport.checkpoints.stored import CONFIG
+from specexport.contract.manifest import SettingNote, short
+
+Handling = Literal["honoured", "refused", "named", "no effect"]
+Documents = Mapping[str, Mapping[str, Any]]
+"""The JSON files of a checkpoint's folder, by name; those that are missing or no objects are empty."""
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+class Setting(NamedTuple):
+    """Settings of a file that are handled alike.
+
+    Attributes:
+        file: the file's name.
+        keys: of its top level; of a text file, what is meant.
+        handling: see the module.
+        note: what is done, or what transformers does with it.
+        neutral: values that change nothing, beside null.
+        changes: of a setting that is named: whether a value changes transformers' text, by all files; None for any
+            value that is not neutral.
+    """
+
+    file: str
+    keys: tuple[str, ...]
+    handling: Handling
+    note: str
+    neutral: tuple[Any, ...] = ()
+    changes: Callable[[Any, Documents], bool] | None = None
+
+
+def _cleans_up(value: Any, documents: Documents) -> bool:
+    """Whether transformers takes spaces out of decoded text: of BPE tokenizers it does so only if told twice."""
+    model = documents[TOKENIZER].get("model")
+    kind = model.get("type") if isinstance(model, dict) else None
+    return bool(value) and (kind != "BPE" or bool(documents[TOKENIZER_CONFIG].get(_CLEAN_BPE)))
+
+
+_CLEAN_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        TOKENIZER,
+        ("version", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model"),
+        "honoured",
+        "the bundle has them as transformers loads them",
+    ),
+    Setting(
+        TOKENIZER,
+        ("truncation", "padding"),
+        "no effect",
+        "texts are neither cut nor padded, as in transformers where a call does not ask for it",
+    ),
+    Setting(
+        TOKENIZER_CONFIG,
+        (
+            *("tokenizer_class", "backend", "init_inputs", "added_tokens_decoder"),
+            *("extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"),
+            *("unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+            *("add_prefix_space", "add_bos_token", "add_eos_token", "fix_mistral_regex", "unk_id"),
+        ),
+        "honoured",
+        "transformers loads the tokenizer, and what it makes of them is what the bundle has",
+    ),
+    Setting(TOKENIZER_CONFIG, ("bos_token",), "honoured", "in chat templates, and as the text of an empty prompt"),
+    Setting(
+        TOKENIZER_CONFIG,
+        ("eos_token",),
+        "honoured",
+        "in chat templates; it ends texts too, also where generation_config.json names other tokens, which is named in "
+        "a warning, as transformers' generate does not stop there",
+    ),
+    Setting(TOKENIZER_CONFIG, ("split_special_tokens",), "honoured", "special tokens in a text are read as text"),
+    Setting(
+        TOKENIZER_CONFIG,
+        ("clean_up_tokenization_spaces", _CLEAN_BPE),
+        "named",
+        "transformers takes spaces before punctuation out of decoded texts, of BPE tokenizers only with the longer key",
+        (False,),
+        _cleans_up,
+    ),
+    Setting(TOKENIZER_CONFIG, ("auto_map",), "refused", "code of a checkpoint is never run"),
+    Setting(
+        TOKENIZER_CONFIG,
+        (
+            *("model_max_length", "max_len", "max_length", "padding_side", "truncation_side", "truncation_strategy"),
+            *("stride", "pad_to_multiple_of", "pad_token_type_id", "model_input_names", "processor_class", "verbose"),
+            *("name_or_path", "is_local", "local_files_only", "files_loaded", "response_schema", "response_template"),
+            *("chat_control_tokens",),
+        ),
+        "no effect",
+        "for padding, truncation, other inputs and other programs; the longest text is the model's own",
+    ),
+    Setting("special_tokens_map.json", ("all",), "honoured", "where tokenizer_config.json has no added_tokens_decoder"),
+    Setting("added_tokens.json", ("all",), "honoured", "where tokenizer_config.json has no added_tokens_decoder"),
+    Setting(
+        GENERATION,
+        ("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+        "honoured",
+        "defaults of requests; without do_sample texts are greedy. Where it names no top_k transformers keeps 50 "
+        "tokens, and specexport all of them",
+    ),
+    Setting(
+        GENERATION,
+        ("repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings"),
+        "honoured",
+        "defaults of requests",
+    ),
+    Setting(
+        GENERATION,
+        ("max_length", "min_length"),
+        "honoured",
+        "where a request says neither max_tokens (min_tokens) nor the file max_new_tokens (min_new_tokens)",
+    ),
+    Setting(
+        GENERATION,
+        (
+            *("encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+            *("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
+            *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
+        ),
+        "honoured",
+        "in every request with the model's defaults; rules that would leave no token, with a grammar for instance, "
+        "yield",
+    ),
+    Setting(
+        GENERATION,
+        ("eos_token_id",),
+        "honoured",
+        "where it names none, config.json's; the tokenizer's eos_token ends texts too",
+    ),
+    Setting(GENERATION, ("num_beams", "num_beam_groups"), "named", "transformers searches with beams", (1,)),
+    Setting(GENERATION, ("diversity_penalty",), "named", "transformers searches with groups of beams", (0,)),
+    Setting(GENERATION, ("constraints", "force_words_ids"), "named", "transformers searches with constrained beams"),
+    Setting(GENERATION, ("num_return_sequences",), "named", "transformers gives several texts; send n", (1,)),
+    Setting(GENERATION, ("max_time",), "named", "transformers stops after so many seconds; send timeout"),
+    Setting(GENERATION, ("guidance_scale",), "named", "transformers guides with a second, unconditional text", (1,)),
+    Setting(GENERATION, ("watermarking_config",), "named", "transformers marks the text"),
+    Setting(GENERATION, ("token_healing",), "named", "transformers replaces the prompt's last token", (False,)),
+    Setting(GENERATION, ("penalty_alpha",), "named", "transformers searches contrastively", (0,)),
+    Setting(GENERATION, ("dola_layers",), "named", "transformers contrasts the logits of layers"),
+    Setting(
+        GENERATION,
+        ("early_stopping", "length_penalty", "renormalize_logits", "remove_invalid_values"),
+        "no effect",
+        "of beams alone, or of logits that are no numbers",
+    ),
+    Setting(
+        GENERATION,
+        (
+            *("use_mtp", "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size"),
+            *("compile_config", "disable_compile", "continuous_batching_config", "low_memory"),
+            *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+        ),
+        "no effect",
+        "how transformers computes, and what else it returns",
+    ),
+    Setting(
+        GENERATION,
+        (
+            *(
+                "is_assistant",
+                "num_assistant_tokens",
+                "num_assistant_tokens_schedule",
+                "assistant_confidence_threshold",
+            ),
+            *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
+            *("prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type"),
+        ),
+        "no effect",
+        "how transformers speculates; build and requests say how specexport does",
+    ),
+    Setting(
+        GENERATION,
+        ("bos_token_id", "pad_token_id", "decoder_start_token_id", "_from_model_config", "transformers_version"),
+        "no effect",
+        "of padding, of encoder-decoder models, or a label; an empty prompt is the tokenizer's bos_token",
+    ),
+    Setting(
+        CONFIG,
+        (f"those of {GENERATION}",),
+        "honoured",
+        f"like those of {GENERATION}, where there is no such file",
+    ),
+    Setting(
+        CONFIG,
+        ("eos_token_id",),
+        "honoured",
+        f"where {GENERATION} names none",
+    ),
+    *(
+        Setting(file, ("all",), "no effect", "of pictures and sound, which prompts hold as embeddings")
+        for file in ("preprocessor_config.json", "video_preprocessor_config.json")
+    ),
+)
+
+
+def read_documents(folder: Path) -> Documents:
+    """The JSON files of a checkpoint that settings are read from."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for name in dict.fromkeys(setting.file for setting in SETTINGS):
+        found[name] = {}
+        if name.endswith(".json") and (folder / name).is_file():
+            try:
+                document = json.loads((folder / name).read_bytes())
+            except (OSError, ValueError, RecursionError):
+                continue  # whoever needs the file says what is wrong with it
+            if isinstance(document, dict):
+                found[name] = document
+    return found
+
+
+def setting_notes(folder: Path, end: int | None, ends: Collection[int]) -> tuple[SettingNote, ...]:
+    """What a checkpoint's files say that changes transformers' text and not ours, or the other way round.
+
+    Args:
+        folder: the checkpoint.
+        end: the tokenizer's own token that ends a text.
+        ends: those that end one by the model's configurations.
+    """
+    documents = read_documents(folder)
+    notes = []
+    generation = GENERATION if (folder / GENERATION).is_file() else CONFIG
+    for setting in SETTINGS:
+        if setting.handling != "named":
+            continue
+        file = generation if setting.file == GENERATION else setting.file
+        for key in setting.keys:
+            value = documents[file].get(key)
+            if value is None or value in setting.neutral:
+                continue
+            if setting.changes is None or setting.changes(value, documents):
+                note = f"{setting.note}; specexport does not"
+                notes.append(SettingNote(file=file, key=key, value=short(value), note=note))
+    if end is not None and end not in ends:
+        others = f"{', '.join(map(str, ends))} alone" if ends else "no token"
+        note = f"it ends texts here; transformers' generate stops at {others} (eos_token_id of {generation})"
+        token = documents[TOKENIZER_CONFIG].get("eos_token")
+        value = token.get("content") if isinstance(token, dict) else token
+        notes.append(SettingNote(file=TOKENIZER_CONFIG, key="eos_token", value=short(value or end), note=note))
+    return tuple(notes)

@@ -1,0 +1,67 @@
+"""Values as callers have them: numbers and arrays of NumPy, torch and others, and text that has no UTF-8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specexport.contract.errors import RequestError
+
+_SHOWN = 80
+"""Most characters of a value in an error."""
+
+
+def plain(value: Any) -> Any:
+    """A number or an array of NumPy or torch as Python's numbers and lists; anything else as it is."""
+    convert = getattr(value, "tolist", None)
+    return convert() if callable(convert) and not isinstance(value, type) else value
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether a plain value holds others in order; texts and bytes do not."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def token_ids(value: Any, name: str, param: str | None = None) -> list[int]:
+    """Token ids from whatever holds them: a sequence of whole numbers, an array ``[N]``, or one of ``[1,N]``.
+
+    Raises:
+        RequestError: it holds something else; names the first.
+    """
+    held = plain(value)
+    if not is_sequence(held):
+        raise RequestError(f"{name} is {shown(value)}; expected a list of token ids", param=param)
+    ids = list(map(plain, held))
+    if len(ids) == 1 and is_sequence(ids[0]):
+        ids = list(map(plain, ids[0]))
+    if ids and all(map(is_sequence, ids)):
+        raise RequestError(f"{name} is {len(ids)} lists; expected one of token ids", param=param)
+    for at, token in enumerate(ids):
+        if type(token) is not int:
+            raise RequestError(
+                f"{name}: token {at} is {shown(token)}; expected a token id, a whole number", param=param
+            )
+    return ids
+
+
+def require_text(text: str, name: str, param: str | None = None) -> None:
+    """Refuses what is no text: half of a UTF-16 pair, which Python also has for bytes that are not UTF-8.
+
+    Raises:
+        RequestError: says which character it is.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        # Python has the lower halves from U+DC80 on for bytes that it could not read.
+        wrong = f"the byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"U+{code:04X}, half of a character,"
+        raise RequestError(
+            f"{name}: {wrong} at position {error.start} is not UTF-8; send text in UTF-8", param=param
+        ) from error
+
+
+def shown(value: object) -> str:
+    """A value in an error, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

@@ -1,0 +1,180 @@
+"""What a tokenizer's files say: texts become the tokens that they become in transformers, and end where they should."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from specexport.checkpoints.checkpoint import load_tokenizer
+from specexport.checkpoints.settings import setting_notes
+from specexport.cli import main
+from specexport.contract.methods.universal_draft import UniversalDraft
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.speculative import PLAIN
+from tests.checkpoints import EOS, VOCAB, make_checkpoint, tokenizer
+
+pytestmark = pytest.mark.exporter
+
+END = "<|im_end|>"
+TEXT = "what is the first word of all the words that there are and what is the last one of them all " * 3
+Built = tuple[Path, Path, Path, str]
+
+
+def change(path: Path, **values: Any) -> None:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(document | values), encoding="utf-8")
+
+
+def save_with_cuts(known: PreTrainedTokenizerFast, folder: Path, **config: Any) -> None:
+    """Saves a tokenizer as one that was in use: with a truncation and a padding in its tokenizer.json."""
+    copy = Tokenizer.from_str(known.backend_tokenizer.to_str())
+    copy.enable_truncation(16)
+    copy.enable_padding(length=96, pad_id=2, pad_token="<pad>")
+    known.save_pretrained(folder)
+    copy.save(str(folder / "tokenizer.json"))
+    change(folder / "tokenizer_config.json", **config)
+
+
+def bytewise() -> PreTrainedTokenizerFast:
+    """Bytes alone, each by another number than in the target's tokenizer."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
+    made = Tokenizer(models.BPE({letter: 10 + at for at, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", pad_token="<pad>")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A target whose files say all that used to be lost, its draft with another tokenizer, their bundle, and what
+    the build warned of.
+    """
+    root = tmp_path_factory.mktemp("settings")
+    small: dict[str, Any] = {"num_hidden_layers": 1, "calm": True}
+    target = make_checkpoint(root / "target", "llama", vocab_size=VOCAB + 8, **small)
+    draft = make_checkpoint(root / "draft", "llama", **small)
+    known = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokenizer().backend_tokenizer.to_str()),
+        bos_token="<s>",
+        eos_token=END,
+        pad_token="<pad>",
+    )
+    save_with_cuts(known, target, split_special_tokens=True)
+    save_with_cuts(bytewise(), draft)
+    change(target / "generation_config.json", num_beams=4, max_time=3.5, temperature=0.5, repetition_penalty=1.0)
+    output = root / "bundle"
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr("sys.stderr.write", said.append)
+        words = ["build", "--target", str(target), "--universal-draft", str(draft), "--precision", "fp32"]
+        assert main([*words, "--max-seq-len", "256", "--max-batch-size", "1", "-o", str(output)]) == 0
+    return target, draft, output, "".join(said)
+
+
+@pytest.fixture(scope="module")
+def engine(built: Built) -> Iterator[Engine]:
+    with Engine.load(built[2], threads=1) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("text", [TEXT, "a</s>b", f"a{END}b<pad>", "<s>"])
+def test_prompts_are_transformers(text: str, built: Built, engine: Engine) -> None:
+    known = AutoTokenizer.from_pretrained(built[0])
+    assert engine.encode(text) == known(text).input_ids
+    assert engine.tokenizer.encode_batch_fast([text])[0].ids == known(text).input_ids
+
+
+def test_special_tokens_are_split(engine: Engine) -> None:
+    assert len(engine.encode("a</s>b")) == 6
+    assert EOS not in engine.encode("a</s>b")
+
+
+def test_the_drafts_tokenizer_neither_cuts_nor_pads(built: Built, engine: Engine) -> None:
+    _, draft, output, _ = built
+    bundle = Bundle.open(output)
+    (method,) = bundle.manifest.methods
+    assert isinstance(method, UniversalDraft)
+    assert not method.split_special_tokens
+    own = bundle.tokenizer(method.tokenizer, split_special_tokens=method.split_special_tokens)
+    assert own.encode(TEXT).ids == AutoTokenizer.from_pretrained(draft)(TEXT).input_ids
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    text = TEXT[:100]
+    fast = engine.generate(text, params)
+    assert fast.token_ids == engine.generate(text, params, PLAIN).token_ids
+    assert fast.stats.drafted > 0
+
+
+def test_bundles_of_before_neither_cut_nor_pad(built: Built, tmp_path: Path) -> None:
+    known = Tokenizer.from_file(str(built[0] / "tokenizer.json"))
+    assert known.truncation is not None and known.padding is not None
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    known.save(str(folder / "tokenizer.json"))
+    loaded = Bundle(tmp_path, Bundle.open(built[2]).manifest).tokenizer()
+    assert loaded.truncation is None and loaded.padding is None
+
+
+# --- the token that ends a text ---------------------------------------------------------------------------------------
+
+
+def test_the_tokenizers_own_end_token_ends_texts(engine: Engine) -> None:
+    end = engine.tokenizer.token_to_id(END)
+    assert engine.manifest.tokenizer.eos_token_ids == (EOS, end)
+    params = SamplingParams(temperature=0.0, max_tokens=8, logit_bias={end: 100.0})
+    made = engine.generate("one", params)
+    assert (made.token_ids, made.text, made.finish_reason) == ((end,), "", "stop")
+
+
+@pytest.mark.parametrize("named", [[1], []])
+def test_it_is_named_where_transformers_does_not_stop_there(named: list[int], built: Built) -> None:
+    notes = [note for note in setting_notes(built[0], 320, named) if note.key == "eos_token"]
+    assert len(notes) == 1
+    assert f'tokenizer_config.json: eos_token is "{END}"' in str(notes[0])
+    assert ("1 alone" if named else "no token") in str(notes[0])
+    assert not [note for note in setting_notes(built[0], 320, [1, 320]) if note.key == "eos_token"]
+
+
+# --- what is named ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_applied_is_named_by_build_and_inspect(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
+    *_, output, warned = built
+    assert main(["inspect", str(output)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "generation_config.json: num_beams is 4: transformers searches with beams; specexport does not",
+        "generation_config.json: max_time is 3.5",
+        f'tokenizer_config.json: eos_token is "{END}": it ends texts here',
+    ):
+        assert f"warning: {text}" in warned
+        assert text in shown
+    assert "repetition_penalty" not in warned and "temperature" not in warned
+
+
+def test_spaces_that_transformers_takes_out_are_named(tmp_path: Path) -> None:
+    key = "clean_up_tokenization_spaces"
+    for kind, named in (("WordPiece", 1), ("BPE", 0)):
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": kind}}), encoding="utf-8")
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: True}), encoding="utf-8")
+        assert [note.key for note in setting_notes(tmp_path, None, ())] == [key] * named
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: False}), encoding="utf-8")
+    assert setting_notes(tmp_path, None, ()) == ()
+
+
+def test_older_configurations_are_looked_at_too(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_beams": 4, "num_return_sequences": 1}', encoding="utf-8")
+    assert [(note.file, note.key) for note in setting_notes(tmp_path, None, ())] == [("config.json", "num_beams")]
+    (tmp_path / "generation_config.json").write_text("{}", encoding="utf-8")
+    assert setting_notes(tmp_path, None, ()) == ()
+
+
+def test_a_loaded_tokenizer_neither_cuts_nor_pads(built: Built) -> None:
+    loaded = load_tokenizer(built[1]).tokenizer
+    assert loaded.truncation is None and loaded.padding is None

@@ -1,0 +1,253 @@
+"""Tools by family, over HTTP with the official client; and added tokens in every kind of grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tokenizers import Tokenizer, decoders
+
+from specexport.contract.errors import RequestError
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.constraint import Grammars
+from specexport.runtime.speculative import PLAIN
+from specexport.server.schema import Function
+from specexport.server.tools import Calling, CallReader, call_format, known_tools, whole_calls
+from tests.serving import NAME, Served, served
+from tests.tool_families import FAMILIES, GPT_OSS, HERMES, QWEN3, Family, family_bundle, table
+
+CHAT: Any = [{"role": "user", "content": "one two"}]
+PET = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", 'a "b" }]']}, "words": {"enum": ["</tool_call>[ARGS]", "<|end|>é"]}},
+    "required": ["kind", "words"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": PET, "strict": True}} for name in ("keep", "lo.s-e_2")
+]
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
+def family(request: pytest.FixtureRequest) -> Family:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def running(
+    family: Family, bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    folder = family_bundle(family, bundle("llama-near"), tmp_path_factory.mktemp("family") / "bundle")
+    with served(folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(running: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="EMPTY", max_retries=0)
+
+
+def streamed(client: openai.OpenAI, **asked: Any) -> tuple[str, str, list[tuple[str, str]], str]:
+    """Text, thoughts, calls and the finish of a streamed answer."""
+    text, thoughts, calls, finish = "", "", dict[int, list[str]](), ""
+    for part in client.chat.completions.create(**asked, stream=True):
+        delta = part.choices[0].delta
+        text += delta.content or ""
+        thoughts += getattr(delta, "reasoning_content", None) or ""
+        for piece in delta.tool_calls or []:
+            name = piece.function.name or "" if piece.function else ""
+            found = calls.setdefault(piece.index, [name, ""])
+            found[1] += piece.function.arguments or "" if piece.function else ""
+        finish = part.choices[0].finish_reason or finish
+    return text, thoughts, [(name, arguments) for name, arguments in calls.values()], finish
+
+
+def answered(client: openai.OpenAI, **asked: Any) -> tuple[str, str, list[tuple[str, str]], str]:
+    """The same of a whole answer, which says the same as the streamed one."""
+    (choice,) = client.chat.completions.create(**asked).choices
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
+    thoughts = getattr(choice.message, "reasoning_content", None) or ""
+    whole = (choice.message.content or "", thoughts, calls, choice.finish_reason)
+    assert streamed(client, **asked) == whole
+    return whole
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "lo.s-e_2"}}])
+def test_a_call_that_is_asked_for_is_made(client: openai.OpenAI, choice: Any) -> None:
+    for more in ({"temperature": 0}, {"temperature": 1, "seed": 5}):
+        asked = {"model": NAME, "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": 250, **more}
+        text, thoughts, calls, finish = answered(client, **asked, parallel_tool_calls=False)
+        assert (text, thoughts, finish) == ("", "", "tool_calls")
+        ((name, arguments),) = calls
+        assert name in (("keep", "lo.s-e_2") if choice == "required" else ("lo.s-e_2",))
+        said = json.loads(arguments)
+        assert said["kind"] in PET["properties"]["kind"]["enum"]  # type: ignore[index]
+        assert said["words"] in PET["properties"]["words"]["enum"]  # type: ignore[index]
+
+
+def test_a_model_calls_by_itself(family: Family, running: Served, client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": NAME, "messages": CHAT, "tools": TOOLS, "temperature": 0, "max_tokens": 250}
+    if call_format(family.template) is None:
+        with pytest.raises(openai.BadRequestError, match="names no way of calling tools"):
+            client.chat.completions.create(**asked)
+        return
+    vocabulary = running.service.engine.frontend.engine.tokenizer
+    assert family.mark is not None
+    begins = "<|channel|>commentary to" if family is GPT_OSS else family.mark
+    bias = {str(token): 60.0 for token in vocabulary.encode(begins, add_special_tokens=False).ids}
+    text, _, calls, finish = answered(client, **asked, logit_bias=bias, parallel_tool_calls=False)
+    assert calls, text
+    assert (text, finish) == ("", "tool_calls")
+    assert calls[0][0] in ("keep", "lo.s-e_2")
+    assert set(json.loads(calls[0][1])) == {"kind", "words"}
+    # It need not, and its text leaves special tokens out.
+    free = client.chat.completions.create(**asked | {"max_tokens": 8})
+    assert free.choices[0].message.tool_calls is None
+    assert family.mark not in (free.choices[0].message.content or "")
+
+
+def test_a_call_goes_back_into_the_prompt(family: Family, client: openai.OpenAI) -> None:
+    """With the id that we gave it, which Mistral's templates check."""
+    asked: dict[str, Any] = {"model": NAME, "tools": TOOLS, "tool_choice": "required", "temperature": 0}
+    first = client.chat.completions.create(**asked, messages=CHAT, max_tokens=250, parallel_tool_calls=False)
+    message = first.choices[0].message
+    assert message.tool_calls is not None
+    result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}
+    client.chat.completions.create(
+        **asked | {"tool_choice": "none"}, messages=[*CHAT, message.model_dump(exclude_none=True), result], max_tokens=1
+    )
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("forced", [True, False])
+def test_a_familys_calls_are_taken_and_read(family: Family, running: Served, special: bool, forced: bool) -> None:
+    """As its models write them, with marks as tokens or spelled out, and however the text is cut."""
+    engine = running.service.engine.frontend.engine
+    form = call_format(family.template)
+    if form is None:
+        return
+    tools = [Function.model_validate(tool["function"]) for tool in TOOLS]
+    calling = Calling(form, tools, forced, parallel=True)
+    arguments = '{"kind": "a \\"b\\" }]", "words": "</tool_call>[ARGS]"}'
+    text = (
+        family.call.replace("NAME", "lo.s-e_2")
+        .replace("ARGS]ARGS", f"ARGS]{arguments}")
+        .replace(": ARGS", f": {arguments}")
+        .replace(">ARGS", f">{arguments}")
+    )
+    plain = Tokenizer.from_str(engine.tokenizer.to_str())
+    plain.encode_special_tokens = not special
+    tokens = plain.encode(text, add_special_tokens=False).ids
+    bound = Grammars(engine.tokenizer, 320, engine.manifest.tokenizer.eos_token_ids).lark(
+        calling.grammar(), skip_special_tokens=False
+    )
+    assert bound._matcher.try_consume_tokens(tokens) == len(tokens)
+    assert bound._matcher.is_accepting()
+    for size in (1, 5, len(text)):
+        reader = CallReader(calling)
+        pieces = [
+            piece
+            for at in range(0, len(text), size)
+            for piece in reader.push(text[at : at + size], at + size >= len(text))[1]
+        ]
+        (call,) = whole_calls(pieces)
+        assert (call.function.name, call.function.arguments) == ("lo.s-e_2", arguments)
+
+
+def test_strict_changes_no_prompt() -> None:
+    (with_it, without) = (
+        known_tools([Function.model_validate({"name": "f", "parameters": {}, **more})])
+        for more in ({"strict": True}, {})
+    )
+    assert with_it == without
+
+
+def test_channels_of_gpt_oss_are_told_apart() -> None:
+    form = call_format(GPT_OSS.template)
+    assert form is not None
+    calling = Calling(form, [Function(name="f")], forced=False, parallel=True, hidden=re.compile(r"<\|start\|>"))
+    text = (
+        "<|channel|>analysis<|message|>so to=functions.f?<|end|><|start|>assistant<|channel|>commentary<|message|>wait"
+        "<|end|><|start|>assistant<|channel|>final<|message|>well<|start|>!"
+    )
+    for size in (1, 7, len(text)):
+        reader, said, thoughts = CallReader(calling), "", ""
+        for at in range(0, len(text), size):
+            said += reader.push(text[at : at + size], at + size >= len(text))[0]
+            thoughts += reader.thoughts()
+        assert thoughts == "so to=functions.f?"
+        assert said.replace("<|start|>", "") == "waitwell!"
+        assert not reader.calls
+
+
+def test_the_table_of_the_documentation_is_true() -> None:
+    assert table() in Path("docs/serving.md").read_text(encoding="utf-8")
+
+
+# --- added tokens in grammars ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[QWEN3, HERMES], ids=lambda family: family.name)
+def marked(
+    request: pytest.FixtureRequest, bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """An engine whose ``<tool_call>`` is an added token, special or not."""
+    folder = family_bundle(request.param, bundle("llama-near"), tmp_path_factory.mktemp("marked") / "bundle")
+    with Engine.load(folder, threads=1) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize(
+    ("bound", "pattern"),
+    [
+        ({"grammar": 'start: "<tool_call>" | "a<tool_call>b<|im_start|>"'}, r"<tool_call>|a<tool_call>b<\|im_start\|>"),
+        ({"grammar": "start: /x?<tool_call>[ab]<\\/tool_call>/"}, "x?<tool_call>[ab]</tool_call>"),
+        ({"json_schema": '{"const": "<tool_call>"}'}, '"<tool_call>"'),
+        ({"json_schema": '{"type": "string", "pattern": "^a?</tool_call>$"}'}, '"a?</tool_call>"'),
+        ({"json_schema": '{"enum": ["<|im_end|>", "</s><|im_start|>"]}'}, r'"(<\|im_end\|>|</s><\|im_start\|>)"'),
+    ],
+)
+def test_a_grammar_may_hold_added_tokens(marked: Engine, skip: bool, bound: Any, pattern: str) -> None:
+    prompt = marked.encode("one <tool_call>a</tool_call><|im_end|>")
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(
+            temperature=temperature, max_tokens=60, seed=2, skip_special_tokens=skip, logprobs=0, **bound
+        )
+        plain = marked.generate(prompt, params, PLAIN)
+        assert re.fullmatch(pattern, plain.text), plain.text
+        assert plain.finish_reason == "stop"
+        for method in ("draft_model", "ngram"):
+            made = marked.generate(prompt, params, method)
+            assert re.fullmatch(pattern, made.text)
+            if not temperature:
+                assert (made.token_ids, made.logprobs) == (plain.token_ids, plain.logprobs)
+
+
+def test_a_bound_text_may_hold_tokens_of_its_own(marked: Engine) -> None:
+    """Where text is free, added tokens that show are free; where a grammar names tokens, those are taken."""
+    added = marked.tokenizer.token_to_id("<tool_call>")
+    special = marked.tokenizer.get_added_tokens_decoder()[added].special
+    params = SamplingParams(temperature=0.0, max_tokens=3, logit_bias={added: 100.0}, skip_special_tokens=False)
+    free = marked.generate([5, 6, 7], params.replace(grammar="start: /(.|\\n)*/"))
+    assert free.token_ids == (added,) * 3
+    hidden = marked.generate([5, 6, 7], params.replace(grammar="start: /(.|\\n)*/", skip_special_tokens=True))
+    assert (added in hidden.token_ids) == (not special)
+    for name in (f"<[{added}]>", "<tool_call>"):
+        named = marked.generate([5, 6, 7], params.replace(grammar=f'start: {name} "<tool_call>"', max_tokens=20))
+        assert named.token_ids[0] == added
+        assert named.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.Metaspace()])
+def test_a_tokenizer_that_cannot_be_read_is_named(engine: Callable[[str], Engine], decoder: Any) -> None:
+    tokenizer = Tokenizer.from_str(engine("llama-near").tokenizer.to_str())
+    tokenizer.decoder = decoder
+    with pytest.raises(RequestError, match=r"tokenizer has (no decoder|the decoder \w+), which llguidance") as caught:
+        Grammars(tokenizer, 320, [1]).json_schema("{}")
+    assert caught.value.param == "json_schema"

@@ -1,0 +1,184 @@
+"""Bytes that are not UTF-8, and text that standard output cannot show: one line, or a replacement."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from specexport.contract.errors import BundleError
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.bundle import Bundle
+from tests.serving import Served, served, with_chat_template
+
+NAME = "llama-near"
+WRONG = b"ab\xff"
+NAMED = "the byte 0xff at position 2 is not UTF-8; send text in UTF-8"
+
+
+def command(
+    *words: object, stdin: bytes = b"", env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1", **(env or {})}
+    encoded = [os.fsencode(word) if isinstance(word, Path) else word for word in words]
+    return subprocess.run(
+        [sys.executable, "-m", "specexport", *encoded],  # type: ignore[list-item]
+        input=stdin,
+        env=environment,
+        capture_output=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin", "named"),
+    [
+        (["-n", "2"], WRONG, f"standard input: {NAMED}"),
+        (["-n", "2", "-p", WRONG], b"", f"prompt: {NAMED}"),
+        (["-n", "2", b"--prompt=" + WRONG], b"", f"prompt: {NAMED}"),
+        (["-p", "a", "--stop", WRONG], b"", f"stop: {NAMED}"),
+        (["-p", "a", "--method", WRONG], b"", f"method: {NAMED}"),
+    ],
+)
+def test_text_that_is_not_utf8_is_explained_in_one_line(
+    bundle: Callable[[str], Path], words: list[object], stdin: bytes, named: str
+) -> None:
+    done = command("run", bundle(NAME), *words, stdin=stdin)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr.decode() == f"specexport: error: {named}\n"
+
+
+def test_another_encoding_is_that_of_standard_input(bundle: Callable[[str], Path]) -> None:
+    words = ("run", bundle(NAME), "-n", "2", "--temperature", "0", "--json")
+    latin = command(*words, stdin="ab\xff".encode("latin-1"), env={"PYTHONIOENCODING": "latin-1"})
+    assert latin.returncode == 0
+    said = [json.loads(done.stdout) for done in (latin, command(*words, "-p", "ab\xff"))]
+    assert said[0]["prompt"] == "ab\xff"
+    assert said[0]["token_ids"] == said[1]["token_ids"]
+    done = command(*words, stdin=WRONG, env={"PYTHONIOENCODING": "ascii"})
+    assert done.stderr == b"specexport: error: standard input: the byte 0xff is not ASCII; send text in ASCII\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "content"),
+    [
+        (["run", "BUNDLE", "-p", "a", "--hypothesis", "FILE"], WRONG),
+        (["bench", "BUNDLE", "--data", "FILE"], WRONG),
+        (["tune", "tree", "BUNDLE", "--data", "FILE"], WRONG),
+        (["inspect", "FILE", "--tree"], WRONG),
+        (["draw", "FILE", "-o", "out.svg"], b'{"parents": "\xff"}'),
+        (["serve", "BUNDLE", "--api-key", WRONG], b""),
+        (["build", "--target", WRONG, "-o", "out"], b""),
+    ],
+)
+def test_files_and_options_that_are_not_utf8_are_named(
+    bundle: Callable[[str], Path], tmp_path: Path, words: list[object], content: bytes
+) -> None:
+    (tmp_path / "data.jsonl").write_bytes(content)
+    known: dict[object, object] = {"BUNDLE": bundle(NAME), "FILE": tmp_path / "data.jsonl"}
+    done = command(*(known.get(word, word) for word in words))
+    assert done.returncode == 1
+    line = done.stderr.decode()
+    assert line.startswith("specexport: error: ")
+    assert line.count("\n") == 1
+    assert ("data.jsonl" if "FILE" in words else NAMED) in line
+
+
+@pytest.mark.exporter
+@pytest.mark.parametrize(
+    "file", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_a_checkpoint_that_is_not_utf8_is_refused(tmp_path: Path, file: str) -> None:
+    from tests.checkpoints import make_checkpoint
+
+    model = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1)
+    path = model / file
+    path.write_bytes((path.read_bytes() if path.exists() else b"") + WRONG)
+    done = command("build", "--target", model, "-o", tmp_path / "out")
+    assert done.returncode == 1, file
+    lines = [line for line in done.stderr.decode().splitlines() if line.startswith("specexport: error: ")]
+    assert len(lines) == 1
+    assert str(model) in lines[0]
+    assert b"Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_may_have_any_name_that_is_text(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + WRONG))
+    shutil.copytree(bundle(NAME), folder)
+    with pytest.raises(BundleError, match="the folder's name is not UTF-8; rename it"):
+        Bundle.open(folder)
+    shutil.move(folder, tmp_path / "🙂 ü")
+    with Engine.load(tmp_path / "🙂 ü", threads=1) as engine:
+        assert engine.generate("a", SamplingParams(max_tokens=2, ignore_eos=True)).token_ids
+
+
+def test_what_standard_output_cannot_show_is_replaced(bundle: Callable[[str], Path]) -> None:
+    words = ("run", bundle(NAME), "-p", "🙂 ü", "-n", "24", "--temperature", "0", "--ignore-eos")
+    shown = command(*words).stdout.decode()
+    assert not shown.isascii()  # else this would show nothing
+    plain = command(*words, env={"PYTHONIOENCODING": "ascii"})
+    assert (plain.returncode, plain.stderr) == (0, b"")
+    assert plain.stdout.decode("ascii") == "".join(letter if letter.isascii() else "?" for letter in shown)
+    table = command("inspect", bundle(NAME), env={"PYTHONIOENCODING": "ascii"})
+    assert table.returncode == 0
+
+
+# --- over HTTP --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def running(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = with_chat_template(bundle(NAME), tmp_path_factory.mktemp("unicode") / "bundle")
+    with served(folder) as server:
+        yield server
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_body_that_is_not_utf8_is_refused(running: Served, size: int) -> None:
+    body = b'{"max_tokens": 1, "prompt": "' + b"a" * size + b'\xff"}'
+    answer = httpx.post(f"{running.url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", r'{"prompt": "HALF"}'),
+        ("/v1/completions", r'{"prompt": "a", "max_tokens": 1, "stop": "HALF"}'),
+        ("/v1/completions", r'{"prompt": "a", "max_tokens": 1, "user": "HALF"}'),
+        ("/v1/completions", r'{"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "HALF"}}'),
+        ("/v1/completions", r'{"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": {"const": "HALF"}}}'),
+        ("/v1/completions", r'{"prompt": "a", "max_tokens": 1, "speculative": {"hypothesis": "HALF"}}'),
+        ("/v1/completions", r'{"prompt": "a", "max_tokens": 1, "HALF": 1}'),
+        ("/v1/chat/completions", r'{"messages": [{"role": "user", "content": "HALF"}], "max_tokens": 1}'),
+        (
+            "/v1/chat/completions",
+            r'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": "HALF"}, "max_tokens": 1}',
+        ),
+        (
+            "/v1/chat/completions",
+            r'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "prediction": '
+            r'{"type": "content", "content": "HALF"}}',
+        ),
+        ("/v1/responses", r'{"input": "HALF", "max_output_tokens": 1}'),
+        ("/v1/responses", r'{"input": "a", "instructions": "HALF", "max_output_tokens": 1}'),
+        ("/tokenize", r'{"prompt": "HALF"}'),
+    ],
+)
+def test_half_a_character_in_json_is_refused(running: Served, path: str, body: str) -> None:
+    sent = body.replace("HALF", r"cut \ud83d")
+    answer = httpx.post(
+        f"{running.url}{path}", content=sent.encode(), headers={"Content-Type": "application/json"}, timeout=60
+    )
+    # What no text is made of, such as a variable that the template does not know, does no harm.
+    assert answer.status_code == (200 if "kwargs" in body else 400), answer.text
+    if answer.status_code == 400:
+        assert answer.json()["error"]["message"].isprintable()

@@ -1,0 +1,200 @@
+"""Families whose models call tools, rebuilt small: the template's way of calling and the tokenizer's added tokens.
+
+    python -m tests.tool_families
+
+prints the table of docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from specexport.contract.reading import file_entry, read_manifest, write_manifest
+from specexport.server.tools import call_format
+
+_TURNS = (
+    "{% for m in messages %}{{ BEGIN + m.role + BEHIND + (m.content or '') + '' }}{% for c in m.tool_calls or [] %}CALL"
+    "{% endfor %}{{ END }}{% endfor %}{% if add_generation_prompt %}{{ BEGIN + 'assistant' + BEHIND }}{% endif %}"
+)
+_NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+_JSON = "{{ {'name': c.function.name, 'ARGUMENTS': c.function.arguments} | tojson }}"
+
+
+def _turns(begin: str, behind: str, end: str, call: str) -> str:
+    words = {"BEGIN": f"'{begin}'", "BEHIND": f"'{behind}'", "END": f"'{end}'", "CALL": call}
+    text = _TURNS
+    for word, value in words.items():
+        text = text.replace(word, value)
+    return text
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family.
+
+    Attributes:
+        name: of its models.
+        template: of its chats.
+        special: its special tokens; the last of them ends a text.
+        plain: other added tokens.
+        mark: the token that begins calls; None where a call is the whole answer.
+        call: a whole call, as its models write it: the name is NAME, and the arguments are ARGS.
+        form: the same in words, for the table.
+    """
+
+    name: str
+    template: str
+    special: Sequence[str]
+    plain: Sequence[str] = ()
+    mark: str | None = None
+    call: str = ""
+    form: str = ""
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Its added tokens, which are the last of the vocabulary."""
+        return (*self.plain, *self.special)
+
+
+_HERMES_CALL = '<tool_call>\n{"name": "NAME", "arguments": ARGS}\n</tool_call>'
+_HERMES = "<tool_call>\n" + _JSON.replace("ARGUMENTS", "arguments") + "\n</tool_call>"
+_QWEN = _NAMES + _turns("<|im_start|>", "\n", "<|im_end|>\n", _HERMES)
+_LLAMA = (
+    '{# {"name": function name, "parameters": dictionary of argument name and its value} #}'
+    + _NAMES
+    + _turns("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", _JSON.replace("ARGUMENTS", "parameters"))
+)
+_IDS = "{% if c.id | length != 9 %}{{ raise_exception('ids have nine letters and digits') }}{% endif %}"
+_MISTRAL = _NAMES + _turns(
+    "[INST]", " ", "[/INST]", _IDS + "[TOOL_CALLS][" + _JSON.replace("ARGUMENTS", "arguments") + "]"
+)
+_MISTRAL_ARGS = _NAMES + _turns(
+    "[INST]", " ", "[/INST]", _IDS + "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
+)
+_GEMMA = _turns("<start_of_turn>", "\n", "<end_of_turn>\n", "")
+_GPT_OSS = _NAMES + _turns(
+    "<|start|>",
+    "",
+    "<|end|>",
+    " to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
+    "{{ c.function.arguments | tojson }}<|call|>",
+)
+QWEN2 = Family(
+    "Qwen 2.5",
+    _QWEN,
+    ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    ("<tool_call>", "</tool_call>"),
+    "<tool_call>",
+    _HERMES_CALL,
+    "`<tool_call>{json}</tool_call>`",
+)
+QWEN3 = Family(
+    "Qwen 3",
+    _QWEN,
+    QWEN2.special,
+    ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+    "<tool_call>",
+    _HERMES_CALL,
+    QWEN2.form,
+)
+HERMES = Family(
+    "Hermes, marks special",
+    _QWEN,
+    ("<tool_call>", "</tool_call>", *QWEN2.special),
+    (),
+    "<tool_call>",
+    _HERMES_CALL,
+    QWEN2.form,
+)
+LLAMA3 = Family(
+    "Llama 3.x",
+    _LLAMA,
+    ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>", "<|eom_id|>", "<|eot_id|>"),
+    (),
+    "<|python_tag|>",
+    '{"name": "NAME", "parameters": ARGS}',
+    '`{"name": …, "parameters": …}`, perhaps behind `<|python_tag|>`',
+)
+MISTRAL = Family(
+    "Mistral, to v7",
+    _MISTRAL,
+    ("[INST]", "[/INST]", "[TOOL_RESULTS]", "[TOOL_CALLS]", "[END]"),
+    (),
+    "[TOOL_CALLS]",
+    '[TOOL_CALLS][{"name": "NAME", "arguments": ARGS}]',
+    "`[TOOL_CALLS][{json}, …]`",
+)
+MISTRAL_ARGS = Family(
+    "Mistral, from v11",
+    _MISTRAL_ARGS,
+    ("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[END]"),
+    (),
+    "[TOOL_CALLS]",
+    "[TOOL_CALLS]NAME[ARGS]ARGS",
+    "`[TOOL_CALLS]name[ARGS]{json}`, with or without `[CALL_ID]`",
+)
+GEMMA3 = Family(
+    "Gemma 3",
+    _GEMMA,
+    ("<start_of_turn>", "<end_of_turn>"),
+    ("\n\n", "\n\n\n"),
+    None,
+    '{"name": "NAME", "arguments": ARGS}',
+)
+GPT_OSS = Family(
+    "gpt-oss",
+    _GPT_OSS,
+    ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"),
+    (),
+    "<|channel|>",
+    "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGS",
+    "harmony: `commentary to=functions.name`; analysis is `reasoning_content`",
+)
+FAMILIES = (QWEN2, QWEN3, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GEMMA3, GPT_OSS)
+
+
+def family_bundle(family: Family, bundle: Path, folder: Path) -> Path:
+    """A copy of a bundle whose last tokens are a family's, with its template."""
+    shutil.copytree(bundle, folder)
+    manifest = read_manifest(folder)
+    path = folder / manifest.tokenizer.file
+    stated = json.loads(path.read_text(encoding="utf-8"))
+    model, first = stated["model"], manifest.target.vocab_size - len(family.tokens)
+    # Later merges take none of the tokens that go.
+    gone = [name for name, id in model["vocab"].items() if id >= first]
+    model["vocab"] = {name: id for name, id in model["vocab"].items() if id < first}
+    model["merges"] = model["merges"][: len(model["merges"]) - len(gone)]
+    for id, token in enumerate(family.tokens, start=first):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        stated["added_tokens"].append({"id": id, "content": token, **flags, "special": token in family.special})
+    path.write_text(json.dumps(stated, ensure_ascii=False), encoding="utf-8")
+    name = "tokenizer/chat_template.jinja"
+    (folder / name).write_text(family.template, encoding="utf-8")
+    changed = {manifest.tokenizer.file, name}
+    files = (*(one for one in manifest.files if one.path not in changed), *(file_entry(folder, one) for one in changed))
+    last = manifest.target.vocab_size - 1
+    ends = (last - 1, last) if family is GPT_OSS else (last,)
+    tokenizer = msgspec.structs.replace(manifest.tokenizer, chat_template=name, eos_token_ids=ends)
+    write_manifest(folder, msgspec.structs.replace(manifest, tokenizer=tokenizer, files=files))
+    return folder
+
+
+def table() -> str:
+    """Tools by family, as docs/serving.md has it."""
+    rows: list[tuple[Any, ...]] = [("family", "a call", "`auto`", "`required`, a named tool"), ("---",) * 4]
+    for family in FAMILIES:
+        known = call_format(family.template) is not None
+        form = family.form if known else "its template knows no tools; JSON"
+        rows.append((family.name, form, "works" if known else "refused", "work"))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    print(table())
