@@ -43,7 +43,9 @@ class CompilerError(Exception):
     """There is no compiler, or it refused something; one line says what."""
 
 
-def build(output: Path, objects: Path, flags: Sequence[str] = (), sources: Sequence[Path] | None = None) -> None:
+def build(
+    output: Path, objects: Path, flags: Sequence[str] = (), sources: Sequence[Path] | None = None, shared: bool = True
+) -> None:
     """Compiles what has changed, and links the library.
 
     Args:
@@ -51,6 +53,7 @@ def build(output: Path, objects: Path, flags: Sequence[str] = (), sources: Seque
         objects: the folder of what is compiled, kept for the next time.
         flags: more, for the compiler and the linker.
         sources: what is compiled; None for all in ``kernels/``.
+        shared: whether it is a library; a program otherwise, as the tests are.
 
     Raises:
         CompilerError: see there.
@@ -71,7 +74,7 @@ def build(output: Path, objects: Path, flags: Sequence[str] = (), sources: Seque
     output.parent.mkdir(parents=True, exist_ok=True)
     part = output.with_name(f"{output.name}.{os.getpid()}")  # a process that has the old library mapped keeps it
     strip = [] if "-g" in flags or sys.platform == "darwin" else ["-s"]
-    _run([*compiler, "-shared", "-pthread", *strip, *flags, "-o", str(part), *map(str, parts)])
+    _run([*compiler, *(["-shared"] if shared else []), "-pthread", *strip, *flags, "-o", str(part), *map(str, parts)])
     part.replace(output)
 
 

@@ -13,17 +13,22 @@
 namespace specexport {
 
 extern const Kernels kPortableKernels;
+// Null where a build leaves them out.
 #if defined(__x86_64__)
-extern const Kernels kAvx2Kernels, kAvxVnniKernels, kAvx512Kernels;
+extern const Kernels kAvx2Kernels __attribute__((weak));
+extern const Kernels kAvxVnniKernels __attribute__((weak));
+extern const Kernels kAvx512Kernels __attribute__((weak));
 #elif defined(__aarch64__)
-extern const Kernels kNeonKernels, kI8mmKernels;
+extern const Kernels kNeonKernels __attribute__((weak));
+extern const Kernels kI8mmKernels __attribute__((weak));
 #endif
 
 namespace {
 
 struct Choice {
   const Kernels* kernels;
-  bool (*runs)();
+  bool (*has)();
+  bool runs() const { return kernels && has(); }
 };
 
 #if defined(__x86_64__)
@@ -71,7 +76,7 @@ const Choice kChoices[] = {
 
 const Kernels* kernels_of(const char* name) {
   for (const Choice& choice : kChoices)
-    if (!std::strcmp(choice.kernels->name, name) && choice.runs()) return choice.kernels;
+    if (choice.runs() && !std::strcmp(choice.kernels->name, name)) return choice.kernels;
   return nullptr;
 }
 
