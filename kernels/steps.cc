@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <utility>
 
 #include "half.h"
 
@@ -78,6 +79,21 @@ std::vector<int64_t> integers_of(const View& view) {
   return list;
 }
 
+int axis_of(int64_t axis, int rank) {
+  if (axis < -rank || axis >= rank) fail("an axis is " + std::to_string(axis) + ", of a tensor of rank " + std::to_string(rank));
+  return int(axis < 0 ? axis + rank : axis);
+}
+
+bool same_dims(const View& a, const View& b) {
+  if (a.rank != b.rank) return false;
+  return std::equal(a.dims, a.dims + a.rank, b.dims);
+}
+
+void require_dims(const View& view, std::initializer_list<int64_t> dims, const char* what) {
+  if (view.rank != int(dims.size()) || !std::equal(dims.begin(), dims.end(), view.dims))
+    fail(std::string(what) + " does not have the shape that goes with the other inputs");
+}
+
 // How many parts of work are worth handing out: one for every `least` elements.
 int parts_of(const Frame& frame, int64_t elements, int64_t least) {
   return int(std::clamp<int64_t>(elements / least, 1, 4 * frame.team.threads()));
@@ -106,6 +122,7 @@ class Reshape : public Step {
         if (int(i) >= x.rank) fail("Reshape copies a dimension that its input lacks");
         dims[i] = x.dims[i];
       }
+      if (dims[i] < -1 || (dims[i] == -1 && free >= 0)) fail("Reshape to a shape with more than one free dimension");
       if (dims[i] == -1) free = int64_t(i);
       else known *= dims[i];
     }
@@ -126,8 +143,9 @@ View transposed(const Frame& frame, const Step& step, const Node& node) {
   const View& x = frame[step.inputs[0]];
   View y = x;
   auto it = node.attributes.find("perm");
+  if (it != node.attributes.end() && it->second.integers.size() != size_t(x.rank)) fail("perm is not of the input's rank");
   for (int i = 0; i < x.rank; i++) {
-    const int from = it == node.attributes.end() ? x.rank - 1 - i : int(it->second.integers[size_t(i)]);
+    const int from = it == node.attributes.end() ? x.rank - 1 - i : axis_of(it->second.integers[size_t(i)], x.rank);
     y.dims[i] = x.dims[from];
     y.strides[i] = x.strides[from];
   }
@@ -141,7 +159,11 @@ View unsqueezed(const Frame& frame, const Step& step, const Node&) {
   y.rank = x.rank + int(axes.size());
   if (y.rank > kMostDims) fail("Unsqueeze makes more than 8 dimensions");
   bool is_new[kMostDims] = {};
-  for (int64_t axis : axes) is_new[axis < 0 ? axis + y.rank : axis] = true;
+  for (int64_t axis : axes) {
+    bool& at = is_new[axis_of(axis, y.rank)];
+    if (at) fail("Unsqueeze names an axis twice");
+    at = true;
+  }
   for (int i = 0, from = 0; i < y.rank; i++) {
     y.dims[i] = is_new[i] ? 1 : x.dims[from];
     y.strides[i] = is_new[i] ? 0 : x.strides[from++];
@@ -153,12 +175,13 @@ View squeezed(const Frame& frame, const Step& step, const Node&) {
   const View& x = frame[step.inputs[0]];
   bool gone[kMostDims] = {};
   if (step.inputs.size() > 1 && step.inputs[1] >= 0)
-    for (int64_t axis : integers_of(frame[step.inputs[1]])) gone[axis < 0 ? axis + x.rank : axis] = true;
+    for (int64_t axis : integers_of(frame[step.inputs[1]])) gone[axis_of(axis, x.rank)] = true;
   else
     for (int i = 0; i < x.rank; i++) gone[i] = x.dims[i] == 1;
   View y = x;
   y.rank = 0;
   for (int i = 0; i < x.rank; i++) {
+    if (gone[i] && x.dims[i] != 1) fail("Squeeze takes away a dimension that is not 1");
     if (gone[i]) continue;
     y.dims[y.rank] = x.dims[i];
     y.strides[y.rank++] = x.strides[i];
@@ -174,8 +197,10 @@ View sliced(const Frame& frame, const Step& step, const Node&) {
   else
     for (size_t i = 0; i < starts.size(); i++) axes.push_back(int64_t(i));
   if (step.inputs.size() > 4 && step.inputs[4] >= 0) steps = integers_of(frame[step.inputs[4]]);
+  if (ends.size() != starts.size() || axes.size() != starts.size() || steps.size() != starts.size())
+    fail("Slice's starts, ends, axes and steps are not of one length");
   for (size_t i = 0; i < starts.size(); i++) {
-    const int axis = int(axes[i] < 0 ? axes[i] + y.rank : axes[i]);
+    const int axis = axis_of(axes[i], y.rank);
     const int64_t size = y.dims[axis], by = steps[i];
     if (by < 1) fail("Slice goes backwards, which is not supported here");
     const int64_t start = std::clamp<int64_t>(starts[i] < 0 ? starts[i] + size : starts[i], 0, size);
@@ -193,11 +218,12 @@ View expanded(const Frame& frame, const Step& step, const Node&) {
   const View& x = frame[step.inputs[0]];
   const std::vector<int64_t> dims = integers_of(frame[step.inputs[1]]);
   View y = x;
+  if (dims.size() > size_t(kMostDims)) fail("Expand makes more than 8 dimensions");
   y.rank = std::max(x.rank, int(dims.size()));
   for (int i = 0; i < y.rank; i++) {
     const int from = i - (y.rank - x.rank), wanted = i - (y.rank - int(dims.size()));
     const int64_t has = from < 0 ? 1 : x.dims[from], asked = wanted < 0 ? 1 : dims[size_t(wanted)];
-    if (has != asked && has != 1 && asked != 1) fail("Expand does not fit");
+    if (asked < 0 || (has != asked && has != 1 && asked != 1)) fail("Expand does not fit");
     y.dims[i] = has == 1 ? asked : has;
     y.strides[i] = from < 0 || has == 1 ? 0 : x.strides[from];
   }
@@ -209,7 +235,7 @@ class Split : public Step {
   explicit Split(int64_t axis) : axis_(axis) { looks = true; }
   void run(Frame& frame) const override {
     const View x = frame[inputs[0]];
-    const int axis = int(axis_ < 0 ? axis_ + x.rank : axis_);
+    const int axis = axis_of(axis_, x.rank);
     std::vector<int64_t> sizes;
     if (inputs.size() > 1 && inputs[1] >= 0) {
       sizes = integers_of(frame[inputs[1]]);
@@ -217,9 +243,11 @@ class Split : public Step {
       const int64_t parts = int64_t(outputs.size()), each = (x.dims[axis] + parts - 1) / parts;
       for (int64_t i = 0; i < parts; i++) sizes.push_back(std::min(each, x.dims[axis] - i * each));
     }
+    if (sizes.size() != outputs.size()) fail("Split has not one size for each output");
     View y = x;
     int64_t total = 0;
     for (size_t i = 0; i < outputs.size(); i++) {
+      if (sizes[i] < 0) fail("Split has a negative size");
       y.dims[axis] = sizes[i];
       total += sizes[i];
       if (total > x.dims[axis]) fail("Split's parts are larger than its input");
@@ -237,10 +265,14 @@ class Concat : public Step {
   explicit Concat(int64_t axis) : axis_(axis) {}
   void run(Frame& frame) const override {
     const View& first = frame[inputs[0]];
-    const int axis = int(axis_ < 0 ? axis_ + first.rank : axis_);
+    const int axis = axis_of(axis_, first.rank);
     std::vector<int64_t> dims = first.shape();
     dims[size_t(axis)] = 0;
-    for (int input : inputs) dims[size_t(axis)] += frame[input].dims[axis];
+    for (int input : inputs) {
+      View other = frame[input];
+      if (other.rank == first.rank) dims[size_t(axis)] += std::exchange(other.dims[axis], first.dims[axis]);
+      if (!same_dims(other, first)) fail("Concat's inputs do not fit each other");
+    }
     View& y = frame.create(outputs[0], first.type, dims);
     const size_t size = element_size(y.type);
     int64_t inner = 1, outer = 1;
@@ -283,6 +315,7 @@ class Gate : public Step {
   explicit Gate(Unary function) : function_(function) {}
   void run(Frame& frame) const override {
     View a = frame[inputs[0]], b = frame[inputs[1]];
+    if (!same_dims(a, b)) fail("an activation and its gate do not have the same shape");
     if (!a.dense_rows()) a = frame.packed(a);
     if (!b.dense_rows()) b = frame.packed(b);
     View& y = frame.create(outputs[0], Type::kFloat, a.shape());
@@ -372,6 +405,8 @@ class Norm : public Step {
   void run(Frame& frame) const override {
     View x = frame[inputs[0]];
     if (!x.dense_rows()) x = frame.packed(x);
+    require_dims(frame[inputs[1]], {x.last()}, "the weight of a norm");
+    if (inputs.size() > 2 && inputs[2] >= 0) require_dims(frame[inputs[2]], {x.last()}, "the bias of a norm");
     const float* weight = frame[inputs[1]].floats();
     const float* bias = inputs.size() > 2 && inputs[2] >= 0 ? frame[inputs[2]].floats() : nullptr;
     View& y = frame.create(outputs[0], Type::kFloat, x.shape());
@@ -418,6 +453,7 @@ class Rotary : public Step {
     const View cos = frame.packed(frame[inputs[1]]), sin = frame.packed(frame[inputs[2]]);
     const int64_t batch = x.dims[0], heads = x.dims[1], tokens = x.dims[2];
     const int size = int(x.dims[3]), rotated = rotated_ ? rotated_ : size;
+    if (rotated > size || rotated % 2 || !same_dims(cos, sin)) fail("RotaryEmbedding's inputs do not fit each other");
     if (cos.rank != 3 || cos.dims[1] != tokens || cos.last() != rotated / 2 || (cos.dims[0] != batch && cos.dims[0] != 1))
       fail("RotaryEmbedding's cosines do not fit its input");
     View& y = frame.create(outputs[0], Type::kFloat, x.shape());
@@ -441,6 +477,9 @@ class TensorScatter : public Step {
  public:
   void run(Frame& frame) const override {
     const View cache = frame[inputs[0]], update = frame[inputs[1]];
+    if (update.rank != 4 || cache.rank != 4) fail("TensorScatter's inputs are not of rank 4");
+    require_dims(update, {cache.dims[0], cache.dims[1], update.dims[2], cache.dims[3]}, "TensorScatter's update");
+    if (inputs.size() > 2 && inputs[2] >= 0) require_dims(frame[inputs[2]], {cache.dims[0]}, "TensorScatter's index");
     View& y = frame.create(outputs[0], cache.type, cache.shape());
     if (y.data != cache.data) copy_elements(cache, y);
     const int64_t batch = cache.dims[0], heads = cache.dims[1], length = cache.dims[2], size = cache.dims[3];
@@ -468,7 +507,10 @@ class Attention : public Step {
     View mask = frame[inputs[3]];
     const int64_t batch = q.dims[0], heads = q.dims[1], rows = q.dims[2], groups = k.dims[1], length = k.dims[2];
     const int size = int(q.dims[3]), value_size = int(v.dims[3]);
-    if (k.dims[3] != size || v.dims[2] != length || heads % groups) fail("Attention's inputs do not fit each other");
+    if (groups < 1 || heads % groups) fail("Attention's heads do not fit each other");
+    require_dims(k, {batch, groups, length, size}, "Attention's keys");
+    require_dims(v, {batch, groups, length, value_size}, "Attention's values");
+    if (mask.rank > 4) fail("Attention's mask is not of rank 4 or less");
     const std::vector<int64_t> dims = {batch, heads, rows, length};
     int64_t masks[4];
     broadcast(mask, dims, masks);
@@ -523,6 +565,7 @@ class Gather : public Step {  // along the first dimension
  public:
   void run(Frame& frame) const override {
     const View table = frame.packed(frame[inputs[0]]), indices = frame.packed(frame[inputs[1]]);
+    if (table.rank < 1) fail("Gather has no table");
     std::vector<int64_t> dims = indices.shape();
     dims.insert(dims.end(), table.dims + 1, table.dims + table.rank);
     const bool wide = table.type == Type::kBfloat16 || table.type == Type::kFloat16;
@@ -552,7 +595,10 @@ class GatherRows : public Step {  // GatherElements whose indices are the same a
   explicit GatherRows(int64_t axis) : axis_(axis) {}
   void run(Frame& frame) const override {
     const View x = frame[inputs[0]], indices = frame[inputs[1]];
-    const int axis = int(axis_ < 0 ? axis_ + x.rank : axis_);
+    const int axis = axis_of(axis_, x.rank);
+    if (indices.rank != x.rank) fail("GatherElements' indices are not of its input's rank");
+    for (int i = 0; i < x.rank; i++)
+      if (i != axis && indices.dims[i] > x.dims[i]) fail("GatherElements' indices are larger than its input");
     View& y = frame.create(outputs[0], x.type, indices.shape());
     const size_t size = element_size(x.type);
     const int64_t rows = y.rows(), last = y.last();
@@ -681,6 +727,7 @@ class Product : public Step {
     int64_t addend_stride = 0;
     if (inputs.size() > 1) {
       View other = frame[inputs[1]];
+      if (!(other.rank == 1 && other.count() == columns) && !same_dims(other, y)) fail("what is added to a product does not fit it");
       if (other.count() != columns && !(other.dense_rows() && other.even_rows(&addend_stride))) other = frame.packed(other);
       if (other.count() == columns) addend_stride = 0;
       else other.even_rows(&addend_stride);

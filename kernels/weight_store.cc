@@ -46,7 +46,8 @@ WeightStore::WeightStore(const Store& store, const std::vector<Matrix>& matrices
   size_ = kHeader;
   for (const Matrix& matrix : matrices) {
     PackedWeights form = packed_form(matrix);
-    const int32_t numbers[] = {int(form.kind), form.depth, form.columns, form.block, form.zero_points, form.half_scales};
+    const int32_t numbers[] = {int(form.kind), form.depth, form.columns, form.block, form.zero_points, form.half_scales,
+                               int(form.layout), matrix.transposed};
     hash = mix(hash, numbers, sizeof numbers);
     hash = mix_samples(mix_samples(hash, matrix.weights), matrix.scales);
     forms_.push_back(form);
