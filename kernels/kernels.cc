@@ -135,7 +135,7 @@ bool agrees(const Kernels& kernels) {
   for (Type type : {Type::kInt8, Type::kInt4, Type::kFloat}) {
     const std::vector<float> ours = products_with(kernels, type), theirs = products_with(kPortableKernels, type);
     for (size_t i = 0; i < ours.size(); i++) {
-      const float bound = 1e-2f + 1e-3f * std::fabs(theirs[i]);
+      const float bound = 0.5f + 1e-3f * std::fabs(theirs[i]);
       if (!(std::fabs(ours[i] - theirs[i]) <= bound)) return false;
     }
   }
