@@ -174,7 +174,7 @@ def padded(parts: Sequence[Sequence[int]], width: int) -> Array:
 
 
 def differences(
-    family: Family, path: Path, prompts: Sequence[int], chunk: int, rows: int, ours: bool
+    family: Family, path: Path, prompts: Sequence[int], chunk: int, rows: int, ours: bool = True
 ) -> dict[str, float]:
     """The largest difference of a logit from transformers' in prefill, chain steps and a tree, slots in parallel."""
     texts = [random_text(length + CHAIN_STEPS + len(TREE), seed) for seed, length in enumerate(prompts)]
