@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -205,7 +206,14 @@ class LLM:
     def _complete(self, streams: list[Stream], use_tqdm: bool) -> dict[int, Completion]:
         """Runs streams, as many at once as the engine has slots; by their identity."""
         done: dict[int, Completion] = {}
-        bar = tqdm(total=len(streams), desc="generating", leave=False, disable=None if use_tqdm and streams else True)
+        size = shutil.get_terminal_size()  # tqdm shows nothing in a terminal that does not tell its size
+        bar = tqdm(
+            total=len(streams),
+            desc="generating",
+            disable=None if use_tqdm and streams else True,
+            ncols=size.columns,
+            nrows=size.lines,
+        )
         with ThreadPoolExecutor(self._frontend.slots) as pool, bar:
             running = {pool.submit(completed, stream): stream for stream in streams}
             try:

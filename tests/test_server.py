@@ -607,6 +607,31 @@ def test_stopping_finishes_streams_or_says_that_it_does_not(folder: Path, patien
         assert last["error"]["code"] == "shutting_down"
 
 
+def test_who_comes_while_requests_finish_is_told_so(folder: Path) -> None:
+    """On new connections: a port that is closed would say nothing."""
+    events: list[str] = []
+    begun = threading.Event()
+    with served(folder, patience=60.0) as running:
+        thread = threading.Thread(target=_stream, args=(running.url, 480, events, begun))
+        thread.start()
+        assert begun.wait(120)
+        running.server.should_exit = True
+        until = time.monotonic() + 60
+        while not running.service.engine.closed:
+            assert time.monotonic() < until
+        assert thread.is_alive(), "the stream ended before it was asked"
+        ready, answer = (
+            httpx.get(f"{running.url}/ready"),
+            httpx.post(f"{running.url}/v1/completions", json={"prompt": "a"}),
+        )
+        assert (ready.status_code, ready.json()["error"]["code"]) == (503, "shutting_down")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        assert int(answer.headers["retry-after"]) > 0
+        assert httpx.get(f"{running.url}/health").status_code == 200
+    thread.join(120)
+    assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
 def test_an_engine_that_drains_is_not_ready(folder: Path) -> None:
     with served(folder) as running, httpx.Client(base_url=running.url) as http:
         running.service.engine._closed = True
