@@ -23,6 +23,7 @@ from specexport.checkpoints.config import (
 )
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.quantized import Scales
+from specexport.checkpoints.templates import chat_templates
 from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer, StateLayer
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, Probe, lowering, sample_masks
@@ -190,12 +191,12 @@ class TokenizerFiles:
 
     Attributes:
         tokenizer: the fast tokenizer.
-        chat_template: the Jinja template, or None.
+        chat_templates: the Jinja templates by name.
         special_tokens: ``bos_token`` and the like, for chat templates.
     """
 
     tokenizer: Tokenizer
-    chat_template: str | None
+    chat_templates: dict[str, str]
     special_tokens: dict[str, str]
 
 
@@ -216,11 +217,8 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
             f"{path}: its tokenizer ({type(loaded).__name__}) has no fast form; expected one that a tokenizer.json can "
             "hold"
         )
-    template = loaded.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
     special = {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
-    return TokenizerFiles(backend, template, special)
+    return TokenizerFiles(backend, chat_templates(path, loaded), special)
 
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Path, draft_path: Path) -> None:
@@ -241,8 +239,8 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Pat
     else:
         detail = f"{draft_path} has the same tokens, split differently, as {target_path}"
     raise BuildError(
-        f"target and draft use different tokenizers: {detail}. A draft must use the target's tokenizer; choose one "
-        "from the same family"
+        f"target and draft use different tokenizers: {detail}. A draft must use the target's tokenizer: choose one "
+        f"from the same family, or draft through text with --method universal_draft:{draft_path}"
     )
 
 

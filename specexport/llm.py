@@ -141,25 +141,35 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers conversations, put into words by the model's chat template.
 
         Args:
-            messages: one conversation or several, each a list of ``{"role": ..., "content": ...}``.
+            messages: one conversation or several, each a list of ``{"role": ..., "content": ...}``, the content a text
+                or a list of ``{"type": "text", "text": ...}``.
             sampling_params: see :meth:`generate`.
             use_tqdm: see :meth:`generate`.
+            chat_template: the name of one of the model's, if it has several; None for ``tool_use`` with tools, if it is
+                there, else ``default``.
             add_generation_prompt: end the prompt with what introduces the model's answer.
+            tools: what the template is told of functions that may be called.
             chat_template_kwargs: variables that the template knows.
 
         Raises:
             RequestError: the model has no chat template, it refuses the messages, or a parameter is wrong.
         """
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        variables = {**({} if tools is None else {"tools": list(tools)}), **(chat_template_kwargs or {})}
         tokens = [
             self._frontend.chat_tokens(
-                cast(Sequence[Message], conversation), chat_template_kwargs, add_generation_prompt=add_generation_prompt
+                cast(Sequence[Message], conversation),
+                variables,
+                add_generation_prompt=add_generation_prompt,
+                name=chat_template,
             )
             for conversation in conversations
         ]
