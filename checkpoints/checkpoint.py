@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, Probe,
 from specexport.graphs.experts import EXPERTS_NAME
 from specexport.graphs.recurrent import StateProbe, recurrent, take_over
 from specexport.graphs.rotary import freeze_frequencies
+
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model")
+"""Files of sentencepiece's; some are tiktoken's by the same name."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,7 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
     try:
         loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # from missing files to malformed JSON
-        raise BuildError(f"{path}: its tokenizer could not be loaded: {error}") from error
+        raise BuildError(_missing_reader(path) or f"{path}: its tokenizer could not be loaded: {error}") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise BuildError(
@@ -219,6 +223,22 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
         )
     special = {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
     return TokenizerFiles(backend, chat_templates(path, loaded), special)
+
+
+def _missing_reader(folder: Path) -> str | None:
+    """What is to be installed for a folder's tokenizer, of which transformers may name something else."""
+    if (folder / "tokenizer.json").is_file():
+        return None
+    for file in map(folder.joinpath, _SENTENCEPIECE):
+        if file.is_file():
+            with file.open("rb") as stream:  # the other kind are lines of text
+                library = "sentencepiece" if stream.read(1) == b"\n" else "tiktoken"
+            if find_spec(library) is None:
+                return (
+                    f"{file}: read by {library}, which is not installed; install it with: pip install {library}, or "
+                    "choose a checkpoint that has a tokenizer.json"
+                )
+    return None
 
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Path, draft_path: Path) -> None:

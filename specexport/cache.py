@@ -24,8 +24,8 @@ from specexport.contract.reading import check_files, read_manifest, sha256
 from specexport.exporter.fingerprint import fingerprint
 from specexport.runtime.machine import cache_folder
 
-_READ = (".json", ".safetensors", ".jinja", ".txt", ".model", ".pt", ".bin")
-"""Files of a checkpoint that a build may read."""
+_READ = (".json", ".safetensors", ".jinja", ".txt", ".model", ".pt", "pytorch_model.bin", "adapter_model.bin")
+"""Ends of the names of files of a checkpoint that a build may read."""
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _FORGOTTEN = 7 * 24 * 3600
 """Seconds."""
@@ -108,7 +108,7 @@ def _content(folder: Path, known: Path) -> dict[str, str]:
     """SHA-256 of a checkpoint's files by their names; remembered until a file changes its size or time."""
     found: dict[str, str] = {}
     for file in sorted([*folder.iterdir(), *folder.glob(_TEMPLATES)]) if folder.is_dir() else []:
-        if file.suffix not in _READ or not file.is_file():
+        if not file.name.endswith(_READ) or not file.is_file():
             continue
         name, state = file.relative_to(folder).as_posix(), file.stat()
         memo = known / _digest([str(file.resolve()), state.st_size, state.st_mtime_ns, state.st_ino])
