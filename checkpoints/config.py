@@ -18,6 +18,7 @@ import torch
 from msgspec import Meta
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import find_adapter_config_file
 
 from specexport.checkpoints.adapters import merged
 from specexport.checkpoints.locate import ADAPTER, base_of, unreadable
@@ -62,15 +63,17 @@ class GenerationConfig(msgspec.Struct):
 
 
 def meta_model(source: str | Path) -> Any:
-    """A checkpoint's model without its weights, which only its configuration is read for.
+    """A checkpoint's model without its weights, which only its configuration is read for; an adapter's is its base.
 
     Raises:
         BuildError: the configuration cannot be read.
     """
-    path = Path(source).expanduser()
-    if (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
-        return meta_model(base_of(path)[0])
+    asked, path = source, Path(source).expanduser()
     try:
+        adapter = find_adapter_config_file(str(path if path.is_dir() else source))
+        if adapter is not None and not (path / CONFIG).is_file():
+            source = base_of(Path(adapter).parent)[0]
+            path = Path(source).expanduser()
         if path.is_dir():
             config = read_model_config(path)
         else:
@@ -78,7 +81,7 @@ def meta_model(source: str | Path) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except (ValueError, OSError, KeyError) as error:
-        raise BuildError(f"{source}: its configuration cannot be read: {error}") from error
+        raise BuildError(f"{asked}: its configuration cannot be read: {error}") from error
 
 
 def read_model_config(folder: Path) -> Any:

@@ -31,18 +31,34 @@ _FEW_LAYERS = 4
 """Most layers of heads and drafts that are read from a pickled file; models are not."""
 
 
-def locate(source: str, revision: str | None = None) -> Path:
+def locate(source: str) -> Path:
     """The local folder of a checkpoint; a hub id is downloaded into the hub's own cache.
 
     An adapter that lies alone is put beside links to the files of its model, in a folder of this process.
 
     Args:
         source: a folder, or a hub id.
-        revision: of a hub id.
 
     Raises:
         BuildError: it is neither a folder with a ``config.json`` and weights nor a reachable hub id.
     """
+    path = _folder(source)
+    if not (path / CONFIG).is_file() and (path / ADAPTER).is_file():
+        try:
+            base = _folder(*base_of(path))
+        except BuildError as error:
+            raise BuildError(f"{path / ADAPTER}: base_model_name_or_path: {error}") from error
+        path = _beside(path, base)
+    if not (path / CONFIG).is_file():
+        raise BuildError(f"{path}: no {CONFIG}; expected a Hugging Face model folder")
+    if not any(path.glob("*.safetensors")) and not (path / _PICKLED).is_file():
+        found = ", ".join(sorted(p.name for p in path.glob("*.bin"))) or "no weights"
+        raise BuildError(f"{path}: {unreadable(found)}")
+    return path
+
+
+def _folder(source: str, revision: str | None = None) -> Path:
+    """The folder of a source as it is, ``revision`` being a hub id's."""
     path = Path(source).expanduser()
     if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))):
         raise BuildError(
@@ -52,14 +68,7 @@ def locate(source: str, revision: str | None = None) -> Path:
     if not path.is_dir():
         if path.exists() or source.count("/") != 1 or source.startswith((".", "/", "~")):
             raise BuildError(f"{source}: no such folder; expected a Hugging Face model folder or a hub id (owner/name)")
-        path = _fetched(source, revision)
-    if not (path / CONFIG).is_file():
-        if not (path / ADAPTER).is_file():
-            raise BuildError(f"{path}: no {CONFIG}; expected a Hugging Face model folder")
-        path = _beside(path, locate(*base_of(path)))
-    if not any(path.glob("*.safetensors")) and not (path / _PICKLED).is_file():
-        found = ", ".join(sorted(p.name for p in path.glob("*.bin"))) or "no weights"
-        raise BuildError(f"{path}: {unreadable(found)}")
+        return _fetched(source, revision)
     return path
 
 
@@ -75,15 +84,13 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
     """The model that an adapter is for, and its revision.
 
     Raises:
-        BuildError: the adapter names none; names the file and the field.
+        BuildError: the adapter names none.
     """
     path = adapter / ADAPTER
     document = _document(path)
     base, revision = document.get("base_model_name_or_path"), document.get("revision")
     if not isinstance(base, str) or not base or not isinstance(revision, str | None):
-        raise BuildError(
-            f"{path}: base_model_name_or_path is {base!r}; expected the folder or hub id of the adapter's model"
-        )
+        raise BuildError(f"it is {base!r}; expected the folder or hub id of the adapter's model")
     return base, revision
 
 

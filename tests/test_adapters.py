@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specexport.checkpoints.checkpoint import load_tokenizer
-from specexport.checkpoints.config import load_causal_lm, read_model_config, require_stored
+from specexport.checkpoints.config import load_causal_lm, meta_model, read_model_config, require_stored
 from specexport.checkpoints.locate import ADAPTER, locate
 from specexport.cli import main
 from specexport.contract.errors import BuildError
@@ -180,6 +180,17 @@ def test_an_adapter_that_is_broken_is_named(
     change(folder)
     with pytest.raises(BuildError, match=rf"adapter_config\.json: .*{said}"):
         logits_of(folder)
+
+
+@pytest.mark.parametrize("of", ["no/where/at/all", "./gone", "itself"])
+def test_an_adapter_whose_model_is_not_there_is_named(base: Path, tmp_path: Path, of: str) -> None:
+    folder, _ = adapter(tmp_path / "adapter", base, peft.LoraConfig(**LORA))
+    document = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    where = str(folder) if of == "itself" else of
+    (folder / ADAPTER).write_text(json.dumps(document | {"base_model_name_or_path": where}), encoding="utf-8")
+    for read in (lambda: locate(str(folder)), lambda: meta_model(folder)):
+        with pytest.raises(BuildError, match=r"adapter"):
+            read()
 
 
 def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> None:
