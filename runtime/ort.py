@@ -19,6 +19,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.declared import require_declared
 from specexport.runtime.graph import FIRST, TILE, Array, Buffers, Graph
 from specexport.runtime.kept import KeptGraph
+from specexport.runtime.linked import open_linked
 from specexport.runtime.machine import disable_telemetry
 from specexport.runtime.ort_cache import GrowingCache, Rows
 
@@ -83,8 +84,11 @@ def open_session(
         # There is no kernel for numbers with one scale a column: undo them once, not in every step.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
 
-    def session(graph: Path) -> Any:
+    def plain(graph: Path) -> Any:
         return onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+
+    def session(graph: Path) -> Any:
+        return open_linked(graph, options, plain)
 
     try:
         return session(path) if kept is None else kept.session(path, session, options)

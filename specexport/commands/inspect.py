@@ -118,7 +118,7 @@ def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
         "batch": f"up to {manifest.batch_sizes[-1]} requests at once",
         "backend": f"{manifest.backend}, {manifest.lowering} lowering",
         "sampling": _sampling(manifest.generation),
-        "chat template": manifest.tokenizer.chat_template or "none",
+        "chat template": ", ".join(manifest.tokenizer.templates) or "none",
         "end of text": ", ".join(map(str, manifest.tokenizer.eos_token_ids)) or "none",
         "size": f"{bytes_text(size)} in {len(manifest.files)} files",
         "built": f"{manifest.created} by specexport {manifest.specexport_version} (format {manifest.format_version}), "
