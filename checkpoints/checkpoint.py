@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from specexport.checkpoints.config import (
 from specexport.checkpoints.generation import read_generation
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.quantized import Scales
+from specexport.checkpoints.templates import chat_templates
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.model import CacheLayer, StateLayer
@@ -30,6 +32,9 @@ from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, Probe,
 from specexport.graphs.experts import EXPERTS_NAME
 from specexport.graphs.recurrent import StateProbe, recurrent, take_over
 from specexport.graphs.rotary import freeze_frequencies
+
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model")
+"""Files of sentencepiece's; some are tiktoken's by the same name."""
 
 
 @dataclass(frozen=True)
@@ -191,14 +196,14 @@ class TokenizerFiles:
 
     Attributes:
         tokenizer: the fast tokenizer.
-        chat_template: the Jinja template, or None.
+        chat_templates: the Jinja templates by name.
         special_tokens: ``bos_token`` and the like, for chat templates.
         eos_token_id: its own token that ends a text.
         split_special_tokens: whether special tokens in a text are read as text.
     """
 
     tokenizer: Tokenizer
-    chat_template: str | None
+    chat_templates: dict[str, str]
     special_tokens: dict[str, str]
     eos_token_id: int | None = None
     split_special_tokens: bool = False
@@ -214,22 +219,36 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
     try:
         loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # from missing files to malformed JSON
-        raise BuildError(f"{path}: its tokenizer could not be loaded: {error}") from error
+        raise BuildError(_missing_reader(path) or f"{path}: its tokenizer could not be loaded: {error}") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise BuildError(
             f"{path}: its tokenizer ({type(loaded).__name__}) has no fast form; expected one that a tokenizer.json can "
             "hold"
         )
-    template = loaded.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
     special = {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
     backend.no_truncation()
     backend.no_padding()
     end = loaded.eos_token_id
     splits = bool(loaded.split_special_tokens)
-    return TokenizerFiles(backend, template, special, end if isinstance(end, int) else None, splits)
+    templates = chat_templates(path, loaded)
+    return TokenizerFiles(backend, templates, special, end if isinstance(end, int) else None, splits)
+
+
+def _missing_reader(folder: Path) -> str | None:
+    """What is to be installed for a folder's tokenizer, of which transformers may name something else."""
+    if (folder / "tokenizer.json").is_file():
+        return None
+    for file in map(folder.joinpath, _SENTENCEPIECE):
+        if file.is_file():
+            with file.open("rb") as stream:  # the other kind are lines of text
+                library = "sentencepiece" if stream.read(1) == b"\n" else "tiktoken"
+            if find_spec(library) is None:
+                return (
+                    f"{file}: read by {library}, which is not installed; install it with: pip install {library}, or "
+                    "choose a checkpoint that has a tokenizer.json"
+                )
+    return None
 
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Path, draft_path: Path) -> None:
@@ -250,8 +269,8 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Pat
     else:
         detail = f"{draft_path} has the same tokens, split differently, as {target_path}"
     raise BuildError(
-        f"target and draft use different tokenizers: {detail}. A draft must use the target's tokenizer; choose one "
-        "from the same family"
+        f"target and draft use different tokenizers: {detail}. A draft must use the target's tokenizer: choose one "
+        f"from the same family, or draft through text with --method universal_draft:{draft_path}"
     )
 
 

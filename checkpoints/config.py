@@ -16,8 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import find_adapter_config_file
 
-from specexport.checkpoints.locate import hub_cache
+from specexport.checkpoints.adapters import merged
+from specexport.checkpoints.locate import ADAPTER, base_of, hub_cache, unreadable
+from specexport.checkpoints.locate import INDEX as INDEX
+from specexport.checkpoints.locate import SINGLE as SINGLE
 from specexport.checkpoints.quantized import Kind, QuantizedTensor, Scales, dequantized, quantization
 from specexport.checkpoints.quiet import quiet
 from specexport.checkpoints.stored import CONFIG, StoredTensor, stored_tensors
@@ -26,8 +30,6 @@ from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
 
 GENERATION = "generation_config.json"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _MAX_BYTES = 16 << 20
 _MAX_INDEX = 64 << 20
 _MOST_PARTS, _LARGEST, _MAX_INT = 4096, 1 << 24, 1 << 53
@@ -39,13 +41,17 @@ _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_
 
 
 def meta_model(source: str | Path) -> Any:
-    """A checkpoint's model without its weights, which only its configuration is read for.
+    """A checkpoint's model without its weights, which only its configuration is read for; an adapter's is its base.
 
     Raises:
         BuildError: the configuration cannot be read.
     """
-    path = expanded(source)
+    asked, path = source, expanded(source)
     try:
+        adapter = find_adapter_config_file(str(path if path.is_dir() else source))
+        if adapter is not None and not (path / CONFIG).is_file():
+            source = base_of(Path(adapter).parent)[0]
+            path = expanded(source)
         if path.is_dir():
             config = read_model_config(path)
         else:
@@ -55,7 +61,7 @@ def meta_model(source: str | Path) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except (ValueError, OSError, KeyError) as error:
-        raise BuildError(f"{source}: its configuration cannot be read: {error}") from error
+        raise BuildError(f"{asked}: its configuration cannot be read: {error}") from error
 
 
 def read_model_config(folder: Path) -> Any:
@@ -161,8 +167,7 @@ def stored_table(folder: Path, *, head: bool) -> StoredTensor:
     Raises:
         BuildError: the weights hold none.
     """
-    with quiet(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(read_model_config(folder), trust_remote_code=False)
+    model = _outline(folder)
     table = (model.get_output_embeddings() if head else model.get_input_embeddings()).weight
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table]
     names += [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
@@ -230,9 +235,23 @@ def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
     path = folder / CONFIG
     document = _document(path, _MAX_BYTES)
     tensors = dequantized(path, document, _files(folder))
-    if not isinstance(document.get(_TEXT_PART), dict):
+    text_alone = not isinstance(document.get(_TEXT_PART), dict)
+    if (folder / ADAPTER).is_file():
+        if not text_alone or quantization(path, document) is not None:
+            raise BuildError(
+                f"{folder / ADAPTER}: an adapter of a model that is quantized or reads more than text; merge it with "
+                "peft (merge_and_unload) into the model as it was trained, and build from what save_pretrained writes"
+            )
+        return merged(folder, _outline, tensors)
+    if text_alone:
         return tensors
     return (replace(one, name=name) for one in tensors if (name := _name_in_text(one.name)) is not None)
+
+
+def _outline(folder: Path) -> Any:
+    """A checkpoint's model on torch's meta device."""
+    with quiet(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(read_model_config(folder), trust_remote_code=False)
 
 
 def _name_in_text(name: str) -> str | None:
@@ -248,6 +267,8 @@ def _files(folder: Path) -> Iterator[StoredTensor]:
         yield from stored_tensors(folder / SINGLE)
         return
     path = folder / INDEX
+    if not path.is_file() and (pickled := sorted(file.name for file in folder.glob("*.bin"))):
+        raise BuildError(f"{folder}: {unreadable(', '.join(pickled))}")
     if not path.is_file():
         raise BuildError(f"{folder}: neither {SINGLE} nor {INDEX}; expected the files that save_pretrained writes")
     placed = _document(path, _MAX_INDEX).get("weight_map")

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specexport.checkpoints.checkpoint import Checkpoint
 from specexport.checkpoints.config import stored_table
 from specexport.checkpoints.quiet import quiet
-from specexport.checkpoints.stored import CONFIG, StoredTensor, stored_tensors
+from specexport.checkpoints.stored import CONFIG, StoredTensor, head_tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.methods.draft_model import MAX_STATES
 from specexport.contract.model import CacheLayer
@@ -218,18 +218,17 @@ def parts_of(outline: DraftOutline, same: Mapping[str, str] = {}) -> dict[str, S
         BuildError: a part is there twice; names the tensors.
     """
     found: dict[str, StoredTensor] = {}
-    for file in sorted(outline.path.glob("*.safetensors")):
-        for tensor in stored_tensors(file):
-            name = tensor.name.removeprefix("model.")
-            for start, stands_for in same.items():
-                name = stands_for + name.removeprefix(start) if name.startswith(start) else name
-            if name.endswith(_UNREAD):
-                continue
-            if name in found:
-                raise BuildError(
-                    f"{outline.path}: tensors {found[name].name!r} and {tensor.name!r} are the same part; expected one"
-                )
-            found[name] = tensor
+    for tensor in head_tensors(outline.path):
+        name = tensor.name.removeprefix("model.")
+        for start, stands_for in same.items():
+            name = stands_for + name.removeprefix(start) if name.startswith(start) else name
+        if name.endswith(_UNREAD):
+            continue
+        if name in found:
+            raise BuildError(
+                f"{outline.path}: tensors {found[name].name!r} and {tensor.name!r} are the same part; expected one"
+            )
+        found[name] = tensor
     return found
 
 

@@ -2,21 +2,65 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
 
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded, home, passing_folder
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+"""What says that a folder holds an adapter as peft saves it, alone or beside the model that it is for."""
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer.*.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "processor_config.json", "additional_chat_templates/*.jinja",
+)  # fmt: skip
+_VOCABULARY = (
+    "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "sentencepiece.model", "tiktoken.model", "tekken.json",
+)  # fmt: skip
+"""What a ``tokenizer.json`` is made of where there is none."""
+_SETTINGS = (CONFIG, "generation_config.json", INDEX, ADAPTER)
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_PICKLED = "pytorch_model.bin"
+_FEW_LAYERS = 4
+"""Most layers of heads and drafts that are read from a pickled file; models are not."""
 
 
 def locate(source: str) -> Path:
     """The local folder of a checkpoint; a hub id is downloaded into the hub's own cache.
 
+    An adapter that lies alone is put beside links to the files of its model, in a folder of this process.
+
+    Args:
+        source: a folder, or a hub id.
+
     Raises:
-        BuildError: it is neither a folder with a ``config.json`` and safetensors nor a reachable hub id.
+        BuildError: it is neither a folder with a ``config.json`` and weights nor a reachable hub id.
     """
+    path = _folder(source)
+    if not (path / CONFIG).is_file() and (path / ADAPTER).is_file():
+        try:
+            base = _folder(*base_of(path))
+        except BuildError as error:
+            raise BuildError(f"{path / ADAPTER}: base_model_name_or_path: {error}") from error
+        path = _beside(path, base)
+    if not (path / CONFIG).is_file():
+        raise BuildError(f"{path}: no {CONFIG}; expected a Hugging Face model folder")
+    if not any(path.glob("*.safetensors")) and not (path / _PICKLED).is_file():
+        found = ", ".join(sorted(p.name for p in path.glob("*.bin"))) or "no weights"
+        raise BuildError(f"{path}: {unreadable(found)}")
+    return path
+
+
+def _folder(source: str, revision: str | None = None) -> Path:
+    """The folder of a source as it is, ``revision`` being a hub id's."""
     path = expanded(source)
     if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))):
         raise BuildError(
@@ -26,27 +70,121 @@ def locate(source: str) -> Path:
     if not path.is_dir():
         if path.exists() or source.count("/") != 1 or source.startswith((".", "/", "~")):
             raise BuildError(f"{source}: no such folder; expected a Hugging Face model folder or a hub id (owner/name)")
-        try:
-            from huggingface_hub import snapshot_download
-        except ImportError as error:
-            raise BuildError(
-                f"{source}: no such folder, and fetching a hub id needs the [export] extra; install it with: "
-                "pip install 'specexport[cpu,export]'"
-            ) from error
-
-        try:
-            path = Path(snapshot_download(source, allow_patterns=_HUB_FILES, cache_dir=hub_cache()))
-        except Exception as error:  # the hub client raises a dozen unrelated types
-            raise BuildError(f"{source}: not a local folder, and the hub could not provide it: {error}") from error
-    if not (path / "config.json").is_file():
-        raise BuildError(f"{path}: no config.json; expected a Hugging Face model folder")
-    if not any(path.glob("*.safetensors")):
-        found = ", ".join(sorted(p.name for p in path.glob("*.bin"))) or "no weights"
-        raise BuildError(
-            f"{path}: found {found}, expected *.safetensors. Pickled weights are not read, as they can run code; "
-            "convert them with model.save_pretrained(..., safe_serialization=True) where you trust them"
-        )
+        return _fetched(source, revision)
     return path
+
+
+def unreadable(found: str) -> str:
+    """Why a model's weights are not read, of which other files than safetensors were found."""
+    return (
+        f"found {found}, expected *.safetensors. Pickled weights of models are not read, as they can run code; convert "
+        "them with model.save_pretrained(..., safe_serialization=True) where you trust them"
+    )
+
+
+def base_of(adapter: Path) -> tuple[str, str | None]:
+    """The model that an adapter is for, and its revision.
+
+    Raises:
+        BuildError: the adapter names none.
+    """
+    path = adapter / ADAPTER
+    document = _document(path)
+    base, revision = document.get("base_model_name_or_path"), document.get("revision")
+    if not isinstance(base, str) or not base or not isinstance(revision, str | None):
+        raise BuildError(f"it is {base!r}; expected the folder or hub id of the adapter's model")
+    return base, revision
+
+
+def _fetched(source: str, revision: str | None) -> Path:
+    """The folder of a hub id: what describes the model, and its weights in one form; nothing of other programs."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise BuildError(
+            f"{source}: no such folder, and fetching a hub id needs the [export] extra; install it with: "
+            "pip install 'specexport[cpu,export]'"
+        ) from error
+
+    def fetch(*wanted: str) -> Path:
+        # Without a folder a pattern means files at the top: "*" would match those of subfolders as well.
+        ignored = [] if any("/" in one for one in wanted) else ["*/*", "consolidated*"]
+        folder = snapshot_download(
+            source, revision=revision, allow_patterns=list(wanted), ignore_patterns=ignored, cache_dir=hub_cache()
+        )
+        return Path(folder)
+
+    try:
+        folder = fetch(*_SETTINGS, *_TOKENIZER)
+        weights = _shards(folder / INDEX) or [SINGLE]
+        if (folder / ADAPTER).is_file():
+            weights += _ADAPTERS[:1]
+        fetch(*weights, *([] if (folder / "tokenizer.json").is_file() else _VOCABULARY))
+        if (folder / ADAPTER).is_file() and not (folder / _ADAPTERS[0]).is_file():
+            fetch(*_ADAPTERS[1:])
+        if (folder / CONFIG).is_file() and not any(folder.glob("*.safetensors")):
+            fetch("*.safetensors")
+            if not any(folder.glob("*.safetensors")) and _layers(folder / CONFIG) <= _FEW_LAYERS:
+                fetch(_PICKLED)
+    except BuildError:
+        raise
+    except Exception as error:  # the hub client raises a dozen unrelated types
+        raise BuildError(f"{source}: not a local folder, and the hub could not provide it: {error}") from error
+    return folder
+
+
+def _shards(index: Path) -> list[str]:
+    placed = _document(index).get("weight_map") if index.is_file() else None
+    return sorted({str(file) for file in placed.values()}) if isinstance(placed, dict) else []
+
+
+def _layers(config: Path) -> int:
+    document = _document(config)
+    counts = (document.get(name) for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+    return max((count for count in counts if isinstance(count, int)), default=1)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        raise BuildError(f"{path}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise BuildError(f"{path}: holds {type(found).__name__}; expected an object")
+    return found
+
+
+def _beside(adapter: Path, base: Path) -> Path:
+    """A folder with the files of an adapter and of its model: the tokenizer is the adapter's, where it has one."""
+    if (base / ADAPTER).is_file():
+        raise BuildError(
+            f"{adapter / ADAPTER}: its model, {base}, is an adapter or has one; merge them with peft first "
+            "(merge_and_unload), and build from what it saves"
+        )
+    own = _matching(adapter, *_TOKENIZER, *_VOCABULARY)
+    if not any(file.name in ("tokenizer.json", "tokenizer_config.json", *_VOCABULARY) for file in own):
+        own = []
+    replaced = {file.relative_to(base) for file in _matching(base, *_TOKENIZER, *_VOCABULARY)} if own else set()
+    files = {file.relative_to(base): file for file in base.rglob("*") if file.is_file()}
+    files = {place: file for place, file in files.items() if place not in replaced}
+    for file in (*own, *_matching(adapter, "generation_config.json", ADAPTER, *_ADAPTERS)):
+        files[file.relative_to(adapter)] = file
+    return _linked(tuple(sorted((str(place), str(file.absolute())) for place, file in files.items())))
+
+
+def _matching(folder: Path, *patterns: str) -> list[Path]:
+    return [file for pattern in patterns for file in folder.glob(pattern) if file.is_file()]
+
+
+@functools.cache
+def _linked(files: tuple[tuple[str, str], ...]) -> Path:
+    """A folder of links to files, by their places in it; it goes with the process."""
+    folder = Path(tempfile.mkdtemp(prefix="specexport-adapter-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for place, file in files:
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).symlink_to(file)
+    return folder
 
 
 def hub_cache() -> Path | None:

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from specexport.checkpoints.stored import CONFIG as CONFIG
-from specexport.checkpoints.stored import StoredTensor, read_config, stored_tensors
+from specexport.checkpoints.stored import StoredTensor, pickled_tensors, read_config, stored_tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.tree import TokenTree
 from specexport.graphs.medusa import MedusaHeads
@@ -208,7 +208,7 @@ def _open(folder: Path) -> tuple[dict[str, StoredTensor], Path]:
     if single.is_file():
         found, file = stored_tensors(single), single
     elif pickled.is_file():
-        found, file = _unpickled(pickled), pickled
+        found, file = pickled_tensors(pickled), pickled
     else:
         every = [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in stored_tensors(path)]
         found = [tensor for tensor in every if tensor.name.startswith(_PREFIX)]
@@ -218,26 +218,6 @@ def _open(folder: Path) -> tuple[dict[str, StoredTensor], Path]:
             f"safetensors hold tensors named {_PREFIX}*"
         )
     return {tensor.name.removeprefix(_PREFIX): tensor for tensor in found}, file
-
-
-def _unpickled(path: Path) -> list[StoredTensor]:
-    """The tensors of a ``.pt``, memory-mapped, so that unused ones are not read."""
-    try:
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # pickle and zip errors of many kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BuildError(
-            f"{path}: refused: only plain tensors are read from a .pt, as anything else could run code ({reason}). "
-            "Convert it to safetensors where you trust it"
-        ) from error
-    if not isinstance(loaded, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in loaded.items()
-    ):
-        raise BuildError(f"{path}: holds {type(loaded).__name__}; expected a dictionary of tensors by name")
-    return [
-        StoredTensor(name, tuple(tensor.shape), "F32" if tensor.is_floating_point() else "I64", tensor.detach)
-        for name, tensor in loaded.items()
-    ]
 
 
 def save_medusa(

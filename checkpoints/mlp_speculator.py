@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from specexport.checkpoints.checkpoint import Checkpoint
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.medusa import HeadAccuracy, MeasuredConfig, accuracy_config
-from specexport.checkpoints.stored import CONFIG, StoredTensor, read_config, stored_tensors
+from specexport.checkpoints.stored import CONFIG, StoredTensor, head_tensors, read_config
 from specexport.contract.errors import BuildError
 from specexport.contract.methods.mlp_speculator import MAX_STAGES
 from specexport.graphs.mlp_speculator import SpeculatorStages
@@ -180,8 +180,7 @@ def load_speculator(outline: SpeculatorOutline) -> SpeculatorStages:
 
 def _stored(outline: SpeculatorOutline) -> dict[str, StoredTensor]:
     """The tensors by what the stages call them."""
-    files = sorted(outline.path.glob("*.safetensors"))
-    return {tensor.name.removeprefix(_PREFIX): tensor for file in files for tensor in stored_tensors(file)}
+    return {tensor.name.removeprefix(_PREFIX): tensor for tensor in head_tensors(outline.path)}
 
 
 def _shared(speculator: SpeculatorStages) -> list[list[str]]:

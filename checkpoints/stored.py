@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -91,3 +92,40 @@ def _read(path: Path, name: str) -> torch.Tensor:
     with safe_open(path, framework="pt") as file:
         tensor: torch.Tensor = file.get_tensor(name)
     return tensor
+
+
+def head_tensors(folder: Path) -> list[StoredTensor]:
+    """The tensors of heads or of a draft: of a folder's safetensors, or of ``pytorch_model.bin`` where it has none.
+
+    Raises:
+        BuildError: a file is not what its name says.
+    """
+    if files := sorted(folder.glob("*.safetensors")):
+        return [tensor for file in files for tensor in stored_tensors(file)]
+    return pickled_tensors(folder / "pytorch_model.bin")
+
+
+def pickled_tensors(path: Path) -> list[StoredTensor]:
+    """The tensors of a file that torch pickled, memory-mapped, so that unused ones are not read. Nothing in it is run.
+
+    Raises:
+        BuildError: it holds anything but tensors by name.
+    """
+    try:
+        mapped = zipfile.is_zipfile(path)  # files of old versions of torch are not
+        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # pickle and zip errors of many kinds
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BuildError(
+            f"{path}: refused: only plain tensors are read from a {path.suffix}, as anything else could run code "
+            f"({reason}). Convert it to safetensors where you trust it: "
+            "safetensors.torch.save_file(torch.load(...), 'model.safetensors')"
+        ) from error
+    if not isinstance(loaded, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in loaded.items()
+    ):
+        raise BuildError(f"{path}: holds {type(loaded).__name__}; expected a dictionary of tensors by name")
+    return [
+        StoredTensor(name, tuple(tensor.shape), "F32" if tensor.is_floating_point() else "I64", tensor.detach)
+        for name, tensor in loaded.items()
+    ]

@@ -20,6 +20,8 @@ from specexport.contract.signature import GraphSignature, Signature, target_sign
 FORMAT_VERSION = 6
 MANIFEST_NAME = "specexport.json"
 _LONGEST = 80
+DEFAULT_TEMPLATE = "default"
+"""Name of the chat template that is used where none is named."""
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -30,6 +32,7 @@ else:
     from specexport.contract.methods.base import Registered as Entry
 
 __all__ = [
+    "DEFAULT_TEMPLATE",
     "FORMAT_VERSION",
     "MANIFEST_NAME",
     "Entry",
@@ -63,7 +66,8 @@ class TokenizerInfo(Strict, frozen=True):
         file: ``tokenizer.json`` as the tokenizers library reads it.
         eos_token_ids: tokens that end a text.
         special_tokens: ``bos_token`` and the like, for chat templates.
-        chat_template: Jinja template file, if the model has one.
+        chat_template: Jinja template file, if the model has one: its only one, or its default.
+        named_templates: files of its other templates by name, such as ``tool_use`` and ``rag``.
         split_special_tokens: whether special tokens in a text are read as text.
     """
 
@@ -71,7 +75,13 @@ class TokenizerInfo(Strict, frozen=True):
     eos_token_ids: tuple[Count, ...]
     special_tokens: dict[str, str] = msgspec.field(default_factory=dict)
     chat_template: str | None = None
+    named_templates: dict[str, str] = msgspec.field(default_factory=dict)
     split_special_tokens: bool = False
+
+    @property
+    def templates(self) -> dict[str, str]:
+        """Files of all chat templates by name."""
+        return self.named_templates | ({} if self.chat_template is None else {DEFAULT_TEMPLATE: self.chat_template})
 
 
 class GenerationDefaults(Strict, frozen=True):

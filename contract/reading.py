@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from specexport.contract import tensors
 from specexport.contract.engines import COMPILERS
-from specexport.contract.errors import UNREADABLE, BundleError, SpecExportError
+from specexport.contract.errors import UNREADABLE, BuildError, BundleError, SpecExportError
 from specexport.contract.folders import claimed, writing
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
 from specexport.contract.methods import Method, decode_hook
@@ -46,9 +46,16 @@ def changing(folder: Path) -> Iterator[Manifest]:
 
     Raises:
         BundleError: the bundle is not whole.
-        BuildError: another process changes it, or the system refuses to write; names the path.
+        BuildError: another process changes it, it is a snapshot in the hub's cache, or the system refuses to write;
+            names the path.
     """
     manifest = read_manifest(folder)
+    root = folder.resolve()
+    if not all((folder / entry.path).resolve().is_relative_to(root) for entry in manifest.files):
+        raise BuildError(
+            f"{folder}: a snapshot in the hub's cache, whose files are not to be changed; copy it (cp -rL) and change "
+            "the copy"
+        )
     with writing(folder), claimed(folder):
         manifest = read_manifest(folder)
         _sweep(folder, manifest)
@@ -127,8 +134,7 @@ def _check_references(path: Path, manifest: Manifest) -> None:
         if entry.path in listed:
             raise BundleError(f"{path}: files: {entry.path!r} is listed twice")
         listed.add(entry.path)
-    template = manifest.tokenizer.chat_template
-    used = [manifest.tokenizer.file, *([] if template is None else [template])]
+    used = [manifest.tokenizer.file, *manifest.tokenizer.templates.values()]
     used += [file for method in manifest.methods for file in method.files]
     for model in manifest.models.values():
         used += [model.weights, model.graph.master]
@@ -320,6 +326,8 @@ def check_files(
 ) -> None:
     """Checks that every listed file is inside the bundle, whole, and (with ``hashes``) unaltered.
 
+    In the cache of the Hugging Face hub a snapshot's files are links into ``blobs``, which count as inside.
+
     Args:
         folder: the bundle.
         manifest: its manifest.
@@ -329,12 +337,12 @@ def check_files(
     Raises:
         BundleError: names the first file that is missing, outside, of another size, or altered.
     """
-    root = folder.resolve()
+    roots = _roots(folder)
     for entry in manifest.files:
         path = folder / entry.path
         if not path.is_file():
             raise BundleError(f"{path}: missing; the bundle is incomplete, copy or build it again")
-        if not path.resolve().is_relative_to(root):
+        if not any(map(path.resolve().is_relative_to, roots)):
             raise BundleError(f"{path}: leads outside the bundle to {path.resolve()}; refusing to load it")
         size = path.stat().st_size
         if size != entry.size:
@@ -351,3 +359,9 @@ def check_files(
                 )
         if progress:
             progress(entry.size)
+
+
+def _roots(folder: Path) -> list[Path]:
+    """Where a bundle's files may lie: in its folder, or in the blobs of the hub's cache that it is a snapshot in."""
+    root = folder.resolve()
+    return [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]

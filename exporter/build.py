@@ -19,6 +19,7 @@ from specexport.contract.engines import COMPILERS, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
 from specexport.contract.manifest import (
+    DEFAULT_TEMPLATE,
     FORMAT_VERSION,
     MANIFEST_NAME,
     Entry,
@@ -117,8 +118,7 @@ def _fill(
     (folder / "tokenizer").mkdir()
     text = tokenizer.tokenizer.to_str(pretty=True)
     (folder / "tokenizer" / "tokenizer.json").write_text(text, encoding="utf-8")
-    if tokenizer.chat_template is not None:
-        (folder / "tokenizer" / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+    templates = _write_templates(folder, tokenizer.chat_templates)
     program: tuple[ProgramGraph, ...] = ()
     if options.backend != "onnxruntime" and options.tensor_parallel == 1:
         progress("tracing the step program", 0, 1)
@@ -145,7 +145,8 @@ def _fill(
             file="tokenizer/tokenizer.json",
             eos_token_ids=tuple(dict.fromkeys((*target.eos_token_ids, *([] if end is None else [end])))),
             special_tokens=tokenizer.special_tokens,
-            chat_template="tokenizer/chat_template.jinja" if tokenizer.chat_template is not None else None,
+            chat_template=templates.pop(DEFAULT_TEMPLATE, None),
+            named_templates=templates,
             split_special_tokens=tokenizer.split_special_tokens,
         ),
         generation=msgspec.structs.replace(
@@ -178,6 +179,17 @@ def _export(build: Build, stages: Stages) -> list[Method]:
         else:
             made.append(method)
     return made
+
+
+def _write_templates(folder: Path, sources: dict[str, str]) -> dict[str, str]:
+    """The files of chat templates by name."""
+    files = {}
+    for name, source in sources.items():
+        place = "chat_template" if name == DEFAULT_TEMPLATE else f"additional_chat_templates/{name}"
+        files[name] = f"tokenizer/{place}.jinja"
+        (folder / files[name]).parent.mkdir(exist_ok=True)
+        (folder / files[name]).write_text(source, encoding="utf-8")
+    return files
 
 
 def _built_with() -> dict[str, str]:

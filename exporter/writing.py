@@ -68,7 +68,7 @@ def write_models(
         made.append(
             Model(
                 family=checkpoint.family,
-                source=str(checkpoint.path.resolve()) if Path(checkpoint.source).is_dir() else checkpoint.source,
+                source=_absolute(checkpoint.source),
                 parameters=part.parameters,
                 vocab_size=checkpoint.vocab_size,
                 max_positions=checkpoint.max_positions,
@@ -103,3 +103,8 @@ def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoi
         not_quantized=report.left,
         quantized_before=before,
     )
+
+
+def _absolute(source: str) -> str:
+    """A folder by its place, whichever it is seen from; a hub id as it is."""
+    return str(Path(source).resolve()) if Path(source).is_dir() else source

@@ -68,12 +68,14 @@ class Bundle:
         return loaded
 
     def chat_template(self) -> ChatTemplate | None:
-        """The model's chat template, if it has one."""
+        """The model's chat templates, if it has any."""
         info = self.manifest.tokenizer
-        if info.chat_template is None:
-            return None
-        path = self.file(info.chat_template)
-        try:
-            return ChatTemplate(path.read_text(encoding="utf-8"), info.special_tokens)
-        except UnicodeDecodeError as error:
-            raise BundleError(f"{path}: not text: {error}; build the bundle again") from error
+        sources = {name: _text(self.file(file)) for name, file in info.templates.items()}
+        return ChatTemplate(sources, info.special_tokens) if sources else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BundleError(f"{path}: not text: {error}; build the bundle again") from error

@@ -9,8 +9,8 @@ import contextlib
 import datetime
 import json
 import sys
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder, whose modules are no top-level ones
@@ -49,35 +49,117 @@ def compiled(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def answer(template: jinja2.Template, given: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """A rendered conversation, or why there is none.
+class Forms(NamedTuple):
+    """What a template reads as the content of a message: a text, and how many parts, 2 standing for any number."""
 
-    Args:
-        template: says how.
-        given: variables that are set.
-        others: further ones, which may not take the names of those or of the template's functions.
-    """
-    taken = next((name for name in others if name in given or name in template.environment.globals), None)
-    if taken is not None:
-        return {"taken": taken}
-    text = template.render({**others, **given})
-    text.encode()  # half a character, which JSON can say and a request may name, is no text
-    return {"text": text} if len(text) <= LONGEST else {"failed": f"it makes a text of {len(text)} characters"}
+    text: bool
+    parts: int
+
+
+_FIRST, _SECOND, _KIND = "qzvfirst", "qzvsecond", "qzvkind"
+"""Words of probes: of two parts, and of a key that shows where a part is written as a whole, which is no reading."""
+_UNKNOWN = Forms(True, 0)
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "qzv", "arguments": {}}}
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of what the model thought; templates know the first, gpt-oss's the second."""
+
+
+class Templates:
+    """A model's templates by name, compiled when they are used, and what they were seen to read."""
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self._sources = sources
+        self._compiled: dict[str, jinja2.Template] = {}
+        self._forms: dict[tuple[str, str], Forms] = {}
+
+    def answer(self, name: str, given: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+        """A rendered conversation, or why there is none.
+
+        Args:
+            name: of the template.
+            given: variables that are set, the messages among them.
+            others: further ones, which may not take the names of those or of the template's functions.
+        """
+        template = self._compiled[name] = self._compiled.get(name) or compiled(self._sources[name])
+        taken = next((name for name in others if name in given or name in template.environment.globals), None)
+        if taken is not None:
+            return {"taken": taken}
+        variables = {"tools": None, "documents": None, **others, **given}
+        variables["messages"] = [self._readable(name, message, variables) for message in given["messages"]]
+        text = _rendered(template, variables)
+        text.encode()  # half a character, which JSON can say and a request may name, is no text
+        return {"text": text} if len(text) <= LONGEST else {"failed": f"it makes a text of {len(text)} characters"}
+
+    def _readable(self, name: str, message: dict[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
+        """A message whose content is in a form that the template reads: its own, if the template does."""
+        thought = next((message[key] for key in _REASONING if key in message), None)
+        if thought is not None:
+            message = {"thinking": thought, **message, "reasoning_content": thought}
+        content = message.get("content")
+        if isinstance(content, str):
+            if not self._read(name, message, variables).text:
+                content = [_part(content)]
+        elif isinstance(content, list):
+            forms = self._read(name, message, variables)
+            if not (forms.parts == 2 or len(content) == forms.parts == 1):
+                content = "\n".join(part["text"] for part in content)
+                content = content if forms.text else [_part(content)]
+        return message if "content" not in message else {**message, "content": content}
+
+    def _read(self, name: str, message: Mapping[str, Any], variables: Mapping[str, Any]) -> Forms:
+        """The forms that a template reads in messages of a role, by what it writes of some; kept once it is known."""
+        role = str(message.get("role"))
+        if (name, role) in self._forms:
+            return self._forms[name, role]
+        user: dict[str, Any] = {"role": "user", "content": "qzv"}
+        if role != "user" and not self._read(name, user, variables).text:
+            user["content"] = [_part("qzv")]
+        call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        # Templates may refuse some roles alone, first or last.
+        for before, after in (([], []), ([], [user]), ([user], [user]), ([user], []), ([user, call], [])):
+            text, parts = (
+                self._seen(name, {**variables, "messages": [*before, {**message, "content": content}, *after]})
+                for content in (_FIRST, [_part(_FIRST, qzv=_KIND), _part(_SECOND, qzv=_KIND)])
+            )
+            if text or parts:
+                return self._forms.setdefault((name, role), Forms(text > 0, parts))
+        return _UNKNOWN
+
+    def _seen(self, name: str, variables: Mapping[str, Any]) -> int:
+        """How many parts of a probe a template writes; 0 where it fails."""
+        try:
+            text = self._compiled[name].render(variables).casefold()
+        except Exception:  # whatever it is, the conversation itself is rendered next
+            return 0
+        return 0 if _KIND in text else (_FIRST in text) * (1 + (_SECOND in text))
+
+
+def _part(text: str, **more: str) -> dict[str, str]:
+    return {"type": "text", "text": text, **more}
+
+
+def _rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    """Messages without content have no such key, as transformers has it; where that fails their content is empty."""
+    messages: Sequence[Mapping[str, Any]] = variables["messages"]
+    try:
+        return template.render(variables)
+    except Exception:
+        if all("content" in message for message in messages):
+            raise
+    return template.render({**variables, "messages": [{"content": "", **message} for message in messages]})
 
 
 def main() -> None:
-    """Answers until its input ends; the first line is the template."""
+    """Answers until its input ends; the first line are the templates by name."""
     with contextlib.suppress(ImportError, ValueError, OSError):  # not every system has limits
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     _say({"ready": True})
-    source: str = json.loads(sys.stdin.buffer.readline())
-    template = None
+    templates = Templates(json.loads(sys.stdin.buffer.readline()))
     for line in sys.stdin.buffer:
         try:
-            template = template or compiled(source)
-            said = answer(template, *json.loads(line))
+            said = templates.answer(*json.loads(line))
         except jinja2.TemplateSyntaxError as error:
             said = {"invalid": f"line {error.lineno}: {_worded(error)}"}
         except jinja2.TemplateError as error:

@@ -21,6 +21,7 @@ from specexport.runtime.declared import require_declared
 from specexport.runtime.graph import FIRST, TILE, Array, Buffers, Graph
 from specexport.runtime.kept import KeptGraph
 from specexport.runtime.kernels import PackedWeights, add_kernels, not_claimed
+from specexport.runtime.linked import open_linked
 from specexport.runtime.machine import disable_telemetry
 from specexport.runtime.ort_cache import GrowingCache, Rows
 
@@ -100,11 +101,14 @@ def open_session(
     # The kernels read weights as they are stored, folded they would be wider or there twice, and know MatMul alone.
     disabled = ["ConstantFolding", "MatMulAddFusion"] if kernels and not undone else None
 
-    def session(graph: Path) -> Any:
+    def plain(graph: Path) -> Any:
         # It would print an error that is raised here too, and try without our provider.
         return onnxruntime.InferenceSession(
             str(graph), options, providers=providers, disabled_optimizers=disabled, enable_fallback=0
         )
+
+    def session(graph: Path) -> Any:
+        return open_linked(graph, options, plain)
 
     try:
         return session(path) if kept is None or kernels else kept.session(path, session, options)

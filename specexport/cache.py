@@ -24,8 +24,9 @@ from specexport.contract.reading import check_files, read_manifest, sha256
 from specexport.exporter.fingerprint import fingerprint
 from specexport.runtime.machine import cache_folder
 
-_READ = (".json", ".safetensors", ".jinja", ".txt", ".model", ".pt")
-"""Files of a checkpoint that a build may read."""
+_READ = (".json", ".safetensors", ".jinja", ".txt", ".model", ".pt", "pytorch_model.bin", "adapter_model.bin")
+"""Ends of the names of files of a checkpoint that a build may read."""
+_TEMPLATES = "additional_chat_templates/*.jinja"
 _FORGOTTEN = 7 * 24 * 3600
 """Seconds."""
 
@@ -129,19 +130,19 @@ def _sweep(root: Path) -> None:
 def _content(folder: Path, known: Path) -> dict[str, str]:
     """SHA-256 of a checkpoint's files by their names; remembered until a file changes its size or time."""
     found: dict[str, str] = {}
-    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if file.suffix not in _READ or not file.is_file():
+    for file in sorted([*folder.iterdir(), *folder.glob(_TEMPLATES)]) if folder.is_dir() else []:
+        if not file.name.endswith(_READ) or not file.is_file():
             continue
-        state = file.stat()
+        name, state = file.relative_to(folder).as_posix(), file.stat()
         memo = known / _digest([str(file.resolve()), state.st_size, state.st_mtime_ns, state.st_ino])
         if memo.is_file() and memo.stat().st_size == 2 * hashlib.sha256().digest_size:
-            found[file.name] = memo.read_text(encoding="ascii", errors="replace")
+            found[name] = memo.read_text(encoding="ascii", errors="replace")
         else:
-            found[file.name] = sha256(file)
+            found[name] = sha256(file)
             with contextlib.suppress(OSError):  # then it is hashed again
                 known.mkdir(parents=True, exist_ok=True)
                 with tempfile.NamedTemporaryFile("w", dir=known, delete=False, encoding="ascii") as written:
-                    written.write(found[file.name])
+                    written.write(found[name])
                 Path(written.name).replace(memo)
     return found
 

@@ -67,6 +67,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
+        self.set_defaults(parser=self)  # the innermost command's is the one that stays
 
 
 class _Version(argparse.Action):
@@ -125,7 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0, 1 for an error that was explained, 2 for wrong usage."""
     replace_unshown()
     try:
-        arguments = parser().parse_args([_dashed(word) for word in (sys.argv[1:] if argv is None else argv)])
+        words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
+        arguments, unknown = parser().parse_known_args(words)
+        if unknown:  # parse_args would print the usage of all commands
+            arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         _require_text(arguments)
         code: int = arguments.main(arguments)
         sys.stdout.flush()

@@ -134,6 +134,7 @@ class Frontend:
         variables: Mapping[str, Any] | None = None,
         *,
         add_generation_prompt: bool = True,
+        name: str | None = None,
     ) -> list[int]:
         """The prompt of a conversation; see :meth:`~specexport.runtime.chat.ChatTemplate.render`.
 
@@ -143,7 +144,7 @@ class Frontend:
         template = self.engine.chat_template
         if template is None:
             raise RequestError("messages: the model has no chat template; send a prompt instead", param="messages")
-        text = template.render(messages, variables, add_generation_prompt=add_generation_prompt)
+        text = template.render(messages, variables, add_generation_prompt=add_generation_prompt, name=name)
         return self.encode(text, add_special_tokens=False, param="messages")
 
     @overload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -139,16 +140,22 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers conversations, put into words by the model's chat template.
 
         Args:
-            messages: one conversation or several, each a list of ``{"role": ..., "content": ...}``.
+            messages: one conversation or several, each a list of ``{"role": ..., "content": ...}``, the content a text
+                or a list of ``{"type": "text", "text": ...}``.
             sampling_params: see :meth:`generate`.
             use_tqdm: see :meth:`generate`.
+            chat_template: the name of one of the model's, if it has several; None for ``tool_use`` with tools, if it is
+                there, else ``default``.
             add_generation_prompt: end the prompt with what introduces the model's answer.
+            tools: what the template is told of functions that may be called.
             chat_template_kwargs: variables that the template knows.
 
         Raises:
@@ -157,9 +164,13 @@ class LLM:
         if not is_sequence(messages):
             raise RequestError(f"messages is {shown(messages)}; expected a list of messages", param="messages")
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        variables = {**({} if tools is None else {"tools": list(tools)}), **(chat_template_kwargs or {})}
         tokens = [
             self._frontend.chat_tokens(
-                cast(Sequence[Message], conversation), chat_template_kwargs, add_generation_prompt=add_generation_prompt
+                cast(Sequence[Message], conversation),
+                variables,
+                add_generation_prompt=add_generation_prompt,
+                name=chat_template,
             )
             for conversation in conversations
         ]
@@ -206,7 +217,14 @@ class LLM:
     def _complete(self, streams: list[Stream], use_tqdm: bool) -> dict[int, Completion]:
         """Runs streams, as many at once as the engine has slots; by their identity."""
         done: dict[int, Completion] = {}
-        bar = tqdm(total=len(streams), desc="generating", leave=False, disable=None if use_tqdm and streams else True)
+        size = shutil.get_terminal_size()  # tqdm shows nothing in a terminal that does not tell its size
+        bar = tqdm(
+            total=len(streams),
+            desc="generating",
+            disable=None if use_tqdm and streams else True,
+            ncols=size.columns,
+            nrows=size.lines,
+        )
         with ThreadPoolExecutor(self._frontend.slots) as pool, bar:
             running = {pool.submit(completed, stream): stream for stream in streams}
             try:

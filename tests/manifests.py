@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,3 +50,16 @@ def curve(manifest: Manifest, step: Price, propose: Price = lambda *_: 0.0, read
         for name in map(method_name, manifest.methods)
     ]
     return CostCurve(rows=1, steps=costs(step, widths), more_rows=1, longer=(), methods=tuple(methods))
+
+
+def cached_as_the_hub_does(bundle: Path, repository: Path, under: str = "") -> Path:
+    """A copy of a bundle as the hub's client caches it: the folder of a snapshot, or one under it, of links."""
+    (repository / "blobs").mkdir(parents=True)
+    folder = repository / "snapshots" / ("0" * 40) / under
+    for file in [path for path in bundle.rglob("*") if path.is_file()]:
+        blob = repository / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        shutil.copy(file, blob)
+        link = folder / file.relative_to(bundle)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    return folder

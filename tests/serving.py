@@ -33,19 +33,21 @@ NAME = "tiny"
 DEADLINE = 120.0
 
 
-def with_chat_template(bundle: Path, place: Path, template: str = TEMPLATE) -> Path:
-    """A copy of a bundle whose model has a chat template."""
+def with_chat_template(bundle: Path, place: Path, template: str = TEMPLATE, **named: str) -> Path:
+    """A copy of a bundle whose model has a chat template, and perhaps others by name."""
     folder = shutil.copytree(bundle, place)
     manifest = read_manifest(folder)
-    name = "tokenizer/chat_template.jinja"
-    (folder / name).write_text(template, encoding="utf-8")
+    name, others = "tokenizer/chat_template.jinja", {other: f"tokenizer/{other}.jinja" for other in named}
+    for file, source in {name: template, **{others[other]: source for other, source in named.items()}}.items():
+        (folder / file).write_text(source, encoding="utf-8")
     tokenizer = msgspec.structs.replace(
-        manifest.tokenizer, chat_template=name, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}
+        manifest.tokenizer,
+        chat_template=name,
+        named_templates=others,
+        special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
     )
-    write_manifest(
-        folder,
-        msgspec.structs.replace(manifest, tokenizer=tokenizer, files=(*manifest.files, file_entry(folder, name))),
-    )
+    entries = (file_entry(folder, file) for file in (name, *others.values()))
+    write_manifest(folder, msgspec.structs.replace(manifest, tokenizer=tokenizer, files=(*manifest.files, *entries)))
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -16,10 +17,10 @@ import pytest
 
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME
-from specexport.contract.reading import check_files, read_manifest, write_manifest
+from specexport.contract.reading import changing, check_files, read_manifest, write_manifest
 from specexport.runtime import BundleError, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
-from tests.manifests import Document, rewritten
+from tests.manifests import Document, cached_as_the_hub_does, rewritten
 
 CURRENT = b'{"format_version": %d' % FORMAT_VERSION
 
@@ -132,6 +133,47 @@ def test_a_link_out_of_the_bundle_is_refused(copy: Path, tmp_path: Path, what: s
     inside.rename(outside)
     inside.symlink_to(outside)
     refused(copy, "target", "outside the bundle", str(outside))
+
+
+@pytest.fixture
+def snapshot(copy: Path) -> Path:
+    """A bundle as the hub's client caches it: a snapshot of links into the repository's blobs."""
+    return cached_as_the_hub_does(copy, copy.parent / "models--owner--name")
+
+
+def test_a_bundle_in_the_hubs_cache_runs(copy: Path, snapshot: Path, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    deeper = cached_as_the_hub_does(copy, tmp_path / "models--owner--several", "int8")
+    (tmp_path / "link").symlink_to(snapshot)
+    texts = []
+    for folder in (copy, snapshot, deeper, tmp_path / "link"):
+        with Engine.load(folder, threads=1) as engine:
+            texts.append(engine.generate([5, 8, 5], params).token_ids)
+    assert texts == [texts[0]] * 4
+
+
+def test_what_a_link_in_the_hubs_cache_leads_to_is_hashed(snapshot: Path) -> None:
+    blob = (snapshot / "target" / "step.onnx").resolve()
+    blob.write_bytes(blob.read_bytes()[::-1])
+    refused(snapshot, "step.onnx", "sha256")
+
+
+@pytest.mark.parametrize("place", ["../../../elsewhere", "../../refs/elsewhere", "../../blobs/../elsewhere"])
+def test_a_link_in_the_hubs_cache_leads_into_its_blobs(snapshot: Path, place: str) -> None:
+    path = snapshot / "target" / "step.onnx"
+    outside = Path(os.path.normpath(snapshot / place))
+    outside.parent.mkdir(exist_ok=True)
+    shutil.copy(path, outside)
+    path.unlink()
+    path.symlink_to(outside)
+    refused(snapshot, "step.onnx", "outside the bundle", str(outside))
+
+
+def test_a_bundle_in_the_hubs_cache_is_not_changed(snapshot: Path) -> None:
+    before = sorted(snapshot.parent.parent.rglob("*"))
+    with pytest.raises(BuildError, match=r"a snapshot in the hub's cache.*copy it"), changing(snapshot):
+        pass
+    assert sorted(snapshot.parent.parent.rglob("*")) == before
 
 
 def test_a_link_within_the_bundle_is_fine(copy: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -40,6 +42,185 @@ def test_templates_read_as_transformers_renders_them(name: str, prompted: bool) 
     )
     template = ChatTemplate(TEMPLATES[name], TOKENS)
     assert template.render(CHAT, {"enable_thinking": True}, add_generation_prompt=prompted) == expected
+
+
+PARTS = [{"type": "text", "text": "see the file"}, {"type": "text", "text": "import os"}]
+ONLY_PARTS = (
+    "{% for m in messages %}{{ m['role'].upper() }}:{% for c in m['content'] if c['type'] == 'text' %} {{ c['text'] }}"
+    "{% endfor %} {% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+EITHER = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{% if c.type == 'text' %}[{{ c.text | trim }}]{% endif %}{% endfor %}{% endif %}"
+    "{% endfor %}"
+)
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate, and begin with the user') }}{% endif %}{% endfor %}"
+)
+MACRO = (
+    "{% macro said(content) %}{% if content is not string %}{% for c in content %}{{ c.text }}|{% endfor %}"
+    "{% else %}{{ content }}{% endif %}{% endmacro %}{% for m in messages %}{{ m.role }} {{ said(m.content) }}"
+    "{% endfor %}"
+)
+FIRST_OF_SYSTEM = (
+    "{% if messages[0].role == 'system' %}<{{ messages[0].content[0].text }}>{% set messages = messages[1:] %}"
+    "{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+
+
+def _parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.exporter
+@pytest.mark.parametrize(
+    ("template", "content", "read"),
+    [
+        (ONLY_PARTS, "see the file", _parts("see the file")),
+        (ONLY_PARTS, PARTS, PARTS),
+        (ALTERNATING + ONLY_PARTS, "see the file", _parts("see the file")),
+        (EITHER, "see the file", "see the file"),
+        (EITHER, PARTS, PARTS),
+        (MACRO, "see the file", "see the file"),
+        (MACRO, PARTS, PARTS),
+        (TEMPLATES["chatml"], PARTS, "see the file\nimport os"),
+        (TEMPLATES["llama"], PARTS, "see the file\nimport os"),
+        ("{{ messages | tojson }}", PARTS, "see the file\nimport os"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", PARTS, "see the file\nimport os"),
+        ("{% for m in messages %}{{ m.content | trim }}{% endfor %}", _parts("one"), "one"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", [], ""),
+        ("{% for m in messages %}{{ m.content[0].text }}{% endfor %}", PARTS, _parts("see the file\nimport os")),
+        ("{% for m in messages %}{{ m.content[0]['text'] }}{% endfor %}", "one", _parts("one")),
+    ],
+)
+def test_content_reaches_a_template_in_the_form_that_it_reads(template: str, content: Any, read: Any) -> None:
+    """The prompt is the one that transformers makes of the form that is expected here."""
+    from tests.checkpoints import tokenizer
+
+    def chat(content: Any) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": content}]
+
+    expected = tokenizer().apply_chat_template(
+        chat(read), chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    made = ChatTemplate(template, TOKENS)
+    for _ in range(2):  # what it reads is known the second time
+        assert made.render(chat(content)) == expected
+    assert not content or "see the file" in expected or "one" in expected
+
+
+def test_roles_may_be_read_in_different_forms() -> None:
+    made = ChatTemplate(FIRST_OF_SYSTEM, {})
+    user, system = {"role": "user", "content": PARTS}, {"role": "system", "content": "Be brief."}
+    assert made.render([system, user]) == "<Be brief.>see the file\nimport os"
+    assert made.render([{**system, "content": _parts("Be", "brief.")}, user]) == "<Be\nbrief.>see the file\nimport os"
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "ipython"])
+@pytest.mark.parametrize("template", [ONLY_PARTS, EITHER, MACRO])
+def test_no_roles_words_are_lost(role: str, template: str) -> None:
+    for content in ("words", _parts("words")):
+        assert "words" in ChatTemplate(template, {}).render(
+            [{"role": "user", "content": "a"}, {"role": role, "content": content}]
+        )
+
+
+def test_parts_may_be_named_as_responses_name_them() -> None:
+    content = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}, {"text": "c"}, "d"]
+    assert ChatTemplate(ONLY_PARTS, {}).render([{"role": "user", "content": content}]) == "USER: a b c d ASSISTANT:"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "messages.0.content.0: a part of the type 'image_url'"),
+        ([{"type": "text", "text": "a"}, {"type": "image"}], "messages.0.content.1: a part of the type 'image'"),
+        ([{"type": "text"}], "messages.0.content.0: a part of the type 'text'; expected {'type': 'text', 'text'"),
+        ([5], "messages.0.content.0: a part of the type 'int'"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_its_type(content: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(said)):
+        ChatTemplate(ONLY_PARTS, {}).render([{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"), [([], "there are none"), (["a"], r"messages\.0 is str; expected a mapping")]
+)
+def test_what_is_no_conversation_is_refused(messages: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        ChatTemplate(EITHER, {}).render(messages)
+
+
+CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+
+
+@pytest.mark.exporter
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role }} {{ m.content is defined }} {{ m.tool_calls is defined }};{% endfor %}",
+        "{% if tools is not none %}{{ tools | tojson }}{% endif %}{% if documents is none %}no documents{% endif %}",
+        "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }};{% endfor %}",
+    ],
+)
+def test_what_a_message_leaves_out_reads_as_in_transformers(template: str) -> None:
+    from tests.checkpoints import tokenizer
+
+    chat = [
+        {"role": "user", "content": "a", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "because"},
+        {"role": "tool", "content": "b", "tool_calls": None},
+    ]
+    expected = tokenizer().apply_chat_template(chat, chat_template=template, tokenize=False)
+    assert ChatTemplate(template, {}).render(chat, add_generation_prompt=False) == expected
+
+
+def test_a_call_without_content_suits_templates_that_want_some() -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
+    assert ChatTemplate(template, {}).render(chat) == "user: aassistant: "
+
+
+NAMED = {
+    "default": "plain {{ messages[0].content }}",
+    "tool_use": "tools {{ tools | tojson }}",
+    "rag": "{{ documents }}",
+}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.exporter
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [(None, {}), (None, {"tools": TOOLS}), ("rag", {"documents": [{"text": "a"}]}), ("default", {"tools": TOOLS})],
+)
+def test_of_several_templates_the_one_is_used_that_transformers_uses(
+    name: str | None, variables: dict[str, Any]
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.checkpoints import tokenizer
+
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer().backend_tokenizer)
+    theirs.chat_template = NAMED
+    expected = theirs.apply_chat_template(CHAT, chat_template=name, tokenize=False, **variables)
+    made = ChatTemplate(NAMED, {})
+    assert made.render(CHAT, variables, add_generation_prompt=False, name=name) == expected
+    assert (
+        made.source(name, tools="tools" in variables)
+        == NAMED[name or ("tool_use" if "tools" in variables else "default")]
+    )
+
+
+def test_a_template_that_is_not_there_is_named() -> None:
+    with pytest.raises(
+        RequestError, match="chat_template is 'sql'; expected one of the model's: default, rag, tool_use"
+    ):
+        ChatTemplate(NAMED, {}).render(CHAT, name="sql")
+    with pytest.raises(RequestError, match="several and none is the default; name one of rag, sql"):
+        ChatTemplate({"rag": "", "sql": ""}, {}).render(CHAT)
 
 
 def test_a_template_refuses_in_its_own_words() -> None:

@@ -150,6 +150,26 @@ def test_flags_are_written_out(words: list[str], capsys: pytest.CaptureFixture[s
     assert "unrecognized arguments: --" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["run", "x", "--frob"], "run"),
+        (["serve", "x", "--frob=1"], "serve"),
+        (["tune", "tree", "x", "--data", "y", "--frob"], "tune tree"),
+        (["export", "triton", "x", "-o", "y", "too much"], "export"),
+    ],
+)
+def test_an_unknown_flag_shows_its_commands_usage(
+    words: list[str], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert said.startswith(f"usage: specexport {command} [-h]")
+    assert f"specexport {command}: error: unrecognized arguments: {words[-1]}" in said
+
+
 # --- methods: one spelling, and flags that stand for it --------------------------------------------------------------
 
 

@@ -343,12 +343,6 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         read_eagle3(source).load(target, LAYERS, 512)
 
 
-def test_pickles_are_refused(draft: Path) -> None:
-    (draft / "model.safetensors").rename(draft / "pytorch_model.bin")
-    with pytest.raises(BuildError, match=r"found pytorch_model\.bin, expected \*\.safetensors\. Pickled weights"):
-        read_eagle3(str(draft))
-
-
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
 

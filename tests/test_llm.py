@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +39,26 @@ def test_importing_it_loads_neither_engine_nor_exporter() -> None:
     assert done.stdout.strip() == "set()"
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = specexport.Nothing  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("columns", [80, 0])
+def test_a_terminal_sees_how_far_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """One that does not tell its size too, as those of containers do."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", columns and 24, columns, 0, 0))
+    with os.fdopen(follower, "w", encoding="utf-8") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        terminal.write("quiet\n")
+        llm.generate(PROMPTS, GREEDY)
+    content = b""
+    with os.fdopen(leader, "rb", buffering=0) as reader, contextlib.suppress(OSError):  # which ends it, on Linux
+        while part := reader.read(1 << 16):
+            content += part
+    said = content.decode()
+    assert said.startswith("quiet")
+    assert "generating" in said
+    assert "3/3" in said
 
 
 def test_outputs_are_the_engines_in_order(llm: LLM, engine: Callable[[str], Engine]) -> None:

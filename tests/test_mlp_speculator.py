@@ -262,11 +262,15 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         load_speculator(outline)
 
 
-def test_pickles_and_broken_files_are_refused(tmp_path: Path) -> None:
+def test_pickles_and_broken_files_are_refused(speculators: Callable[[bool, bool], Path], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
-    with pytest.raises(BuildError, match=r"found pytorch_model\.bin, expected \*\.safetensors\. Pickled weights"):
+    with pytest.raises(BuildError, match="not a configuration of an MLP speculator"):
         read_speculator(str(tmp_path))
+    (tmp_path / "config.json").write_bytes((speculators(False, False) / "config.json").read_bytes())
+    with pytest.raises(BuildError, match=r"pytorch_model\.bin: refused: only plain tensors"):
+        require_fit(read_speculator(str(tmp_path)), hidden=H, vocab=VOCAB)
+    (tmp_path / "config.json").write_text("{")
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(BuildError, match="not a configuration of an MLP speculator"):
         read_speculator(str(tmp_path))

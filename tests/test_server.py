@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from specexport.runtime import Engine, SamplingParams
-from tests.serving import NAME, Served, served, with_chat_template
+from tests.serving import HERMES, NAME, Served, served, with_chat_template
 
 PROMPT = "one two three"
 GREEDY = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
@@ -199,7 +199,7 @@ def test_a_chat_is_put_into_the_models_words(tiny: Served, client: openai.OpenAI
     assert made.choices[0].message.role == "assistant"
     assert made.usage is not None
     assert made.usage.prompt_tokens == len(prompt)
-    parts: Any = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    parts: Any = [{"type": "text", "text": "one two"}]
     again = client.chat.completions.create(
         model=NAME, messages=[CHAT[0], {"role": "user", "content": parts}], max_tokens=12, **GREEDY
     )
@@ -578,6 +578,75 @@ def test_the_servers_own_deadline_holds(folder: Path) -> None:
         assert http.post("/v1/completions", json=body).status_code == 504
 
 
+# --- chat templates ---------------------------------------------------------------------------------------------------
+
+
+def _tokenized(url: str, **body: Any) -> list[int]:
+    answer = httpx.post(f"{url}/tokenize", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["tokens"])
+
+
+def test_parts_of_a_message_are_lines_of_a_text(tiny: Served, client: openai.OpenAI) -> None:
+    parts: Any = [{"type": "text", "text": "one two"}, {"type": "text", "text": "three"}]
+    lines: Any = [{"role": "user", "content": "one two\nthree"}]
+    assert _tokenized(tiny.url, messages=[{"role": "user", "content": parts}]) == _tokenized(tiny.url, messages=lines)
+    chats = [
+        client.chat.completions.create(model=NAME, messages=messages, max_tokens=8, **GREEDY).model_dump()
+        for messages in (lines, [{"role": "user", "content": parts}])
+    ]
+    assert chats[0]["choices"] == chats[1]["choices"]
+    assert chats[0]["usage"] == chats[1]["usage"]
+    answers = [
+        client.responses.create(model=NAME, input=given, max_output_tokens=8, temperature=0)
+        for given in (
+            "one two\nthree",
+            [{"role": "user", "content": [{**part, "type": "input_text"} for part in parts]}],
+        )
+    ]
+    assert answers[0].output_text == answers[1].output_text
+    assert answers[0].usage == answers[1].usage
+
+
+def test_of_several_templates_a_request_gets_its_own(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+    """Tools choose one, a name any; the form in which calls are written is the chosen one's."""
+    only_parts = "{% for m in messages %}{% for c in m.content %}{{ c.text }} {% endfor %}{% endfor %}{{ documents }}"
+    folder = with_chat_template(bundle("llama-near"), tmp_path / "bundle", tool_use=HERMES, rag=only_parts)
+    chat: Any = [{"role": "user", "content": "one two"}]
+    with served(folder) as running:
+        template = running.service.engine.frontend.engine.chat_template
+        assert template is not None
+        encode = running.service.engine.frontend.encode
+
+        def rendered(name: str, variables: dict[str, Any]) -> list[int]:
+            return encode(template.render(chat, variables, name=name), add_special_tokens=False)
+
+        tools = {"tools": [TOOL]}
+        documents = {"documents": [{"text": "a"}]}
+        plain = _tokenized(running.url, messages=chat)
+        assert plain == rendered("default", {})
+        assert _tokenized(running.url, messages=chat, **tools) == rendered("tool_use", tools) != plain
+        assert _tokenized(running.url, messages=chat, chat_template="rag", **documents) == rendered("rag", documents)
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="EMPTY", max_retries=0) as client:
+            called = client.chat.completions.create(
+                model=NAME, messages=chat, tools=[TOOL], tool_choice="required", max_tokens=64, temperature=0
+            )
+            assert called.usage is not None
+            assert called.usage.prompt_tokens == len(rendered("tool_use", tools))
+            named = client.chat.completions.create(
+                model=NAME, messages=chat, max_tokens=1, extra_body={"chat_template": "rag", **documents}
+            )
+            assert named.usage is not None
+            assert named.usage.prompt_tokens == len(rendered("rag", documents))
+            answer = client.responses.create(
+                model=NAME, input="one two", tools=[{"type": "function", **TOOL["function"]}], max_output_tokens=1
+            )
+            assert answer.usage is not None
+            assert answer.usage.input_tokens == len(rendered("tool_use", tools))
+            with pytest.raises(openai.BadRequestError, match="chat_template is 'sql'; expected one of the model's"):
+                client.chat.completions.create(model=NAME, messages=chat, extra_body={"chat_template": "sql"})
+
+
 # --- stopping ---------------------------------------------------------------------------------------------------------
 
 
@@ -605,6 +674,31 @@ def test_stopping_finishes_streams_or_says_that_it_does_not(folder: Path, patien
         assert last["choices"][0]["finish_reason"] == "length"
     else:
         assert last["error"]["code"] == "shutting_down"
+
+
+def test_who_comes_while_requests_finish_is_told_so(folder: Path) -> None:
+    """On new connections: a port that is closed would say nothing."""
+    events: list[str] = []
+    begun = threading.Event()
+    with served(folder, patience=60.0) as running:
+        thread = threading.Thread(target=_stream, args=(running.url, 480, events, begun))
+        thread.start()
+        assert begun.wait(120)
+        running.server.should_exit = True
+        until = time.monotonic() + 60
+        while not running.service.engine.closed:
+            assert time.monotonic() < until
+        assert thread.is_alive(), "the stream ended before it was asked"
+        ready, answer = (
+            httpx.get(f"{running.url}/ready"),
+            httpx.post(f"{running.url}/v1/completions", json={"prompt": "a"}),
+        )
+        assert (ready.status_code, ready.json()["error"]["code"]) == (503, "shutting_down")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        assert int(answer.headers["retry-after"]) > 0
+        assert httpx.get(f"{running.url}/health").status_code == 200
+    thread.join(120)
+    assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
 
 
 def test_an_engine_that_drains_is_not_ready(folder: Path) -> None:

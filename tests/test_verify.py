@@ -33,6 +33,7 @@ from specexport.verify.graphs import check_graphs
 from specexport.verify.logits import LIMITS, Agreement, rounds
 from specexport.verify.report import Check, VerifyReport, render
 from tests.checkpoints import make_checkpoint
+from tests.manifests import cached_as_the_hub_does
 from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
@@ -215,6 +216,11 @@ def test_models_that_are_not_there_are_not_run(copy: Path, checkpoints: dict[str
         max_tokens=2,
     )
     assert found.verdict == "passed"
+
+
+def test_graphs_in_the_hubs_cache_are_checked(copy: Path, tmp_path: Path) -> None:
+    folder = cached_as_the_hub_does(copy, tmp_path / "models--owner--name")
+    assert check_graphs(Bundle.open(folder), lambda *_: None) == check_graphs(Bundle.open(copy), lambda *_: None) > 0
 
 
 def test_a_bundle_without_a_draft(copy: Path, checkpoints: dict[str, Path]) -> None:

@@ -31,6 +31,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.library import choose
 from specexport.runtime.cuda.trt import check_version, load_engine
+from specexport.runtime.linked import open_linked
 from specexport.verify.feeds import CACHE_TYPES, FIRST_CHOICES, Feed, GraphRun
 
 LIMITS: dict[ComputedIn, float] = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 0.2}
@@ -174,7 +175,7 @@ def _run_graph(path: Path, given: Sequence[Feed]) -> list[Feed]:
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(path), options)
+    session = open_linked(path, options, lambda graph: onnxruntime.InferenceSession(str(graph), options))
     names = [output.name for output in session.get_outputs()]
     return [dict(zip(names, session.run(None, feed), strict=True)) for feed in given]
 

@@ -13,6 +13,7 @@ from specexport.contract.model import OPSETS, RankFiles
 from specexport.contract.signature import Dim, Signature, caches, returned
 from specexport.contract.tensors import CARRIED, MEETINGS
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.linked import without_links
 
 _TYPES: dict[int, str] = {TensorProto.INT64: "int64", TensorProto.FLOAT: "float32", TensorProto.BOOL: "bool"}
 Shapes = dict[str, tuple[str, tuple[Dim, ...]]]
@@ -65,7 +66,8 @@ def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
 def _check_graph(path: Path, opset: int, weights: Sequence[Path]) -> onnx.GraphProto:
     try:
         # By path, so that the weights file is looked for where the graph says.
-        onnx.checker.check_model(str(path), full_check=True)
+        with without_links(path, weights) as plain:
+            onnx.checker.check_model(str(plain), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise BundleError(f"{path}: not a valid ONNX graph: {error}; build the bundle again") from error
     model = onnx.load(path, load_external_data=False)

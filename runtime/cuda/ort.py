@@ -21,6 +21,7 @@ from specexport.runtime.cuda.executor import CACHE_TYPES, Enqueue
 from specexport.runtime.cuda.library import Library
 from specexport.runtime.cuda.memory import Device, Region, Tensor, aligned
 from specexport.runtime.cuda.nccl import Communicator
+from specexport.runtime.linked import open_linked
 from specexport.runtime.machine import disable_telemetry
 
 MINIMUM = (1, 31)
@@ -153,7 +154,11 @@ class OnnxRuntimeLibrary(Library):
             "use_tf32": "0",  # fp32 is to mean fp32: what is accepted is compared with the CPU token by token
         }
         try:
-            session = self._ort.InferenceSession(str(path), options, providers=[(PROVIDER, provider)])
+            session = open_linked(
+                path,
+                options,
+                lambda graph: self._ort.InferenceSession(str(graph), options, providers=[(PROVIDER, provider)]),
+            )
         except Exception as error:  # onnxruntime's exceptions share no public base
             raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
         on_device(path, session)

@@ -120,7 +120,7 @@ def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
         "backend": f"{manifest.backend}, {manifest.lowering} lowering",
         **({"kernels here": kernels_described()} if manifest.backend == "onnxruntime" else {}),
         "sampling": _sampling(manifest.generation),
-        "chat template": manifest.tokenizer.chat_template or "none",
+        "chat template": ", ".join(manifest.tokenizer.templates) or "none",
         "end of text": ", ".join(map(str, manifest.tokenizer.eos_token_ids)) or "none",
         "size": f"{bytes_text(size)} in {len(manifest.files)} files",
         "built": f"{manifest.created} by specexport {manifest.specexport_version} (format {manifest.format_version}), "

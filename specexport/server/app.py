@@ -20,7 +20,7 @@ from starlette.types import Scope
 
 from specexport import __version__
 from specexport.contract.errors import ClosedError, RequestError
-from specexport.server.chat import chat, chat_tokens, known_message
+from specexport.server.chat import chat, chat_tokens
 from specexport.server.completions import complete
 from specexport.server.errors import ApiError, api_error
 from specexport.server.middleware import REQUEST_ID, Edge
@@ -42,6 +42,7 @@ from specexport.server.schema import (
     TokenizeResponse,
 )
 from specexport.server.service import Service
+from specexport.server.tools import known_tools
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 _OPEN = ("/health", "/ready", "/metrics", "/openapi.json")
@@ -163,7 +164,8 @@ def create_app(
         if (given.prompt is None) == (given.messages is None):
             raise RequestError("prompt: give either prompt or messages", param="prompt")
         if given.messages is not None:
-            tokens = await chat_tokens(service, list(map(known_message, given.messages)), {})
+            tools = {"tools": known_tools([tool.function for tool in given.tools])} if given.tools else {}
+            tokens = await chat_tokens(service, given, given.messages, tools, given.add_generation_prompt)
         else:
             encode = partial(frontend.encode, add_special_tokens=given.add_special_tokens)
             tokens = await asyncio.to_thread(encode, given.prompt)

@@ -28,9 +28,9 @@ from specexport.server.schema import (
     ChatResponse,
     Choice,
     JsonSchema,
+    TemplateOptions,
     TopLogprob,
     Usage,
-    plain_text,
 )
 from specexport.server.service import Service, least, prompt_logprobs, respond
 from specexport.server.tools import Calling, CallReader, known_tools, whole_calls
@@ -47,8 +47,7 @@ async def chat(service: Service, request: Request, given: ChatRequest) -> Respon
     variables: dict[str, Any] = {} if given.reasoning_effort is None else {"reasoning_effort": given.reasoning_effort}
     if calls is not None:
         variables["tools"] = known_tools(given.offered)
-    messages = list(map(known_message, given.messages))
-    prompt = await chat_tokens(service, messages, variables | given.chat_template_kwargs, given.add_generation_prompt)
+    prompt = await chat_tokens(service, given, given.messages, variables, given.add_generation_prompt)
     most = given.max_completion_tokens if given.max_tokens is None else given.max_tokens
     bound = {} if calls is None else calls.bound()
     if given.response_format is not None and given.response_format.type != "text":
@@ -65,16 +64,27 @@ async def chat(service: Service, request: Request, given: ChatRequest) -> Respon
 
 
 async def chat_tokens(
-    service: Service, messages: Sequence[Message], variables: dict[str, Any], add_generation_prompt: bool = True
+    service: Service,
+    given: TemplateOptions,
+    messages: Sequence[ChatMessage],
+    variables: dict[str, Any],
+    add_generation_prompt: bool = True,
 ) -> list[int]:
-    """The prompt of a conversation."""
-    read = service.engine.frontend.chat_tokens
-    return await asyncio.to_thread(read, messages, variables, add_generation_prompt=add_generation_prompt)
+    """The prompt of a conversation, ``variables`` being what the template is told beside what the request says."""
+    return await asyncio.to_thread(
+        service.engine.frontend.chat_tokens,
+        list(map(known_message, messages)),
+        variables | given.variables,
+        add_generation_prompt=add_generation_prompt,
+        name=given.chat_template,
+    )
 
 
 def known_message(message: ChatMessage) -> Message:
     """A message as chat templates know them: the arguments of a call are no text."""
-    told: dict[str, Any] = {"role": message.role, "content": plain_text(message.content)}
+    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    if isinstance(message.content, list):
+        told["content"] = [{"type": "text", "text": part.text} for part in message.content]
     told |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
     if message.reasoning_content:
         told["reasoning_content"] = told["thinking"] = message.reasoning_content  # Qwen's name, and gpt-oss's

@@ -14,7 +14,7 @@ from fastapi import Request, Response
 from specexport.async_engine import AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.runtime import SamplingParams
-from specexport.server.chat import chat_tokens, known_message
+from specexport.server.chat import chat_tokens
 from specexport.server.errors import api_error
 from specexport.server.schema import (
     ANY_OBJECT,
@@ -58,7 +58,7 @@ async def answer_response(service: Service, request: Request, given: ResponseReq
     if calls is not None:
         variables["tools"] = known_tools(given.offered)
         bound = calls.bound()
-    prompt = await chat_tokens(service, list(map(known_message, messages)), variables | given.chat_template_kwargs)
+    prompt = await chat_tokens(service, given, messages, variables)
     form = None if given.text is None else given.text.format
     if form is not None and form.type != "text":
         if bound:

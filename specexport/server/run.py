@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,8 @@ from specexport.async_engine import AsyncEngine
 
 _MARGIN = 5
 """Seconds for answers that were ended to get out."""
+_TICK = 0.1
+"""Seconds after which a second Ctrl-C is noticed."""
 
 
 class Server(uvicorn.Server):
@@ -29,8 +33,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, engine: AsyncEngine, *, patience: float, **config: Any) -> None:
-        wait = int(patience) + _MARGIN
-        super().__init__(uvicorn.Config(app, server_header=False, timeout_graceful_shutdown=wait, **config))
+        super().__init__(uvicorn.Config(app, server_header=False, **config))
         self._engine, self._patience = engine, patience
 
     @contextlib.contextmanager
@@ -46,7 +49,12 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Keeps the port open until the last request is done: who comes meanwhile, or asks ``/ready``, gets a 503."""
+        until = time.monotonic() + self._patience
         draining = asyncio.create_task(self._engine.drain(self._patience))
+        while not draining.done() and not self.force_exit:
+            await asyncio.wait({draining}, timeout=_TICK)
+        self.config.timeout_graceful_shutdown = math.ceil(max(0.0, until - time.monotonic())) + _MARGIN
         await super().shutdown(sockets)
-        await draining
+        draining.cancel()  # a second Ctrl-C waits for nothing
         await self._engine.aclose()

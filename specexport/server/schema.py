@@ -377,7 +377,26 @@ class Prediction(_Request):
     content: Content
 
 
-class ChatRequest(GenerationRequest):
+class TemplateOptions(_Request):
+    """How a conversation is put into words."""
+
+    chat_template: Annotated[str, Field(max_length=256)] | None = Field(
+        None, description="The name of one of the model's chat templates, such as tool_use or rag."
+    )
+    chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Any] = Field(
+        {}, description="Variables the model's chat template knows."
+    )
+    documents: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = Field(
+        None, description="A variable of the model's chat template."
+    )
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the template is told beside the messages."""
+        return ({} if self.documents is None else {"documents": self.documents}) | self.chat_template_kwargs
+
+
+class ChatRequest(GenerationRequest, TemplateOptions):
     """``POST /v1/chat/completions``."""
 
     messages: Messages
@@ -386,9 +405,6 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = Field(False, description="Return each token's log-probability.")
     top_logprobs: Others | None = Field(None, description="And those of this many others.")
     prompt_logprobs: PromptOthers = None
-    chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Any] = Field(
-        {}, description="Variables the model's chat template knows."
-    )
     response_format: Annotated[AnyFormat | JsonSchema, Field(discriminator="type")] | None = Field(
         None, description="Constrains the answer to a grammar."
     )
@@ -497,7 +513,7 @@ class ChosenFunction(FunctionName):
     type: Literal["function"]
 
 
-class ResponseRequest(GenerationRequest):
+class ResponseRequest(GenerationRequest, TemplateOptions):
     """``POST /v1/responses``."""
 
     input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -505,7 +521,6 @@ class ResponseRequest(GenerationRequest):
     max_output_tokens: Count | None = Field(None, description="None for what the context holds.")
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Any] = {}
     conversation: Unsupported = None
     include_steps: Annotated[Any, Only((False,))] = None
     max_tool_calls: Unsupported = None
@@ -537,12 +552,14 @@ class ResponseRequest(GenerationRequest):
         return self.tool_choice
 
 
-class TokenizeRequest(_Request):
+class TokenizeRequest(TemplateOptions):
     """``POST /tokenize``: a prompt or a conversation."""
 
     model: str | None = Field(None, max_length=4096)
     prompt: Text | None = None
     messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] = Field([], description="Of a conversation.")
+    add_generation_prompt: bool = Field(True, description="End a conversation with what introduces an answer.")
     add_special_tokens: bool = Field(True, description="Of a prompt: those the tokenizer adds by itself.")
 
 

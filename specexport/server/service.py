@@ -120,7 +120,8 @@ class Service:
     def calling(self, given: ChatRequest | ResponseRequest) -> Calling | None:
         """How a request's answer may call tools; see :func:`~specexport.server.tools.calling`."""
         template = self.engine.frontend.engine.chat_template
-        found = calling(given, "" if template is None else template.source)
+        source = "" if template is None else template.source(given.chat_template, tools=bool(given.offered))
+        found = calling(given, source)
         if found is None or not given.skip_special_tokens:
             return found
         return replace(found, hidden=self._special_tokens)

@@ -1,0 +1,157 @@
+"""Adapters as peft saves them, merged into their model's weights one at a time as these are read.
+
+peft itself merges: into layers of the model that hold no numbers but those of the adapter.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specexport.checkpoints.locate import ADAPTER
+from specexport.checkpoints.quiet import quiet
+from specexport.checkpoints.stored import StoredTensor
+from specexport.contract.errors import BuildError
+
+_HINT = "merge it into the model with peft (merge_and_unload), and build from what save_pretrained writes"
+_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of ``init_lora_weights`` that leave the model's own weights as they are."""
+_KINDS = ("LORA", "IA3", "LOHA", "LOKR", "OFT", "VERA")
+"""Values of ``peft_type`` that stand for other numbers in the model's own matrices, and are tested."""
+_NAME = "default"
+
+
+def merged(folder: Path, make: Callable[[Path], Any], tensors: Iterator[StoredTensor]) -> Iterator[StoredTensor]:
+    """The tensors of a checkpoint with its adapter merged into them, in fp32, where it changes them.
+
+    Args:
+        folder: has the adapter.
+        make: makes the model of a folder, on torch's meta device.
+        tensors: the model's own.
+
+    Raises:
+        BuildError: the adapter cannot be merged; names the file and what it is.
+    """
+    state = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(folder.glob("adapter_*")))
+    model, changes = _changes(folder, state, make)
+    left = dict(changes)
+    for tensor in tensors:
+        names = (tensor.name, f"{model}.{tensor.name}", tensor.name.removeprefix(f"{model}."))
+        name = next((name for name in names if name in left), None)
+        yield tensor if name is None else replace(tensor, dtype="F32", read=partial(left.pop(name), tensor))
+    if left:
+        raise BuildError(
+            f"{_named(folder)}: changes {min(left)!r}, which the model's files hold under no such name; {_HINT}"
+        )
+
+
+@functools.lru_cache(maxsize=2)
+def _changes(
+    folder: Path, _state: Any, make: Callable[[Path], Any]
+) -> tuple[str, Mapping[str, Callable[[StoredTensor], torch.Tensor]]]:
+    """The prefix of the model's names, and what becomes of each tensor that an adapter changes, by its name."""
+    path = _named(folder)
+    try:
+        from peft import PeftConfig, PeftModel
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils import ModulesToSaveWrapper
+    except ImportError as error:
+        raise BuildError(
+            f"{path}: an adapter, which needs peft to be merged; install it with: pip install 'specexport[export]'"
+        ) from error
+    model = make(folder)
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = [name for name, module in model.named_modules() if module in both]
+    _hold_nothing(model, {id(module.weight) for module in both})
+    try:
+        with quiet():
+            _require_mergeable(path, PeftConfig.from_pretrained(folder))
+            adapted = PeftModel.from_pretrained(model, folder, adapter_name=_NAME, torch_device="cpu")
+    except BuildError:
+        raise
+    except Exception as error:  # peft raises many unrelated types
+        raise BuildError(f"{path}: peft cannot put it on its model: {error}; {_HINT}") from error
+    found: dict[str, Callable[[StoredTensor], torch.Tensor]] = {}
+    lock = threading.Lock()
+    for name, module in adapted.get_base_model().named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            saved = module.modules_to_save[_NAME].state_dict()
+            found |= {f"{name}.{part}": partial(_instead, tensor.float()) for part, tensor in saved.items()}
+        elif isinstance(module, BaseTunerLayer) and not isinstance(module.get_base_layer(), BaseTunerLayer):
+            found[f"{name.removesuffix('.token_adapter')}.weight"] = partial(_merge, path, name, module, lock)
+        elif name in tables and bool(module.weight.any()):
+            found[f"{name}.weight"] = partial(_instead, module.weight.data)
+    if tied and (changed := [name for name in tables if f"{name}.weight" in found]):
+        raise BuildError(
+            f"{path}: changes {changed[0]!r}, which the model uses as its embedding and as its head; {_HINT}, with "
+            "tie_word_embeddings false"
+        )
+    if not found:
+        raise BuildError(f"{path}: changes no weights of its model; {_HINT}")
+    return model.base_model_prefix, found
+
+
+def _named(folder: Path) -> Path:
+    """The adapter's file for error messages: where it lies, not where it was linked to beside its model."""
+    path = folder / ADAPTER
+    return path.readlink() if path.is_symlink() and path.readlink().is_absolute() else path
+
+
+def _require_mergeable(path: Path, config: Any) -> None:
+    """Refuses what is more than other numbers in the model's matrices, or needs the model's own to be read."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind not in _KINDS:
+        raise BuildError(f"{path}: peft_type is {kind!r}; expected one that is merged here: {', '.join(_KINDS)}")
+    starts = getattr(config, "init_lora_weights", True)
+    reasons = {
+        f"init_lora_weights is {starts!r}, which changes the model's own weights too": starts not in _PLAIN_STARTS,
+        f"bias is {getattr(config, 'bias', 'none')!r}": getattr(config, "bias", "none") != "none",
+        "lora_bias is true": getattr(config, "lora_bias", False),
+        "layer_replication gives the model other layers": getattr(config, "layer_replication", None),
+        "target_parameters changes tensors of experts": getattr(config, "target_parameters", None),
+    }
+    if getattr(config, "alora_invocation_tokens", None):
+        raise BuildError(f"{path}: alora_invocation_tokens turn it on within a text; expected one of whole texts")
+    for reason, holds in reasons.items():
+        if holds:
+            raise BuildError(f"{path}: {reason}; {_HINT}")
+
+
+def _hold_nothing(model: torch.nn.Module, tables: set[int]) -> None:
+    """Gives a model's parameters shapes on the CPU, without memory, but for tables that an adapter may bring along."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                shape = parameter.shape
+                nothing = torch.zeros(shape) if id(parameter) in tables else torch.zeros(()).expand(shape)
+                module._parameters[name] = torch.nn.Parameter(nothing, requires_grad=False)
+
+
+def _instead(tensor: torch.Tensor, _own: StoredTensor) -> torch.Tensor:
+    return tensor
+
+
+def _merge(path: Path, name: str, layer: Any, lock: threading.Lock, own: StoredTensor) -> torch.Tensor:
+    """A layer's weight with the adapter in it."""
+    base = layer.get_base_layer()
+    with lock:
+        # An adapter of a table brings along what it was trained on.
+        start = base.weight if base.weight.is_contiguous() and bool(base.weight.any()) else own.read()
+        nothing, base.weight = base.weight, torch.nn.Parameter(start.detach().to(torch.float32, copy=True), False)
+        try:
+            layer.merge(safe_merge=True)
+            weight: torch.Tensor = base.weight.data
+        except Exception as error:  # some kinds of layers refuse to be merged
+            raise BuildError(f"{path}: cannot be merged into {name!r}: {error or type(error).__name__}") from error
+        finally:
+            base.weight = nothing
+            layer.merged_adapters.clear()
+    return weight

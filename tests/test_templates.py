@@ -1,0 +1,134 @@
+"""Chat templates of checkpoints: found wherever transformers finds some, and used by name as it does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from specexport import LLM, SamplingParams
+from specexport.checkpoints.checkpoint import load_tokenizer
+from specexport.contract.errors import BuildError
+from specexport.contract.manifest import MANIFEST_NAME
+from specexport.contract.reading import check_files, read_manifest
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
+from specexport.runtime.chat import ChatTemplate
+from tests.checkpoints import make_checkpoint, tokenizer
+
+pytestmark = pytest.mark.exporter
+
+CHAT = [{"role": "user", "content": "one"}]
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
+PLAIN = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+WITH_TOOLS = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + PLAIN
+RAG = "{% for d in documents %}{{ d.text }} {% endfor %}" + PLAIN
+NAMED = {"default": PLAIN, "tool_use": WITH_TOOLS, "rag": RAG}
+LISTED = [{"name": name, "template": template} for name, template in NAMED.items()]
+ADDITIONAL = {f"additional_chat_templates/{name}.jinja": NAMED[name] for name in ("tool_use", "rag")}
+JINJA = "chat_template.jinja"
+
+
+def written(folder: Path, files: dict[str, Any]) -> Path:
+    """A tokenizer with these files; those of JSON are added to."""
+    tokenizer().save_pretrained(folder)
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        if not isinstance(content, str):
+            known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            content = json.dumps(known | content)
+        path.write_text(content, encoding="utf-8")
+    if not (folder / "config.json").is_file():
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
+    return folder
+
+
+def rendered(folder: Path, name: str | None, variables: dict[str, Any]) -> str:
+    found = load_tokenizer(folder)
+    made = ChatTemplate(found.chat_templates, found.special_tokens)
+    return made.render(CHAT, variables, add_generation_prompt=False, name=name)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "a text": {"tokenizer_config.json": {"chat_template": PLAIN}},
+    "a list": {"tokenizer_config.json": {"chat_template": LISTED}},
+    "an object": {"tokenizer_config.json": {"chat_template": NAMED}},
+    "a file": {JINJA: PLAIN},
+    "files": {JINJA: PLAIN, **ADDITIONAL},
+    "files before fields": {"tokenizer_config.json": {"chat_template": "no"}, JINJA: PLAIN, **ADDITIONAL},
+    "no default": ADDITIONAL,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_templates_are_found_and_chosen_as_transformers_does(tmp_path: Path, way: str) -> None:
+    folder = written(tmp_path, WAYS[way])
+    theirs = AutoTokenizer.from_pretrained(folder)
+    several = isinstance(theirs.chat_template, dict)
+    for name, variables in (
+        (None, {}),
+        (None, {"tools": TOOLS}),
+        *([("rag", {"documents": [{"text": "a"}]}), ("tool_use", {"tools": TOOLS})] if several else []),
+    ):
+        if way == "no default" and name is None and not variables:
+            continue  # both refuse it
+        expected = theirs.apply_chat_template(CHAT, chat_template=name, tokenize=False, **variables)
+        assert rendered(folder, name, variables) == expected
+        assert ("look_up" in expected) == (several and "tools" in variables)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"chat_template.json": {"chat_template": PLAIN}},
+        {"processor_config.json": {"chat_template": PLAIN, "processor_class": "A"}},
+        {"processor_config.json": {"chat_template": PLAIN}, "chat_template.json": {"chat_template": "no"}},
+        {"processor_config.json": {"processor_class": "A"}, "chat_template.json": {"chat_template": LISTED}},
+        {"chat_template.json": {"chat_template": "no"}, JINJA: PLAIN},
+        {"chat_template.json": {"chat_template": "no"}, "tokenizer_config.json": {"chat_template": PLAIN}},
+    ],
+)
+def test_a_processors_template_is_used_where_the_tokenizer_has_none(tmp_path: Path, files: dict[str, Any]) -> None:
+    assert rendered(written(tmp_path, files), None, {}) == "<s>user: one "
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"chat_template.json": {"chat_template": 5}}, r"chat_template\.json: not a configuration of a processor"),
+        ({"processor_config.json": "{"}, r"processor_config\.json: not a configuration of a processor"),
+        (
+            {"tokenizer_config.json": {"chat_template": {"a/b": ""}}},
+            "chat_template 'a/b' is str; expected",
+        ),
+        ({"tokenizer_config.json": {"chat_template": {"a": 5}}}, r"tokenizer_config\.json: chat_template 'a' is int"),
+        ({"tokenizer_config.json": {"chat_template": 5}}, r"tokenizer_config\.json: chat_template 'default' is int"),
+    ],
+)
+def test_what_is_no_template_is_named(tmp_path: Path, files: dict[str, Any], said: str) -> None:
+    with pytest.raises(BuildError, match=said):
+        load_tokenizer(written(tmp_path, files))
+
+
+def test_a_bundle_holds_all_templates(tmp_path: Path) -> None:
+    source = written(make_checkpoint(tmp_path / "model", "llama"), {JINJA: PLAIN, **ADDITIONAL})
+    folder = build(BuildOptions(target=str(source), output=tmp_path / "bundle", max_seq_len=256))
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, hashes=True)
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert files == {MANIFEST_NAME, *(entry.path for entry in manifest.files)}
+    theirs = AutoTokenizer.from_pretrained(source)
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    with LLM(bundle=folder, threads=1, calibrate=False) as llm:
+        for how, variables in (
+            ({}, {}),
+            ({"tools": TOOLS}, {"tools": TOOLS}),
+            ({"chat_template": "rag", "chat_template_kwargs": {"documents": [{"text": "a"}]}}, None),
+        ):
+            (made,) = llm.chat(CHAT, params, use_tqdm=False, **how)
+            given = {"chat_template": "rag", "documents": [{"text": "a"}]} if variables is None else variables
+            assert list(made.prompt_token_ids) == theirs.apply_chat_template(CHAT, return_dict=False, **given)
