@@ -54,7 +54,41 @@ def _cleans_up(value: Any, documents: Documents) -> bool:
 
 _CLEAN_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
+TEMPLATE_FILE = "chat_template.jinja"
+PROCESSOR, PROCESSOR_TEMPLATE = "processor_config.json", "chat_template.json"
+ADAPTER = "adapter_config.json"
+
 SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        TOKENIZER_CONFIG,
+        ("chat_template",),
+        "honoured",
+        "one template, or several by name; not read where there is a chat_template.jinja, as in transformers",
+    ),
+    Setting(TEMPLATE_FILE, ("the file",), "honoured", "the default template"),
+    Setting("additional_chat_templates/*.jinja", ("the files",), "honoured", "templates by their files' names"),
+    Setting(
+        PROCESSOR, ("chat_template",), "honoured", "where the tokenizer has no template; one that differs is not used"
+    ),
+    Setting(PROCESSOR_TEMPLATE, ("chat_template",), "honoured", "where neither of them has one"),
+    Setting(
+        ADAPTER,
+        (
+            *("base_model_name_or_path", "revision", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
+            *("use_dora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices"),
+        ),
+        "honoured",
+        "merged by peft as weights are read",
+    ),
+    Setting(
+        ADAPTER,
+        (
+            *("peft_type", "init_lora_weights", "bias", "lora_bias", "layer_replication", "target_parameters"),
+            "alora_invocation_tokens",
+        ),
+        "refused",
+        "kinds of adapters, and of starts, that change more than the matrices they are added to",
+    ),
     Setting(
         TOKENIZER,
         ("version", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model"),
