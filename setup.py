@@ -1,4 +1,4 @@
-"""Writes the commit into what is built, and an sdist that is the same each time; all else is in pyproject.toml."""
+"""Compiles the kernels, writes the commit into what is built, and the same sdist each time; see pyproject.toml."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
+from setuptools.errors import CompileError
 
 _COMMIT = runpy.run_path(str(Path(__file__).parent / "specexport" / "version.py"))["commit"]()
+_KERNELS = runpy.run_path(str(Path(__file__).parent / "kernels" / "build.py"))
 
 
 def _write_commit(root: str) -> None:
@@ -26,6 +30,28 @@ class _BuildPy(build_py):
         super().run()
         if not self.editable_mode:
             _write_commit(self.build_lib)
+
+
+class _BuildExt(build_ext):
+    """Compiles the library, which has no Python in it; without it everything runs on onnxruntime's kernels."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")[:-1], _KERNELS["NAME"]))
+
+    def build_extension(self, ext: Extension) -> None:
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.unlink(missing_ok=True)  # of an earlier build
+        try:
+            _KERNELS["build"](library, Path("build", "kernels"))
+        except _KERNELS["CompilerError"] as error:
+            raise CompileError(str(error)) from error  # a warning, as the extension is optional
+
+
+class _Wheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        """Any Python 3 loads the library, on its own platform; a wheel without it is for every platform."""
+        self.root_is_pure = not Path(self.bdist_dir, "specexport", "kernels", _KERNELS["NAME"]).exists()
+        return "py3", "none", super().get_tag()[2]
 
 
 class _Sdist(sdist):
@@ -55,4 +81,7 @@ class _Sdist(sdist):
         return path
 
 
-setup(cmdclass={"build_py": _BuildPy, "sdist": _Sdist})
+setup(
+    cmdclass={"build_py": _BuildPy, "build_ext": _BuildExt, "bdist_wheel": _Wheel, "sdist": _Sdist},
+    ext_modules=[Extension("specexport.kernels.library", [], optional=True)],
+)

@@ -26,7 +26,6 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Completion, Engine, SamplingParams, Stream
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.stream import completed
-from specexport.runtime.widths import EXACTNESS
 from specexport.tables import show
 
 Sizes = dict[str, int]
@@ -65,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks exactness``."""
     parser.add_argument("--shape", choices=tuple(SHAPES), default="292M", help="tiny: to try this out")
     parser.add_argument("--precisions", default="fp32,int8,int4")
-    parser.add_argument("--exactness", choices=EXACTNESS, default="exact", help="of the engine")
     parser.add_argument("--only", default="", metavar="WORDS", help="cells whose name holds this")
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=48)
@@ -121,7 +119,7 @@ class Row:
 def main(args: argparse.Namespace) -> int:
     """Runs what is missing and prints the table; 1 if texts differ."""
     report = json.loads(args.json.read_text(encoding="utf-8")) if args.json.exists() else {}
-    names = ("shape", "exactness", "num_prompts", "prompt_tokens", "new_tokens", "threads")
+    names = ("shape", "num_prompts", "prompt_tokens", "new_tokens", "threads")
     options = {name: getattr(args, name) for name in names}
     here = machine(args.threads)
     if report and (report["options"], report["machine"]) != (options, here):
@@ -147,7 +145,7 @@ def main(args: argparse.Namespace) -> int:
                 rows.append(run(engine, cell, prompts, expected))
                 print(f"{cell}: {rows[-1].equal} of {rows[-1].texts}, {rows[-1].seconds:.0f} s", flush=True)
                 write_report(args.json, {"machine": here, "options": options, "rows": [asdict(row) for row in rows]})
-    _print(rows, args.exactness)
+    _print(rows)
     return int(any(row.equal < row.texts for row in rows))
 
 
@@ -162,7 +160,7 @@ def _open(folder: Path, args: argparse.Namespace) -> Engine:
     from tests.manifests import curve
 
     costs = curve(read_manifest(folder), lambda *_: 1.0)
-    return Engine.load(folder, threads=args.threads, check_hashes=False, costs=costs, exactness=args.exactness)
+    return Engine.load(folder, threads=args.threads, check_hashes=False, costs=costs)
 
 
 def _bundle(args: argparse.Namespace, precision: str) -> Path:
@@ -259,9 +257,9 @@ def _decode(engine: Engine, cell: Cell, prompts: Sequence[list[int]], expected: 
     yield from map(completed, running)
 
 
-def _print(rows: Sequence[Row], exactness: str) -> None:
+def _print(rows: Sequence[Row]) -> None:
     words, numbers = ("cell", "first difference"), ("equal", "texts", "accepted", "of drafted")
-    table = new_table(f"Greedy texts against plain decoding, {exactness}", words, numbers)
+    table = new_table("Greedy texts against plain decoding", words, numbers)
     for row in rows:
         first = row.first
         difference = (

@@ -8,7 +8,6 @@ from typing import Protocol
 from specexport.contract.model import Model
 from specexport.runtime.graph import Buffers, Graph
 from specexport.runtime.program import Speculation, StepProgram
-from specexport.runtime.widths import Exactness, Widths
 
 
 class Backend(Protocol):
@@ -30,6 +29,13 @@ class Backend(Protocol):
     def device(self) -> str:
         """What it runs on, by library and name, on the CPU with the number of threads: where a measurement holds."""
 
+    @property
+    def kernels(self) -> str:
+        """Which kernels compute, where a choice of them may be missing; else empty."""
+
+    def inexact(self, target: Graph) -> str:
+        """Why texts may part from plain decoding's where two tokens are about equally likely; empty where none do."""
+
     def open(self, model: Model, slots: int, buffers: Buffers) -> Graph:
         """Loads a model's graph, with a cache of ``slots`` slots, one of the bundle's batch sizes.
 
@@ -37,18 +43,7 @@ class Backend(Protocol):
             BackendError: the graph is refused, or does not fit.
         """
 
-    def widths(self, target: Graph, exactness: Exactness | None = None) -> Widths:
-        """What chooses how wide steps are.
-
-        Args:
-            target: the target's graph; its slots are empty.
-            exactness: None for the backend's own: the best it can do.
-
-        Raises:
-            BackendError: it cannot be exact, but exactness was required.
-        """
-
-    def program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> StepProgram:
+    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
         """What runs the steps of the graphs that were opened.
 
         Raises:

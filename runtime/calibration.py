@@ -24,7 +24,6 @@ from specexport.runtime.params import SamplingParams
 from specexport.runtime.program import Speculation
 from specexport.runtime.proposal import Proposal, Proposer, SlotView
 from specexport.runtime.step import HostProgram
-from specexport.runtime.widths import Widths
 
 SECONDS = 3.0
 """About how long it may take, unless single steps are slower than that allows."""
@@ -49,10 +48,10 @@ Trial = Callable[[], float]
 """Runs something once; the seconds it took."""
 
 
-def remembered(manifest: Manifest, backend: Backend, slots: int, widths: Widths) -> Remembered[CostCurve]:
+def remembered(manifest: Manifest, backend: Backend, slots: int) -> Remembered[CostCurve]:
     """Where the curve of a bundle is kept on this machine, by all that steps' times depend on."""
     content = msgspec.json.encode(manifest).decode()
-    about = (_HOW, content, backend.device, str(slots), str(widths.exact), *_versions())
+    about = (_HOW, content, backend.device, str(slots), *_versions())
     return Remembered("costs", about, CostCurve)
 
 
@@ -69,7 +68,6 @@ def measure(
     manifest: Manifest,
     target: Graph,
     speculations: Mapping[str, Speculation],
-    widths: Widths,
     seconds: float = SECONDS,
     progress: Progress | None = None,
 ) -> CostCurve:
@@ -84,11 +82,10 @@ def measure(
         manifest: the bundle's.
         target: the target's graph; nothing else may use it meanwhile, and its slots are empty afterwards.
         speculations: the methods to measure, by name.
-        widths: chooses how many tokens a step runs with.
         seconds: about how long it may take.
         progress: is told what is done.
     """
-    program = HostProgram(manifest, target, {_FIXED: Speculation(Method(), _Fixed())}, widths)
+    program = HostProgram(manifest, target, {_FIXED: Speculation(Method(), _Fixed())})
     points = manifest.target.graph.points
     tokens = _apart(sorted({point.tokens for point in points if point.rows == point.tokens}))
     text = [at % min(_PERIOD, manifest.target.vocab_size) for at in range(_length(manifest, tokens[-1]))]

@@ -41,13 +41,11 @@ from specexport.runtime.proposers.opening import Opening, open_proposer
 from specexport.runtime.request import Request
 from specexport.runtime.rules import Rules, SequenceBiases
 from specexport.runtime.scheduler import Scheduler
-from specexport.runtime.slots import Reuse
 from specexport.runtime.speculative import DEFAULT, Speculative, choose
 from specexport.runtime.step import HostProgram
 from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
 from specexport.runtime.values import require_text, token_ids
-from specexport.runtime.widths import EXACTNESS, Exactness
 
 Prompt = str | Sequence[int] | EmbedsPrompt | EncodedPrompt
 """What a request continues."""
@@ -69,7 +67,6 @@ class Engine:
         speculations: the loaded methods with their proposers, by name: those the bundle was built for, the default
             first, then those that need no graph.
         slots: requests that run at once.
-        widths: how wide its steps are, and whether they are exact.
         costs: what steps cost on this machine; None if each request speculates with its method's default.
     """
 
@@ -82,7 +79,6 @@ class Engine:
         prefix_cache: bool = True,
         calibrate: bool = True,
         costs: CostCurve | None = None,
-        exactness: Exactness | None = None,
     ) -> None:
         self.manifest: Manifest = bundle.manifest
         self.tokenizer = bundle.tokenizer()
@@ -95,9 +91,8 @@ class Engine:
         self.slots = target.sizes[-1]
         self.speculations = dict(speculations)
         self._built = tuple(method.name for method in self.manifest.methods if method.name in speculations)
-        self.widths = backend.widths(target, exactness)
-        program = backend.program(target, self.speculations, self.widths)
-        self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.speculations), Reuse.PROMPTS))
+        program = backend.program(target, self.speculations)
+        self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.speculations), reuse=True))
         if costs is not None:
             self.costs: Costs | None = Costs(costs)
         else:
@@ -112,8 +107,7 @@ class Engine:
                 policy.look_up = program.look_up
                 texts = (one.name for one in self.methods.values() if not one.needs_graph and not one.takes_hypothesis)
                 self._lookup = next(texts, None)
-        reuse = Reuse.TEXTS if self.widths.chunks else Reuse.PROMPTS
-        self._scheduler = Scheduler(program, policy, reuse if prefix_cache else Reuse.NOTHING)
+        self._scheduler = Scheduler(program, policy, reuse=prefix_cache)
         self._closed = False
 
     @classmethod
@@ -128,7 +122,6 @@ class Engine:
         prefix_cache: bool = True,
         calibrate: bool = True,
         costs: CostCurve | None = None,
-        exactness: Exactness | None = None,
         backend: str | None = None,
         gpu_memory_utilization: float = DEFAULT_UTILIZATION,
     ) -> Engine:
@@ -150,9 +143,6 @@ class Engine:
                 onnxruntime's packed form, which open four times as fast. On a GPU only ``specexport tune batch``
                 measures. Without it a request alone speculates with its method's default.
             costs: what steps cost, instead of measuring it.
-            exactness: ``exact``, the default on a CPU, makes greedy text that of plain decoding bit for bit, whatever
-                the method, the tree and the batch; ``fast``, the only choice on a GPU, takes the narrowest steps, so
-                that texts may part where two tokens are about equally likely.
             backend: what runs it, one of ``contract.engines.BACKENDS``; None for what it was built for.
             gpu_memory_utilization: for GPU backends, the share of the device's memory that may be in use once the
                 bundle is loaded, including other programs'.
@@ -163,8 +153,6 @@ class Engine:
             BuildError: a method's options are wrong, or it needs a graph.
             RequestError: the bundle was not built for the batch size.
         """
-        if exactness not in (None, *EXACTNESS):
-            raise RequestError(f"exactness is {exactness!r}; expected 'exact' or 'fast'", param="exactness")
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, check_hashes=check_hashes)
         manifest = opened.manifest
         available = available_methods(manifest, read_methods(methods))
@@ -179,7 +167,7 @@ class Engine:
             target = running.open(manifest.target, slots, buffers(manifest.target_signature))
             opening = Opening(opened, running, slots)
             speculations = {method.name: Speculation(method, open_proposer(method, opening)) for method in available}
-            return cls(opened, running, target, speculations, prefix_cache, calibrate, costs, exactness)
+            return cls(opened, running, target, speculations, prefix_cache, calibrate, costs)
         except BaseException:
             running.close()
             raise
@@ -188,6 +176,11 @@ class Engine:
     def methods(self) -> dict[str, Method]:
         """Every method a request may choose, by name."""
         return {name: one.method for name, one in self.speculations.items()}
+
+    @property
+    def inexact(self) -> str:
+        """Why texts may part from plain decoding's where two tokens are about equally likely; empty where none do."""
+        return self.backend.inexact(self._target)
 
     def __enter__(self) -> Engine:
         return self
@@ -423,14 +416,14 @@ class Engine:
             progress: called with what is done.
         """
         built = {name: self.speculations[name] for name in self._built if self.methods[name].needs_graph}
-        found = measure(self.manifest, self._target, built, self.widths, seconds, progress)
+        found = measure(self.manifest, self._target, built, seconds, progress)
         if found.noise <= MOST_NOISE:
-            remembered(self.manifest, self.backend, self.slots, self.widths).save(found)
+            remembered(self.manifest, self.backend, self.slots).save(found)
         return found
 
     def _calibrated(self) -> CostCurve | None:
         """The kept figures of this machine, or new ones."""
-        known = remembered(self.manifest, self.backend, self.slots, self.widths).load()
+        known = remembered(self.manifest, self.backend, self.slots).load()
         return self.calibrate() if known is None and self.backend.execution == "host" else known
 
     def _warm_up(self, scheduler: Scheduler) -> None:

@@ -21,7 +21,7 @@ FIRST = range(1)
 
 
 TILE = 16
-"""All tiles of the kernels of a CPU are full where a run has a multiple of this many tokens."""
+"""What is left of a prompt is read in a run of a multiple of this many tokens: shapes are few, and tiles full."""
 
 
 class Graph(ABC):
@@ -55,6 +55,10 @@ class Graph(ABC):
     def widths(self, slots: int) -> tuple[int, ...]:
         """T of the steps that compute logits of every token, ascending, for a window of so many slots."""
         return tuple(sorted({p.tokens for p in self._points if p.batch == slots and p.rows == p.tokens}))
+
+    def step_width(self, slots: int, needed: int) -> int:
+        """T of the step that a window of so many slots takes where the largest of their trees has ``needed`` nodes."""
+        return next(width for width in self.widths(slots) if width >= needed)
 
     def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
         """K and T of the runs of a propose graph, ascending, for a window of so many slots."""

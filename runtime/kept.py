@@ -6,16 +6,13 @@ import contextlib
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specexport.runtime.machine import cache_folder, machine_key
+from specexport.runtime.machine import cache_folder, machine_key, remove_unused
 
 _GRAPH, _WEIGHTS = "graph.onnx", "weights.bin"
-_FORGOTTEN = 30 * 24 * 3600
-"""Seconds after which a graph that was not opened again is removed."""
 _ROOM = 4
 """Times its size that a graph's disk must have free for it to be kept."""
 
@@ -62,7 +59,7 @@ class KeptGraph:
 
     def _kept(self, path: Path, open_graph: Callable[[Path], Any], options: Any) -> Any:
         self._root.mkdir(parents=True, exist_ok=True)
-        self._forget()
+        remove_unused(self._root, _GRAPH)  # and what a killed process left
         size = sum(file.stat().st_size for file in path.parent.iterdir())
         if shutil.disk_usage(self._root).free < _ROOM * size:
             return open_graph(path)
@@ -76,11 +73,3 @@ class KeptGraph:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 (Path(part) / "made").rename(self._folder)
         return session
-
-    def _forget(self) -> None:
-        """Removes what was not opened for long, and what a killed process left."""
-        for folder in self._root.iterdir():
-            graph = folder / _GRAPH
-            opened = (graph if graph.exists() else folder).stat().st_mtime
-            if time.time() - opened > _FORGOTTEN:
-                shutil.rmtree(folder, ignore_errors=True)

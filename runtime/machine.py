@@ -6,7 +6,9 @@ import contextlib
 import hashlib
 import os
 import platform
+import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -17,6 +19,9 @@ from specexport.contract.errors import UNREADABLE
 from specexport.contract.folders import expanded, home
 
 Found = TypeVar("Found", bound=msgspec.Struct)
+
+_UNUSED = 30 * 24 * 3600
+"""Seconds after which what was not used again is removed from the cache folder."""
 
 
 def cache_folder() -> Path | None:
@@ -68,6 +73,20 @@ def _cpuinfo(field: str) -> str:
 def machine_key(about: Sequence[str]) -> str:
     """A name for what depends on these texts and on what this machine is."""
     return hashlib.sha256("\n".join((cpu_name(), cpu_features(), *about)).encode()).hexdigest()[:32]
+
+
+def remove_unused(folder: Path, stamp: str = "") -> None:
+    """Removes entries of a cache folder that were not used for long.
+
+    Args:
+        folder: has them.
+        stamp: a file of each whose time says when it was last used; without it that of the entry itself.
+    """
+    for entry in folder.iterdir():
+        file = entry / stamp
+        used = (file if file.exists() else entry).stat().st_mtime
+        if time.time() - used > _UNUSED:
+            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
 
 
 class Remembered(Generic[Found]):

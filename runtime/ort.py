@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.declared import require_declared
 from specexport.runtime.graph import FIRST, TILE, Array, Buffers, Graph
 from specexport.runtime.kept import KeptGraph
+from specexport.runtime.kernels import PackedWeights, add_kernels, not_claimed
 from specexport.runtime.linked import open_linked
 from specexport.runtime.machine import disable_telemetry
 from specexport.runtime.ort_cache import GrowingCache, Rows
@@ -57,16 +59,24 @@ def import_onnxruntime(lowering: LoweredAs) -> Any:
 
 
 def open_session(
-    path: Path, threads: int, lowering: LoweredAs, weights: StoredAs, kept: KeptGraph | None = None
+    path: Path,
+    threads: int,
+    lowering: LoweredAs,
+    weights: StoredAs,
+    kept: KeptGraph | None = None,
+    packed: PackedWeights | None = None,
 ) -> Any:
     """An ``onnxruntime.InferenceSession`` over a master graph on the CPU, with the options the engine runs it with.
+
+    What :mod:`~specexport.runtime.kernels` claim of it runs on these, where they are used.
 
     Args:
         path: the graph.
         threads: of its operators.
         lowering: of its operators.
         weights: how it stores them.
-        kept: what onnxruntime made of it before, or where that is to be kept.
+        kept: without these kernels, what onnxruntime made of it before, or where that is to be kept.
+        packed: with these kernels, where its weights are kept as they read them; None for in memory alone.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
@@ -80,39 +90,51 @@ def open_session(
     options.add_session_config_entry("session.force_spinning_stop", "1")
     # Quantized weights are multiplied as integers.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
-    if lowering == "portable" or weights == "fp8":
+    undone = lowering == "portable" or weights == "fp8"
+    if undone:
         # There is no kernel for numbers with one scale a column: undo them once, not in every step.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
 
+    # onnxruntime adds its own provider to ours, and takes no list beside it.
+    kernels = add_kernels(options, threads, packed)
+    providers = None if kernels else ["CPUExecutionProvider"]
+    # The kernels read weights as they are stored, folded they would be wider or there twice, and know MatMul alone.
+    disabled = ["ConstantFolding", "MatMulAddFusion"] if kernels and not undone else None
+
     def plain(graph: Path) -> Any:
-        return onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        # It would print an error that is raised here too, and try without our provider.
+        return onnxruntime.InferenceSession(
+            str(graph), options, providers=providers, disabled_optimizers=disabled, enable_fallback=0
+        )
 
     def session(graph: Path) -> Any:
         return open_linked(graph, options, plain)
 
     try:
-        return session(path) if kept is None else kept.session(path, session, options)
+        return session(path) if kept is None or kernels else kept.session(path, session, options)
     except Exception as error:  # onnxruntime's exceptions share no public base
         raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
 
 
 def open_kept(bundle: Bundle, model: Model, name: str, threads: int, keep: bool) -> Any:
-    """:func:`open_session` over a graph of a bundle, of which a model is made; quantized ones are kept as they run.
+    """:func:`open_session` over a graph of a bundle, of which a model is made; what takes long is kept for later ones.
 
     Args:
         bundle: has it.
         model: what it is a graph of.
         name: of its file.
         threads: of its operators.
-        keep: whether to keep what is not kept yet (:class:`~specexport.runtime.kept.KeptGraph`).
+        keep: whether to keep what is not kept yet: the graphs of onnxruntime's kernels
+            (:class:`~specexport.runtime.kept.KeptGraph`), the weights of ours.
 
     Raises:
         BackendError: see :func:`open_session`.
     """
-    lowering, weights, kept = bundle.manifest.lowering, model.precision.weights, None
+    lowering, weights, kept, files = bundle.manifest.lowering, model.precision.weights, None, files_hash(bundle)
     if lowering == "native" and weights in ("int8", "int4"):
-        kept = KeptGraph((files_hash(bundle), name, import_onnxruntime(lowering).__version__), keep)
-    return open_session(bundle.file(name), threads, lowering, weights, kept)
+        kept = KeptGraph((files, name, import_onnxruntime(lowering).__version__), keep)
+    packed = PackedWeights.of(files, keep)
+    return open_session(bundle.file(name), threads, lowering, weights, kept, packed)
 
 
 def files_hash(bundle: Bundle) -> str:
@@ -158,6 +180,11 @@ class OnnxRuntimeGraph(Graph):
         kept = 0 if self._states is None else self._states.nbytes
         return kept + sum(block.nbytes for block in self._cache.now.blocks)
 
+    @property
+    def not_claimed(self) -> Counter[str]:
+        """See :func:`~specexport.runtime.kernels.not_claimed`."""
+        return not_claimed(self._session)
+
     def reusable(self, slot: int, rows: int) -> int:
         rows = super().reusable(slot, rows)
         return rows if self._states is None or self._states.reach(slot, rows) else 0
@@ -176,6 +203,10 @@ class OnnxRuntimeGraph(Graph):
             super()._require(msgspec.structs.replace(point, tokens=max([point.tokens, *chunks])))
             return point
         return super()._require(point)
+
+    def step_width(self, slots: int, needed: int) -> int:
+        """See :class:`Graph`; a step may be of any width."""
+        return needed
 
     def chunk(self, most: int, tokens: int) -> int:
         """See :class:`Graph`; what is left of a prompt takes as many tiles as it fills."""

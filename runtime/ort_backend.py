@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.graph import Buffers, Graph
-from specexport.runtime.machine import Remembered, available_cores, cpu_name
-from specexport.runtime.ort import OnnxRuntimeGraph, files_hash, import_onnxruntime, open_kept
+from specexport.runtime.kernels import instruction_set, kernels_described
+from specexport.runtime.machine import available_cores, cpu_name
+from specexport.runtime.ort import OnnxRuntimeGraph, open_kept
 from specexport.runtime.program import Speculation
 from specexport.runtime.ranks import LeadingGraph
 from specexport.runtime.step import HostProgram
-from specexport.runtime.widths import COMPARED, Agreement, BuiltWidths, Exactness, ExactWidths, Widths
 
 
 class OnnxRuntimeBackend:
@@ -26,7 +25,6 @@ class OnnxRuntimeBackend:
         self._bundle = bundle
         self._threads = threads or available_cores()
         self._keep = keep
-        self._files = files_hash(bundle)
         self._leading: list[LeadingGraph] = []
 
     @property
@@ -38,7 +36,23 @@ class OnnxRuntimeBackend:
     def device(self) -> str:
         ranks = len(self._bundle.manifest.target.ranks)
         threads = f"{self._threads} thread" + ("s" if self._threads != 1 else "")
-        return f"onnxruntime, {cpu_name()}, {threads}" + (f", {ranks} ranks" if ranks else "")
+        processes = f", {ranks} ranks" if ranks else ""
+        kernels = instruction_set()
+        return f"onnxruntime, {cpu_name()}, {threads}{processes}" + (f", {kernels} kernels" if kernels else "")
+
+    @property
+    def kernels(self) -> str:
+        return kernels_described()
+
+    def inexact(self, target: Graph) -> str:
+        """See :class:`~specexport.runtime.backend.Backend`."""
+        assert isinstance(target, OnnxRuntimeGraph)
+        if not instruction_set():
+            return self.kernels
+        if self._bundle.manifest.lowering == "portable":
+            return "lowered portably, a step's rows are summed up in another order than the cache's"
+        left = target.not_claimed
+        return "not claimed: " + ", ".join(f"{kind} x {count}" for kind, count in left.most_common()) if left else ""
 
     def open(self, model: Model, slots: int, buffers: Buffers) -> OnnxRuntimeGraph:
         if model.ranks:
@@ -49,24 +63,8 @@ class OnnxRuntimeBackend:
         master = self._bundle.file(model.graph.master)
         return OnnxRuntimeGraph(master, session, model, self._bundle.manifest.lowering, slots, buffers)
 
-    def widths(self, target: Graph, exactness: Exactness | None = None) -> Widths:
-        """See :class:`~specexport.runtime.backend.Backend`; exact unless speed is asked for."""
-        if exactness == "fast":
-            return BuiltWidths(target)
-        manifest = self._bundle.manifest
-        version = import_onnxruntime(manifest.lowering).__version__
-        widths = ExactWidths(
-            target, manifest, Remembered("widths", (COMPARED, self._files, self.device, version), Agreement)
-        )
-        if exactness == "exact" and not widths.exact:
-            raise BackendError(
-                f"exactness is 'exact', which this bundle cannot be here: lowered {manifest.lowering}, its rows round "
-                "otherwise in a step than in the cache; leave it out, or build it with --lowering native"
-            )
-        return widths
-
-    def program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> HostProgram:
-        return HostProgram(self._bundle.manifest, target, speculations, widths)
+    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> HostProgram:
+        return HostProgram(self._bundle.manifest, target, speculations)
 
     def close(self) -> None:
         """See :class:`~specexport.runtime.backend.Backend`; graphs go when nothing refers to them, ranks now."""

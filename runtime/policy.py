@@ -305,7 +305,7 @@ class MeasuredPolicy(SpeculationPolicy):
         if self._resting:
             return
         as_chosen = (made[request].drafted or fit.windowed for request, fit in self._chosen.items())
-        if any(one.verified is not None and one.verified.held for one in made.values()) or not all(as_chosen):
+        if not all(as_chosen):
             return
         width = _at_least(self._widths, max((fit.width for fit in self._chosen.values()), default=1))
         self._costs.refine(None, self._size, width, self._verify(width), verifying)

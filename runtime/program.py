@@ -31,16 +31,11 @@ class Verified:
         tree: its shape; node 0 is the last token of the text before the step.
         drafted: the tokens of its nodes 1..K; empty where a draft on the device did not tell them.
         path: the nodes accepted, in order.
-        positions: of each of the step's tokens, as which token of its proposal it was drafted, from 1; 0 for the
-            target's own.
-        held: how many of the first nodes are tokens that an earlier step accepted and held back.
     """
 
     tree: TokenTree
     drafted: Sequence[int]
     path: Sequence[int]
-    positions: Sequence[int]
-    held: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class Outcome:
         tokens: the accepted ones and the bonus token.
         drafted: draft tokens verified.
         depth: the longest path among them.
-        accepted: draft tokens accepted; some of them may come with the next step's tokens.
+        accepted: draft tokens accepted.
         finite: whether the logits that the last token follows from are numbers; a device does not look.
         verified: the tree; None for a plain step.
     """

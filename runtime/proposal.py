@@ -150,14 +150,13 @@ class Proposer(ABC):
         """
         return False
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
         """Called after the target ran for a slot.
 
         Args:
             slot: the slot.
             outputs: the target's outputs for the slot, without the batch dimension; copy what is kept.
             row: their row at the last token but one of the text, after which the next proposal comes.
-            root: their row at the last proposal's root.
         """
 
     def observe_text(self, view: SlotView, outputs: Mapping[str, Array], past: int, rows: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from specexport.contract.errors import BackendError, RequestError
 from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.program import Outcome, StepProgram
 from specexport.runtime.request import Chunk, Request
-from specexport.runtime.slots import Reuse, Slots
+from specexport.runtime.slots import Slots
 from specexport.runtime.stats import PLAIN
 
 _FAILED = 3
@@ -28,7 +28,7 @@ class Scheduler:
     A turn reads at most one chunk of one prompt and takes one step, so that decoding never stalls for longer than that.
     """
 
-    def __init__(self, program: StepProgram, policy: SpeculationPolicy, reuse: Reuse) -> None:
+    def __init__(self, program: StepProgram, policy: SpeculationPolicy, reuse: bool) -> None:
         self._program = program
         self._policy = policy
         self._slots = Slots(program, reuse)

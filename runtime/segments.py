@@ -49,6 +49,10 @@ class Segments:
         """What the whole makes."""
         return self._outputs
 
+    def get_provider_graph_assignment_info(self) -> list[Any]:
+        """What runs the nodes of the whole."""
+        return [part for session in self.sessions for part in session.get_provider_graph_assignment_info()]
+
     def io_binding(self) -> _Binding:
         """Holds what the whole reads and writes."""
         return _Binding(self)

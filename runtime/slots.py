@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from enum import Enum, auto
 
 from specexport.contract.shapes import window
 from specexport.runtime.program import StepProgram
 from specexport.runtime.proposers.reader import common_prefix
-
-
-class Reuse(Enum):
-    """What the prefix cache takes over from another text: nothing, what was read of a prompt, or output as well."""
-
-    NOTHING = auto()
-    PROMPTS = auto()
-    TEXTS = auto()
 
 
 class Slots:
@@ -25,11 +16,10 @@ class Slots:
     is left keeps its text: a prompt that begins like it, or like a text that is running, is not read again.
     """
 
-    def __init__(self, program: StepProgram, reuse: Reuse) -> None:
+    def __init__(self, program: StepProgram, reuse: bool) -> None:
         self._program = program
         self._sizes = program.sizes
         self._reuse = reuse
-        self._prompts = [0] * self._sizes[-1]
         self._texts: list[list[int]] = [[] for _ in range(self._sizes[-1])]
         self._left: list[int] = [0] * self._sizes[-1]
         self._clock = 0
@@ -53,7 +43,6 @@ class Slots:
         self._program.share(slot, slot, 0 if whole else self._shared(slot, tokens))
         self._taken.add(slot)
         self._texts[slot] = tokens
-        self._prompts[slot] = len(tokens)
         return slot
 
     def begin(self, slot: int) -> int:
@@ -70,12 +59,9 @@ class Slots:
 
     def _shared(self, slot: int, tokens: Sequence[int]) -> int:
         """How many rows of a slot belong to a prompt; its last token is left out, as it is the first root."""
-        if self._reuse is Reuse.NOTHING:
+        if not self._reuse:
             return 0
-        there = self._program.filled(slot)
-        if self._reuse is Reuse.PROMPTS:
-            there = min(there, max(0, self._prompts[slot] - 1))
-        alike = min(common_prefix(self._texts[slot], tokens), there, len(tokens) - 1)
+        alike = min(common_prefix(self._texts[slot], tokens), self._program.filled(slot), len(tokens) - 1)
         return self._program.reusable(slot, alike)
 
     def leave(self, slot: int) -> None:
@@ -104,4 +90,3 @@ class Slots:
         self._taken.remove(source)
         self._taken.add(to)
         self._texts[to], self._texts[source] = self._texts[source], list(self._texts[source])
-        self._prompts[to] = self._prompts[source]

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from specexport.contract import tensors
-from specexport.contract.errors import BackendError
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
-from specexport.contract.tree import MAX_NODES, TokenTree
+from specexport.contract.tree import TokenTree
 from specexport.runtime.embeds import is_embedding
 from specexport.runtime.graph import Array, Graph
 from specexport.runtime.logprobs import token_logprobs
 from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation, StepResult, Verified
-from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotView, TextProposer, Window
+from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotView, TextProposer
 from specexport.runtime.sampling import accept_greedy, accept_relaxed, accept_sampled, accept_typical
-from specexport.runtime.widths import Widths
-
-
-class _Held(NamedTuple):
-    """Tokens that are accepted and come with the next step's, and their ``Verified.positions``."""
-
-    tokens: Sequence[int] = ()
-    positions: Sequence[int] = ()
 
 
 class HostProgram:
@@ -37,16 +26,10 @@ class HostProgram:
 
     See :class:`~specexport.runtime.program.StepProgram`.
 
-    Where steps are to be exact, what a greedy request accepts off a tree's first path waits for the next step. Such a
-    node's ancestors do not lie side by side in the cache, so its sums are taken in another order than in plain
-    decoding. Its tokens are held back: the next step verifies them as a chain at its start, instead of the root,
-    and the tree it was going to verify below them. So no step is lost, and steps are wider by what was held back.
-
     Args:
         manifest: the bundle's.
         target: the target's graph.
         speculations: by the name of their method; tuning exchanges some of them.
-        widths: chooses how many tokens a step runs with, and says whether steps are to be exact.
         execution: see ``Stats.execution``.
     """
 
@@ -55,18 +38,15 @@ class HostProgram:
         manifest: Manifest,
         target: Graph,
         speculations: Mapping[str, Speculation],
-        widths: Widths,
         execution: str = "host",
     ) -> None:
         self.sizes = target.sizes
-        self.widths = widths
         self._execution = execution
         self._chunk = manifest.prefill_chunk
         self._longest = manifest.max_seq_len
         self._last_position = manifest.target.max_positions - 1
         self._target = target
         self._speculations = speculations
-        self._held: dict[int, _Held] = {}
 
     def step(self, views: Sequence[SlotView]) -> StepResult:
         start = time.perf_counter()
@@ -83,9 +63,9 @@ class HostProgram:
         return StepResult(outcomes, proposed - start, verified - proposed, decided - verified, self._execution)
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """Proposals by slot; each method proposes for all its slots at once. Tokens held back are put before them."""
+        """Proposals by slot; each method proposes for all its slots at once."""
         by_method: dict[str, list[SlotView]] = {}
-        for view in map(self._with_held, views):
+        for view in views:
             if view.method is not None and len(view.tree) > 1:
                 by_method.setdefault(view.lookup or view.method, []).append(view)
         proposals: dict[int, Proposal] = {}
@@ -95,23 +75,12 @@ class HostProgram:
             while behind:
                 behind = proposer.prefill(its_views[0], proposer.reads_along)
             proposals |= proposer.propose(its_views)
-        for view in views:
-            if (held := self._held.get(view.slot)) is not None:
-                proposals[view.slot] = _below(held.tokens, proposals.get(view.slot))
         return proposals
 
     def look_up(self, method: str, view: SlotView) -> Sequence[int]:
         """What a method that finds draft tokens in text would propose for a slot, as far as it is worth verifying."""
         proposer = self.proposer(method)
-        return proposer.ahead(view) if isinstance(proposer, TextProposer) and view.slot not in self._held else ()
-
-    def _with_held(self, view: SlotView) -> SlotView:
-        """What a proposer continues from."""
-        if (held := self._held.get(view.slot)) is None:
-            return view
-        ahead = copy.copy(view)
-        ahead.tokens = [*view.tokens, *held.tokens]
-        return ahead
+        return proposer.ahead(view) if isinstance(proposer, TextProposer) else ()
 
     def _verify(self, views: Sequence[SlotView], proposals: Mapping[int, Proposal]) -> dict[int, dict[str, Array]]:
         """What the target says at the root and at every draft token, by slot; rows go into its cache.
@@ -121,12 +90,8 @@ class HostProgram:
         to_verify = {slot: proposal.window or proposal for slot, proposal in proposals.items()}
         slots = window([view.slot for view in views], self.sizes)
         widest = max((len(step.tree) for step in to_verify.values()), default=1)
-        width, past = self.widths.choose(slots, widest), max(len(view.tokens) for view in views) - 1
-        try:
-            self._target.reserve(past + width)
-        except BackendError:  # at the context's end there is room for the bundle's own widths alone
-            width = next(built for built in self._target.widths(len(slots)) if built >= widest)
-            self._target.reserve(past + width)
+        width = self._target.step_width(len(slots), widest)
+        self._target.reserve(max(len(view.tokens) for view in views) - 1 + width)
         given = self._target.inputs(width, width, slots=slots)
         self._target.protect_rows(width, width, slots=slots)
         for view in views:
@@ -158,23 +123,11 @@ class HostProgram:
         self, view: SlotView, proposal: Proposal | None, outputs: Mapping[str, Array], path: list[int], bonus: int
     ) -> Outcome:
         """Keeps the rows of an accepted path, and tells the proposers."""
-        held = self._held.pop(view.slot, _Held())
-        known = len(held.tokens)  # draft tokens that an earlier step accepted
-        positions = [*held.positions[: len(path)], *range(1, len(path) - known + 1), 0]
         new = [*(int(proposal.tokens[node - 1]) for node in path), bonus] if proposal else [bonus]
-        kept = self._exact(view, path)
-        if kept < len(path):
-            if self._may_hold(view, len(new)):
-                self._held[view.slot] = _Held(new[kept + 1 :], positions[kept + 1 :])
-            else:
-                path, positions = path[:kept], [*positions[:kept], 0]
-            new = new[: kept + 1]
+        rows = [0, *path]
         if view.method is not None:
-            if len(path) < known:  # it went on from tokens that are not the text
-                self.proposer(view.method).release(view.slot)
-            self.proposer(view.method).observe(view.slot, outputs, path[-1] if path else 0, known)
-            self.proposer(view.method).observe_text(view, outputs, len(view.tokens) - 1, [0, *path])
-        rows = [0, *path[:kept]]
+            self.proposer(view.method).observe(view.slot, outputs, rows[-1])
+            self.proposer(view.method).observe_text(view, outputs, len(view.tokens) - 1, rows)
         # A row that is not finite accepts nothing, so that it is the last.
         finite = bool(np.isfinite(outputs[tensors.LOGITS][rows[-1]].max()))
         self._target.commit(view.slot, len(view.tokens) - 1, rows)
@@ -184,21 +137,8 @@ class HostProgram:
         logprobs = token_logprobs(outputs[tensors.LOGITS], rows, new, top) if top is not None else ()
         if proposal is None:
             return Outcome(new, logprobs=logprobs, finite=finite)
-        drafted, depth = len(proposal.tokens) - known, proposal.tree.depth - known
-        verified = Verified(proposal.tree, proposal.tokens.tolist(), path, positions[: len(new)], known)
-        return Outcome(new, drafted, depth, max(0, len(path) - known), logprobs, finite, verified)
-
-    def _may_hold(self, view: SlotView, count: int) -> bool:
-        """Whether there is room for the widest step of a slot after its tokens."""
-        assert view.method is not None
-        wider = count + max(self._speculations[view.method].method.widths())
-        return wider <= MAX_NODES and len(view.tokens) + wider < self._longest
-
-    def _exact(self, view: SlotView, path: Sequence[int]) -> int:
-        """How many of the nodes accepted lie side by side behind the root; all of them where that does not matter."""
-        if not (self.widths.exact and view.params.greedy and view.params.acceptance == "lossless"):
-            return len(path)
-        return next((at for at, node in enumerate(path) if node != at + 1), len(path))
+        verified = Verified(proposal.tree, proposal.tokens.tolist(), path)
+        return Outcome(new, len(proposal.tokens), proposal.tree.depth, len(path), logprobs, finite, verified)
 
     def proposer(self, method: str) -> Proposer:
         """What proposes by a method."""
@@ -230,7 +170,7 @@ class HostProgram:
             needed = self._target.reusable(slot, min(done, self.proposer(view.method).needs_from(view)))
             view.read_again += done - needed
             done = needed
-        if top is None and self.widths.chunks:
+        if top is None:
             chunk = self._target.chunk(chunk, max(1, end - done))
         count, at = min(chunk, end - done), slot - slots.start
         if count <= 0:
@@ -264,8 +204,6 @@ class HostProgram:
 
     def move(self, source: int, to: int, method: str | None) -> None:
         self._target.copy(source, to, self._target.filled(source))
-        if source in self._held:
-            self._held[to] = self._held.pop(source)
         for proposer in self._used(method):
             proposer.move(source, to)
 
@@ -281,7 +219,6 @@ class HostProgram:
             speculation.proposer.shrink_cache(rows)
 
     def release(self, slot: int, method: str | None) -> None:
-        self._held.pop(slot, None)
         for proposer in self._used(method):
             proposer.release(slot)
 
@@ -309,25 +246,6 @@ def padded_mask(tree: TokenTree, width: int) -> npt.NDArray[np.bool_]:
     mask = np.eye(width, dtype=np.bool_)
     mask[: len(tree), : len(tree)] = tree.mask
     return mask
-
-
-def _below(held: Sequence[int], proposal: Proposal | None) -> Proposal:
-    """A greedy proposal with tokens before it that take the place of its root."""
-    first: Ints = np.array(held, np.int64)
-    if proposal is None:
-        return Proposal(first, TokenTree.chain(len(held) + 1), None, first[:, None])
-    tree, window = _tree_below(len(held), proposal.tree), proposal.window
-    if window is not None:
-        window = Window(np.concatenate([first, window.tokens]), _tree_below(len(held), window.tree))
-    tokens: Ints = np.concatenate([first, proposal.tokens])
-    return Proposal(tokens, tree, None, proposal.candidates, window)
-
-
-@lru_cache(maxsize=256)
-def _tree_below(held: int, tree: TokenTree) -> TokenTree:
-    """A chain of ``held`` tokens below the root, and a tree at its end instead of its root."""
-    parents = (*range(-1, held), *(held + parent for parent in tree.parents[1:]))
-    return TokenTree(parents, (*[0] * (held + 1), *tree.ranks[1:]))
 
 
 def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: SlotView) -> tuple[list[int], int]:

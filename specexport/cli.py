@@ -40,6 +40,7 @@ Examples:
 Environment:
     SPECEXPORT_CACHE    what is built on first use and measured of this machine
                         (default: $XDG_CACHE_HOME/specexport, else ~/.cache/specexport)
+    SPECEXPORT_KERNELS  0 runs every graph on onnxruntime's kernels alone (default: 1)
     SPECEXPORT_API_KEY  what clients of serve have to send, where --api-key does not say
 
 Exit status:

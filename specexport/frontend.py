@@ -27,7 +27,6 @@ from specexport.runtime.engine import Prompt
 from specexport.runtime.opening import DEFAULT_UTILIZATION
 from specexport.runtime.speculative import DEFAULT, Speculative
 from specexport.runtime.values import require_text
-from specexport.runtime.widths import Exactness
 
 SpeculativeConfig = Mapping[str, Any] | Method | str | Sequence[Mapping[str, Any] | Method | str]
 """One or several methods, as :func:`~specexport.contract.methods.read_methods` takes them."""
@@ -69,7 +68,6 @@ class Frontend:
         backend: str | None = None,
         threads: int | None = None,
         calibrate: bool = True,
-        exactness: Exactness | None = None,
         check_hashes: bool = True,
         **build: Any,
     ) -> Frontend:
@@ -110,7 +108,6 @@ class Frontend:
             check_hashes=check_hashes,
             methods=loaded,
             calibrate=calibrate,
-            exactness=exactness,
             backend=backend,
             gpu_memory_utilization=gpu_memory_utilization or DEFAULT_UTILIZATION,
         )

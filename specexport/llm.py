@@ -19,7 +19,6 @@ from specexport.runtime.chat import Message
 from specexport.runtime.speculative import Speculative
 from specexport.runtime.stream import completed
 from specexport.runtime.values import is_sequence, plain, shown, token_ids
-from specexport.runtime.widths import Exactness
 
 Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or ``{"prompt_embeds": parts}``, the same as
@@ -55,7 +54,6 @@ class LLM:
         threads: CPU threads; None for every core.
         calibrate: choose how much each step speculates by what steps cost on this machine, which is measured when a
             bundle is first opened there; see :meth:`Engine.load <specexport.runtime.engine.Engine.load>`.
-        exactness: ``exact`` or ``fast``; see :meth:`Engine.load <specexport.runtime.engine.Engine.load>`.
         check_hashes: compare a bundle's files with its manifest.
         build: with a model, further options of the build: ``precision``, ``draft_precision``, ``lowering``, ...
 
@@ -78,7 +76,6 @@ class LLM:
         backend: str | None = None,
         threads: int | None = None,
         calibrate: bool = True,
-        exactness: Exactness | None = None,
         check_hashes: bool = True,
         **build: Any,
     ) -> None:
@@ -93,7 +90,6 @@ class LLM:
             backend=backend,
             threads=threads,
             calibrate=calibrate,
-            exactness=exactness,
             check_hashes=check_hashes,
             **build,
         )

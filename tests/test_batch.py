@@ -20,7 +20,7 @@ from specexport.runtime.program import PLAIN_TREE, StepResult
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.draft_model import DraftModelProposer
 from specexport.runtime.request import Request
-from specexport.runtime.slots import Reuse, Slots
+from specexport.runtime.slots import Slots
 from specexport.runtime.step import HostProgram
 from tests.reference import chi_square_p, exact_texts
 from tests.threads import in_threads
@@ -112,7 +112,7 @@ class Caches:
 
 def test_running_slots_stay_close_and_caches_hold_what_is_claimed() -> None:
     caches, draw = Caches(), random.Random(0)
-    slots = Slots(caches, Reuse.TEXTS)  # type: ignore[arg-type]
+    slots = Slots(caches, reuse=True)  # type: ignore[arg-type]
     running: dict[int, list[int]] = {}
     saved = 0
     for _ in range(3000):
@@ -413,7 +413,7 @@ def test_a_smaller_tree_in_a_wider_step_says_the_same(bundle: Callable[[str], Pa
     from specexport.runtime.proposal import Proposal, SlotView
 
     with Engine.load(bundle("llama-near-batch"), threads=1) as one:
-        program = HostProgram(one.manifest, one._target, one.speculations, one.widths)
+        program = HostProgram(one.manifest, one._target, one.speculations)
         noise, tree = np.random.default_rng(0), TokenTree((-1, 0))
         views = {slot: SlotView(slot, [9 + slot, 20, 30 + slot], GREEDY, noise, tree) for slot in (1, 3, 6)}
         for view in views.values():

@@ -30,6 +30,8 @@ from specexport.exporter.passes.one_token import fix_drafts
 from specexport.exporter.weights import Storage, WeightsFile
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass, draw_candidate
 from specexport.graphs.step import StepModule
+from specexport.runtime.kernels import instruction_set
+from specexport.runtime.ort import open_session
 from tests.checkpoints import FAMILIES, GROUPED, LAYERS_DIFFER, MAX_POSITIONS, VOCAB, WINDOW, make_checkpoint
 
 pytestmark = pytest.mark.exporter
@@ -65,13 +67,16 @@ class Family:
 
 
 class Graph:
-    """A graph in onnxruntime with a cache for some slots."""
+    """A graph in onnxruntime with a cache for some slots, on its own kernels alone or on ours too."""
 
-    def __init__(self, path: Path, checkpoint: Checkpoint, batch: int, rows: int) -> None:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.log_severity_level = 3
-        self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    def __init__(self, path: Path, checkpoint: Checkpoint, batch: int, rows: int, ours: bool = False) -> None:
+        if ours:
+            self.session = open_session(path, 2, "native", "fp32")
+        else:
+            options = ort.SessionOptions()
+            options.intra_op_num_threads = 1
+            options.log_severity_level = 3
+            self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         self.batch = batch
         sizes = [(c.heads, size) for c in checkpoint.cache for size in (c.key_size, c.value_size)]
         names = trace.cache_names(len(checkpoint.cache))
@@ -168,11 +173,13 @@ def padded(parts: Sequence[Sequence[int]], width: int) -> Array:
     return np.array([[*part, *[7] * (width - len(part))] for part in parts], np.int64)
 
 
-def differences(family: Family, path: Path, prompts: Sequence[int], chunk: int, rows: int) -> dict[str, float]:
+def differences(
+    family: Family, path: Path, prompts: Sequence[int], chunk: int, rows: int, ours: bool = True
+) -> dict[str, float]:
     """The largest difference of a logit from transformers' in prefill, chain steps and a tree, slots in parallel."""
     texts = [random_text(length + CHAIN_STEPS + len(TREE), seed) for seed, length in enumerate(prompts)]
     expected = [family.logits(text) for text in texts]
-    graph = Graph(path, family.checkpoint, len(texts), rows)
+    graph = Graph(path, family.checkpoint, len(texts), rows, ours)
     past = [0] * len(texts)
     worst = {"prefill": 0.0, "chain": 0.0, "tree": 0.0}
 
@@ -209,15 +216,45 @@ def differences(family: Family, path: Path, prompts: Sequence[int], chunk: int, 
 
 
 @pytest.mark.parametrize(
-    ("prompts", "chunk", "rows"),
-    [((2 * WINDOW + 5, WINDOW + 3), 8, 40), ((WINDOW + 13,), 16, 56)],
-    ids=["two slots", "one slot"],
+    ("prompts", "chunk", "rows", "ours"),
+    [
+        ((2 * WINDOW + 5, WINDOW + 3), 8, 40, True),
+        ((2 * WINDOW + 5, WINDOW + 3), 8, 40, False),
+        ((WINDOW + 13,), 16, 56, True),
+    ],
+    ids=["two slots", "two slots on onnxruntime's kernels", "one slot"],
 )
 def test_step_graph_computes_what_transformers_does(
-    family: Family, step_graph: Path, prompts: tuple[int, ...], chunk: int, rows: int
+    family: Family, step_graph: Path, prompts: tuple[int, ...], chunk: int, rows: int, ours: bool
 ) -> None:
-    worst = differences(family, step_graph, prompts, chunk, rows)
+    worst = differences(family, step_graph, prompts, chunk, rows, ours)
     assert max(worst.values()) < TOLERANCE, worst
+
+
+@pytest.mark.skipif(not instruction_set(), reason="the kernels are not compiled: onnxruntime's rows are not exact")
+def test_a_row_is_the_same_whatever_runs_beside_it(family: Family, step_graph: Path) -> None:
+    """In chunks and one by one, alone and beside another slot, as a branch of a tree and as a chain."""
+    text, branches = random_text(2 * WINDOW + 5, 1), random_text(len(TREE), 2)
+    wide = Graph(step_graph, family.checkpoint, 1, 56, ours=True)
+    rows: list[Array] = []
+    for start in range(0, len(text), 7):
+        part = text[start : start + 7]
+        rows += list(wide.step(padded([part], 7), [start], TokenTree.chain(7))[0, : len(part)])
+    nodes = wide.step(np.array([branches]), [len(text)], TREE)[0]
+    narrow = Graph(step_graph, family.checkpoint, 2, 56, ours=True)
+    other = random_text(3 * len(text), 3)
+
+    def alone(token: int, past: int) -> Array:
+        logits = narrow.step(np.array([[other[past]], [token]]), [past // 2, past], TokenTree.chain(1))
+        row: Array = logits[1, 0]
+        return row
+
+    for past, token in enumerate(text):
+        assert np.array_equal(alone(token, past), rows[past]), past
+    for leaf in (4, 6):  # a branch off the tree's first path, and its longest
+        path = np.flatnonzero(TREE.mask[leaf])
+        for depth, node in enumerate(path):
+            assert np.array_equal(alone(branches[node], len(text) + depth), nodes[node]), (leaf, node)
 
 
 def test_the_portable_lowering_computes_what_transformers_does(family: Family) -> None:

@@ -203,7 +203,6 @@ def test_a_step_graph_becomes_an_engine(family: str, tmp_path: Path) -> None:
 def test_a_step_goes_back_to_any_token(name: str, engine: Callable[[str], Engine]) -> None:
     """A hypothesis that is wrong here and there, so that every number of draft tokens is taken back."""
     model, taken = engine(name), set()
-    assert model.widths.exact
     for length in (3, 8, 21, 70):
         prompt = [5 + (7 * at) % 200 for at in range(length)]
         plain = model.generate(prompt, GREEDY, PLAIN).token_ids

@@ -76,7 +76,7 @@ def test_says_what_the_cpu_says(
     name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu
 ) -> None:
     # Both new, as heads propose nothing where the whole prompt is in the cache.
-    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1, exactness="fast") as cpu:
+    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
         assert there.backend.execution == "graph per step", there.backend.fallback
         with gpu.cuda.sealed():
             says_what_it_says(there, cpu, WAYS[name], "graph per step")
@@ -90,7 +90,7 @@ def test_eagle3_drafts_in_the_step(
 
     A request's first step has its draft begin behind the prompt, which is a run of its own, like the prompt's chunk.
     """
-    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1, exactness="fast") as cpu:
+    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
         for params in (GREEDY, SAMPLED):
             for prompt in ([7, 9, 11], [7, 9, 11, 5, 8], list(range(3, 12)) * 4):
                 for tokens in (8, 3):
@@ -115,7 +115,7 @@ def test_eagle3_drafts_for_several_at_once(load: Callable[..., Engine], engine: 
 @pytest.mark.parametrize("name", ["dice-dflash", "dice-dflash-portable"])
 def test_dflash_drafts_in_one_call(name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]) -> None:
     """The host hands the target's states over, and writes what a block says into trees of both sizes."""
-    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1, exactness="fast") as cpu:
+    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
         for params in (GREEDY, SAMPLED):
             for prompt in ([7, 9, 11], [7, 9, 11, 5, 8], list(range(3, 12)) * 4):
                 for how in ("dflash", Speculative(method="dflash", num_speculative_tokens=5)):
@@ -126,7 +126,7 @@ def test_dflash_drafts_in_one_call(name: str, load: Callable[[str], Engine], bun
 def test_reads_prompts_in_chunks_and_lets_texts_grow(
     name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]
 ) -> None:
-    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1, exactness="fast") as cpu:
+    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
         for params in (GREEDY, SAMPLED):
             for method in (None, PLAIN):
                 prompt = list(range(3, 90))
@@ -158,7 +158,7 @@ def test_the_device_decides_for_several_at_once(
 ) -> None:
     with (
         load(name, max_batch_size=4) as there,
-        Engine.load(bundle(name), threads=1, exactness="fast", max_batch_size=4) as cpu,
+        Engine.load(bundle(name), threads=1, max_batch_size=4) as cpu,
     ):
         said = []
         for one in (there, cpu):
@@ -392,7 +392,7 @@ def test_building_for_it(
     (engine,) = manifest.target.engines
     assert (manifest.backend, engine.file, engine.compute) == ("onnxruntime-cuda", "target/step.cuda.fp32.onnx", "fp32")
     assert check_graphs(Bundle.open(folder), lambda *_: None) == 2  # the master, and what is opened in its place
-    with Engine.load(folder) as there, Engine.load(folder, backend="onnxruntime", threads=1, exactness="fast") as cpu:
+    with Engine.load(folder) as there, Engine.load(folder, backend="onnxruntime", threads=1) as cpu:
         assert there.backend.device.startswith("onnxruntime-cuda")
         same(there.generate([7, 9, 11] * 4, SAMPLED), cpu.generate([7, 9, 11] * 4, SAMPLED))
     assert main(["compile", str(folder), "--backend", "onnxruntime-cuda", "--compute", "fp16"]) == 0

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import time
 import zipfile
@@ -23,8 +24,9 @@ from specexport.version import commit
 
 ROOT = Path(__file__).parent.parent
 NAME = f"specexport-{__version__}"
-WHEEL = f"{NAME}-py3-none-any.whl"
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+LIBRARY = "specexport/kernels/libspecexport.so"
+COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
 IMPORTS = """
 import importlib, json, pkgutil, sys
 import specexport
@@ -40,6 +42,7 @@ print(len(names))
 """
 
 
+KERNELS = "from specexport.runtime.kernels import kernels_described; print(kernels_described())"
 LEAN = """
 import sys
 for name in ("huggingface_hub", "hf_xet", "pygments", "markdown_it"):
@@ -85,14 +88,26 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def build(source: Path, output: Path) -> tuple[Path, Path]:
-    """The sdist and the wheel of a folder, built without its build folders of an earlier time."""
-    shutil.rmtree(source / "build", ignore_errors=True)
+def build(source: Path, output: Path, **more: str) -> tuple[Path, Path]:
+    """The sdist and the wheel of a folder, built without what was built in it before, its compiled files aside."""
+    for old in source.glob("build/[!k]*"):
+        shutil.rmtree(old)
     shutil.rmtree(source / "specexport.egg-info", ignore_errors=True)
     output.mkdir()
     for hook in ("build_sdist", "build_wheel"):
-        run(sys.executable, "-c", BUILD, hook, output, cwd=source, SOURCE_DATE_EPOCH="1700000000")
-    return output / f"{NAME}.tar.gz", output / WHEEL
+        run(
+            sys.executable,
+            "-c",
+            BUILD,
+            hook,
+            output,
+            cwd=source,
+            SOURCE_DATE_EPOCH="1700000000",
+            CXXFLAGS="-O0",
+            **more,
+        )
+    (wheel,) = output.glob("*.whl")
+    return output / f"{NAME}.tar.gz", wheel
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +148,7 @@ def test_what_is_inside(source: Path, built: tuple[Path, Path]) -> None:
         about = f"{NAME}.dist-info"
         assert f"{about}/licenses/LICENSE" in names
         assert names - {name for name in names if name.startswith(f"{about}/")} == (
-            code | assets | {"specexport/py.typed", "specexport/commit.txt"}
+            code | assets | {"specexport/py.typed", "specexport/commit.txt"} | ({LIBRARY} if COMPILER else set())
         )
     with tarfile.open(sdist) as archive:
         held = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
@@ -141,6 +156,7 @@ def test_what_is_inside(source: Path, built: tuple[Path, Path]) -> None:
     extra = {"PKG-INFO", "setup.cfg", "specexport/commit.txt"}
     assert {name for name in files if not name.startswith("specexport.egg-info/")} <= tracked | extra
     kept = {"LICENSE", "README.md", "pyproject.toml", "setup.py", "specexport/py.typed", *assets}
+    kept |= {name for name in tracked if name.startswith("kernels/")}
     assert kept | {name for name in tracked if name.endswith(".py") and name.partition("/")[0] in roots} <= held
     assert not {name.partition("/")[0] for name in held} & {"tests", "benchmarks", "scripts", "examples", ".ci"}
 
@@ -155,6 +171,21 @@ def test_building_again_gives_the_same_bytes(source: Path, built: tuple[Path, Pa
     from_sdist = build(tmp_path / NAME, tmp_path / "from-sdist")
     assert again[0].read_bytes() == built[0].read_bytes()
     assert again[1].read_bytes() == built[1].read_bytes() == from_sdist[1].read_bytes()
+
+
+@pytest.mark.slow
+def test_a_wheel_is_for_one_platform_if_the_kernels_are_in_it(
+    source: Path, built: tuple[Path, Path], installed: Path, tmp_path: Path
+) -> None:
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert built[1].name == f"{NAME}-py3-none-{platform if COMPILER else 'any'}.whl"
+    said = run(installed / "python", "-c", KERNELS, cwd=tmp_path)
+    assert said.startswith("specexport's for " if COMPILER else "onnxruntime's alone: specexport's are not compiled")
+    plain = build(source, tmp_path / "without", CXX="no-such-compiler")[1]
+    assert plain.name == f"{NAME}-py3-none-any.whl"
+    with zipfile.ZipFile(built[1]) as ours, zipfile.ZipFile(plain) as other:
+        assert set(ours.namelist()) - set(other.namelist()) == ({LIBRARY} if COMPILER else set())
+        assert not set(other.namelist()) - set(ours.namelist())
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def _nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 def test_a_portable_bundle_passes_verification(name: str, bundle: Bundles) -> None:
     report = verify(bundle(name), prompts=("people went back home and thought",), max_tokens=16)
     assert report.verdict == "passed", report
-    assert "though not promised bit for bit" in report.checks[-1].sentence
+    assert "; not promised bit for bit: " in report.checks[-1].sentence
 
 
 def test_int8_has_a_scale_for_every_column(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from specexport.runtime.program import PLAIN_TREE, Outcome, StepResult
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Scheduler
-from specexport.runtime.slots import Reuse
 from specexport.runtime.stream import Stream, completed
 from specexport.runtime.text import TextStream
 
@@ -67,7 +66,7 @@ class Plain(SpeculationPolicy):
 
 
 def scheduler(program: Counting) -> Scheduler:
-    return Scheduler(program, Plain(), Reuse.NOTHING)
+    return Scheduler(program, Plain(), reuse=False)
 
 
 def stream(runner: Any, room: int = 3) -> Stream:

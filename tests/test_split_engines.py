@@ -368,7 +368,7 @@ def shared(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split:
 
 def test_gpus_say_what_the_cpu_says(shared: Path, split: Callable[[str], Path]) -> None:
     with (
-        Engine.load(split("fp32"), threads=1, backend="onnxruntime", exactness="fast") as cpu,
+        Engine.load(split("fp32"), threads=1, backend="onnxruntime") as cpu,
         Engine.load(shared, max_batch_size=2) as there,
     ):
         assert there.backend.device.endswith("2 ranks")

@@ -61,7 +61,7 @@ class Load(Protocol):
 @pytest.mark.parametrize("name", WAYS)
 def test_says_what_the_cpu_says(name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
     # Both new, as heads propose nothing where the whole prompt is in the cache.
-    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1, exactness="fast") as cpu:
+    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
         assert there.backend.execution == "graph per step", there.backend.fallback
         with gpu.cuda.sealed():
             says_what_it_says(there, cpu, WAYS[name], "graph per step")
@@ -138,7 +138,7 @@ def test_trees_that_a_budget_hands_out_run_in_larger_steps(
             request.view.tree = TokenTree.chain(3) if request.room > 1 and request.view.method else PLAIN_TREE
 
     monkeypatch.setattr(SpeculationPolicy, "assign", assign)
-    with load("dice-near-batch") as there, Engine.load(bundle("dice-near-batch"), threads=1, exactness="fast") as cpu:
+    with load("dice-near-batch") as there, Engine.load(bundle("dice-near-batch"), threads=1) as cpu:
         for params in (GREEDY, SAMPLED):
             ours = there.generate([7, 9, 11], params)
             assert ours.stats.execution == "graph per step"
@@ -164,7 +164,7 @@ def test_nothing_is_left_over_from_the_step_before(
     name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT
 ) -> None:
     """Every input, output and scratch byte on the device is poisoned before each step, the caches alone are kept."""
-    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1, exactness="fast") as cpu:
+    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
         _poison(there)
         for params in (GREEDY, SAMPLED):
             same(there.generate([7, 9, 11], params), cpu.generate([7, 9, 11], params))
@@ -237,7 +237,7 @@ def test_each_of_several_says_what_it_says_alone_on_the_cpu(
 ) -> None:
     """Greedy and sampled, by every method and by none, joining and leaving, with prompts that begin alike."""
     asks = _asks(TOGETHER[name], GREEDY, SAMPLED)
-    with Engine.load(bundle(name.replace("-batch", "")), threads=1, exactness="fast", prefix_cache=False) as alone:
+    with Engine.load(bundle(name.replace("-batch", "")), threads=1, prefix_cache=False) as alone:
         expected = [completed(_start(alone, ask)) for ask in asks]
     with load(name, SLOTS) as there:
         assert there.slots == SLOTS
@@ -260,7 +260,7 @@ def test_batches_go_on_as_they_do_on_the_cpu(
     asks = _asks(TOGETHER[name], SAMPLED, GREEDY)
     with (
         load(name, SLOTS) as there,
-        Engine.load(bundle(name), threads=1, exactness="fast", max_batch_size=SLOTS) as cpu,
+        Engine.load(bundle(name), threads=1, max_batch_size=SLOTS) as cpu,
     ):
         for ours, theirs in zip(_together(there, asks), _together(cpu, asks), strict=True):
             same(ours, theirs)
@@ -305,7 +305,7 @@ def test_nothing_of_another_slot_or_step_is_left_over(load: Load, bundle: Callab
     asks = _asks(("draft_model", None), SAMPLED, GREEDY)
     with (
         load("dice-mixed-batch", SLOTS) as there,
-        Engine.load(bundle("dice-mixed"), threads=1, exactness="fast") as alone,
+        Engine.load(bundle("dice-mixed"), threads=1) as alone,
     ):
         _poison(there)
         for ask, ours in zip(asks, _together(there, asks), strict=True):

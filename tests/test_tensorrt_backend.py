@@ -40,7 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TensorRT]:
 @pytest.mark.parametrize("name", RUN)
 def test_says_what_the_cpu_says(name: str, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
     """Also where the cache grows while a text does: every size has graphs captured when the bundle was loaded."""
-    fast = Engine.load(bundle(name), threads=1, exactness="fast")
+    fast = Engine.load(bundle(name), threads=1)
     with fast as cpu, Engine.load(compiled(bundle(name), gpu.folder)) as there:
         loaded = len(gpu.cuda.allocations)
         for params, prompt in ((GREEDY, [7, 9, 11]), (SAMPLED, list(range(3, 90))), (GREEDY, [5] * 245)):

@@ -241,7 +241,7 @@ def _agreement(found: logits.Agreement) -> str:
 
 def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progress: Progress) -> Outcome:
     found = compare_decoding(bundle, texts, max_tokens, lambda done, total: progress("speculation", done, total))
-    numbers: Numbers = {"tokens": found.tokens, "differences": len(found.differences), "plain_width": found.plain_width}
+    numbers: Numbers = {"tokens": found.tokens, "differences": len(found.differences)}
     if found.acceptance_length is not None:
         numbers["acceptance_length"] = found.acceptance_length
     if found.differences:
@@ -254,12 +254,6 @@ def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progre
         sentence = f"greedy output is the same with speculation and without, {found.tokens} tokens"
     else:
         sentence = "the bundle has no method, so there is nothing to compare"
-    if not found.exact:
-        sentence += ", though not promised bit for bit: this bundle's rows round otherwise in a step than in the cache"
-    if found.plain_width > 1:
-        sentence += f"; one row is rounded otherwise than several here: plain steps run {found.plain_width} tokens wide"
-    if found.parted:
-        numbers["parted"] = found.parted
-        sentence += "; rows of some steps are rounded otherwise at every width tried"
+    sentence += f"; not promised bit for bit: {found.inexact}" if found.inexact else "; rows exact"
     seeded = "the same text twice" if found.repeated else "different texts"
     return not found.differences and found.repeated, f"{sentence}; a seed gives {seeded}", numbers

@@ -41,18 +41,14 @@ class SpeculationResult:
         differences: places where greedy texts part.
         acceptance_length: mean over the decodings; None if the bundle has no method.
         repeated: whether a seed gave the same text twice.
-        exact: whether steps are exact bit for bit on this machine.
-        plain_width: tokens that a plain step runs with.
-        parted: kinds of steps whose rows are rounded otherwise at every width tried.
+        inexact: why texts may part on this machine; empty where steps are exact bit for bit.
     """
 
     tokens: int
     differences: list[Difference]
     acceptance_length: float | None
     repeated: bool
-    exact: bool
-    plain_width: int
-    parted: int
+    inexact: str
 
 
 def compare_decoding(
@@ -71,10 +67,9 @@ def compare_decoding(
             lengths.append(length)
             progress(index, len(work) + 1)
         repeated = all(_repeats(engine, text, max_tokens) for text in texts[:_SEEDED_PROMPTS])
-        exact, parted = engine.widths.exact, engine.widths.parted
-        plain_width = engine.widths.choose(range(1), 1)
+        inexact = engine.inexact
     acceptance = sum(lengths) / len(lengths) if lengths else None
-    return SpeculationResult(tokens, differences, acceptance, repeated, exact, plain_width, parted)
+    return SpeculationResult(tokens, differences, acceptance, repeated, inexact)
 
 
 def _decodings(manifest: Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], tuple[str, int]]]:

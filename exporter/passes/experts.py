@@ -14,8 +14,8 @@ from specexport.exporter.passes.editing import ancestors, constant, producer
 from specexport.graphs.ops import EXPERTS_DOMAIN
 
 _GRAIN = 16
-"""An expert's product has a multiple of this many rows, or all there are: kernels' tiles are full there, so that a row
-does not depend on how many others chose the expert (``specexport.runtime.widths``)."""
+"""An expert's product has a multiple of this many rows, or all there are: onnxruntime's tiles are full there, so that a
+row does not depend on how many others chose the expert."""
 
 
 def lower_experts(model: ir.Model, *, branches: bool) -> None:

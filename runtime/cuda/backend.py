@@ -26,7 +26,6 @@ from specexport.runtime.graph import Buffers, Graph
 from specexport.runtime.program import Speculation, StepProgram
 from specexport.runtime.ranks import ORPHANED, Followers, Job, Leading, Meeting, RankLostError
 from specexport.runtime.step import HostProgram
-from specexport.runtime.widths import BuiltWidths, Exactness, Widths
 
 T = TypeVar("T", bound=DeviceGraph)
 
@@ -69,6 +68,8 @@ class CudaBackend:
         )
         self.graphs: list[DeviceGraph] = []
         self._steps: Steps | None = None
+
+    kernels = ""
 
     @property
     def default_slots(self) -> int:
@@ -182,23 +183,18 @@ class CudaBackend:
         part = model.of_rank(job.rank)
         return self._open(DeviceGraph, part, job.slots, buffers, lambda: library.rank(model, job.rank, communicator))
 
-    def widths(self, target: Graph, exactness: Exactness | None = None) -> Widths:
-        """See :class:`~specexport.runtime.backend.Backend`; whether rows of a device agree is not looked at."""
-        if exactness == "exact":
-            raise BackendError(
-                f"exactness is 'exact', which backend {self._bundle.manifest.backend!r} cannot promise: a device's "
-                "kernels were not compared row by row; leave it out, or run the bundle with backend 'onnxruntime'"
-            )
-        return BuiltWidths(target)
+    def inexact(self, target: Graph) -> str:
+        """See :class:`~specexport.runtime.backend.Backend`."""
+        return "a device's kernels round a row otherwise beside others"
 
-    def program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> StepProgram:
+    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
         """See :class:`~specexport.runtime.backend.Backend`; on the device where the library runs its graphs."""
-        return self._run(lambda: self._program(target, speculations, widths))
+        return self._run(lambda: self._program(target, speculations))
 
-    def _program(self, target: Graph, speculations: Mapping[str, Speculation], widths: Widths) -> StepProgram:
+    def _program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
         manifest = self._bundle.manifest
         graphs = self._library.program()
-        host = HostProgram(manifest, target, speculations, widths, self.execution)
+        host = HostProgram(manifest, target, speculations, self.execution)
         if not graphs or not isinstance(target, DeviceGraph):
             return host
         try:

@@ -170,7 +170,7 @@ class DeviceProgram:
         verified = None
         if len(tree) > 1:
             told = part.proposal.tokens.tolist() if part.proposal is not None else ()
-            verified = Verified(tree, told, path, [*range(1, accepted + 1), 0])
+            verified = Verified(tree, told, path)
         return Outcome(new, len(tree) - 1, tree.depth, accepted, verified=verified)
 
 

@@ -162,13 +162,13 @@ class LookaheadProposer(SlotProposer[_Slot]):
         first_level = random.choice(np.array(known), W + N - 3).tolist()
         return _Slot(pool, Trajectory(W, N, first_level))
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
         known = self._slots.get(slot)
         if known is None or known.asked is None:  # prefill, or a step of the root alone
             return
         first_token, rows = known.asked
         known.asked = None
-        said = outputs[tensors.LOGITS][root + rows].argmax(-1).tolist()
+        said = outputs[tensors.LOGITS][rows].argmax(-1).tolist()
         for first, rest in known.trajectory.advance(first_token, said):
             known.pool.add(first, rest)
 

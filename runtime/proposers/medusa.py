@@ -30,7 +30,7 @@ class MedusaProposer(SlotProposer[Ints]):
                 made[view.slot] = Proposal(tokens, view.tree, None, candidates)
         return made
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
         self._slots[slot] = outputs[tensors.CANDIDATES][:, row].copy()
 
 

@@ -83,7 +83,7 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
     def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
         """See :class:`DeviceDraft`: it has no rows."""
 
-    def observe(self, slot: int, outputs: Mapping[str, Array], row: int, root: int = 0) -> None:
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
         self._slots[slot] = outputs[tensors.HIDDEN][row].copy()
 
 

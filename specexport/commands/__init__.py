@@ -7,7 +7,6 @@ from pathlib import Path
 
 from specexport.contract.engines import BACKENDS
 from specexport.runtime.opening import DEFAULT_UTILIZATION
-from specexport.runtime.widths import EXACTNESS
 
 
 def add_report(parser: argparse._ActionsContainer, flag: str) -> None:
@@ -43,16 +42,6 @@ def add_machine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="share of a GPU's memory that may be in use, including other programs'; has no effect on a CPU",
     )
     return group
-
-
-def add_exactness(parser: argparse._ActionsContainer) -> None:
-    """Declares ``--exactness``."""
-    parser.add_argument(
-        "--exactness",
-        choices=EXACTNESS,
-        help="exact: greedy text is plain decoding's bit for bit; fast: the narrowest steps, whose logits may differ "
-        "in the last bits (default: exact on a CPU, fast on a GPU)",
-    )
 
 
 def add_calibrate(parser: argparse._ActionsContainer) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from specexport import report
 from specexport.building import progress_bars
-from specexport.commands import add_calibrate, add_exactness, add_report, add_threads
+from specexport.commands import add_calibrate, add_report, add_threads
 from specexport.commands.draw import about
 from specexport.commands.inspect import bytes_text
 from specexport.contract.errors import RequestError
@@ -46,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=4, metavar="N", help="prompts of each workload")
     parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="most tokens of a prompt")
     parser.add_argument("-n", "--max-tokens", type=int, default=64, metavar="N", help="tokens to generate for each")
-    add_exactness(parser)
     add_calibrate(parser)
     add_threads(parser)
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
@@ -60,9 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
         if value is not None and value < least:
             raise RequestError(f"--{flag.replace('_', '-')} is {value}; expected {least} or more")
     report.check_path("--plot", arguments.plot)
-    with Engine.load(
-        arguments.bundle, threads=arguments.threads, calibrate=arguments.calibrate, exactness=arguments.exactness
-    ) as engine:
+    with Engine.load(arguments.bundle, threads=arguments.threads, calibrate=arguments.calibrate) as engine:
         names = arguments.methods.split(",")
         if arguments.methods == "all":
             names = [*([DEFAULT] if engine.costs is not None else []), *engine.methods]

@@ -20,6 +20,7 @@ from specexport.contract.methods import Method, method_name, text_methods
 from specexport.contract.model import Model
 from specexport.contract.reading import check_files, read_manifest
 from specexport.contract.tree import TokenTree
+from specexport.runtime.kernels import kernels_described
 from specexport.tables import Table, show
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "posterior_threshold", "posterior_alpha")
@@ -117,6 +118,7 @@ def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
         "prompts": "tokens" if embeds is None else f"tokens and embeddings of {embeds} numbers",
         "batch": f"up to {manifest.batch_sizes[-1]} requests at once",
         "backend": f"{manifest.backend}, {manifest.lowering} lowering",
+        **({"kernels here": kernels_described()} if manifest.backend == "onnxruntime" else {}),
         "sampling": _sampling(manifest.generation),
         "chat template": ", ".join(manifest.tokenizer.templates) or "none",
         "end of text": ", ".join(map(str, manifest.tokenizer.eos_token_ids)) or "none",

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from specexport.commands import add_calibrate, add_exactness, add_machine
+from specexport.commands import add_calibrate, add_machine
 from specexport.contract.errors import RequestError
 from specexport.runtime import EmbedsPrompt, Engine, Stats, Stream
 from specexport.runtime.costs import Costs
@@ -107,7 +107,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draft tokens a step, one of the numbers it was built for (default: as many as pay on this machine)",
     )
     add_calibrate(speculation)
-    add_exactness(speculation)
     speculation.add_argument(
         "--hypothesis",
         type=Path,
@@ -164,7 +163,6 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.bundle,
         threads=arguments.threads,
         calibrate=arguments.calibrate,
-        exactness=arguments.exactness,
         backend=arguments.backend,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
     ) as engine:
@@ -189,7 +187,10 @@ def main(arguments: argparse.Namespace) -> int:
                     print(chunk.text, end="", flush=True)
                 print()
             if arguments.stats:
-                print(describe(stream.stats, engine.backend.fallback, engine.costs), file=sys.stderr)
+                print(
+                    describe(stream.stats, engine.backend.fallback, engine.costs, engine.backend.kernels),
+                    file=sys.stderr,
+                )
     return 0
 
 
@@ -236,9 +237,9 @@ def _result(prompt: str, stream: Stream) -> dict[str, Any]:
     }
 
 
-def describe(stats: Stats, fallback: str = "", costs: Costs | None = None) -> str:
-    """Counters and times of a request in a few lines, why its work did not reach the device in a better way, and how
-    many draft tokens its steps were given by what they cost.
+def describe(stats: Stats, fallback: str = "", costs: Costs | None = None, kernels: str = "") -> str:
+    """Counters and times of a request in a few lines, why its work did not reach the device in a better way, how many
+    draft tokens its steps were given by what they cost, and which kernels computed.
     """
     positions = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_position)
     per_step = 1e3 / max(1, stats.steps)
@@ -250,6 +251,8 @@ def describe(stats: Stats, fallback: str = "", costs: Costs | None = None) -> st
         f"a step      propose {stats.propose * per_step:.2f} ms, verify {stats.verify * per_step:.2f} ms, "
         f"accept {stats.accept * per_step:.3f} ms, host {stats.host * per_step:.3f} ms",
     ]
+    if kernels:
+        lines.append(f"kernels     {kernels}")
     if stats.execution != "host":
         lines.append(f"device      {stats.execution}" + (f" ({fallback})" if fallback else ""))
     if stats.drafted:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specexport.building import needs_extra
-from specexport.commands import add_calibrate, add_exactness, add_machine
+from specexport.commands import add_calibrate, add_machine
 from specexport.contract.errors import BuildError
 from specexport.runtime.values import require_text
 
@@ -53,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "again to a request alone, with num_speculative_tokens or --no-calibrate (default: a new one each)",
     )
     add_calibrate(model)
-    add_exactness(model)
     api = parser.add_argument_group("the API")
     api.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
     api.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any free one")
@@ -146,7 +145,6 @@ def main(arguments: argparse.Namespace) -> int:
         backend=arguments.backend,
         threads=arguments.threads,
         calibrate=arguments.calibrate,
-        exactness=arguments.exactness,
         **build,
     )
     service = Service(engine, tuple(arguments.served_model_name or [source]), arguments.timeout or None)

@@ -38,7 +38,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specexport.async_engine import DEFAULT_MAX_QUEUE, AsyncEngine
 from specexport.contract.errors import BackendError, BuildError, QueueFullError
 from specexport.contract.reading import read_manifest
-from specexport.runtime.widths import Exactness
 from specexport.server.app import DEFAULT_MAX_BODY_BYTES, create_app
 from specexport.server.errors import ApiError, api_error
 from specexport.server.middleware import Edge
@@ -96,7 +95,6 @@ class Settings(BaseModel):
     gpu_memory_utilization: float | None = None
     backend: str | None = None
     calibrate: bool = True
-    exactness: Exactness | None = None
 
     def actor(self, backend: str) -> dict[str, float]:
         """What Ray keeps for a replica, whose bundle was built for a backend."""
@@ -106,7 +104,7 @@ class Settings(BaseModel):
 
 _OF_ENGINE = {
     *("bundle", "max_queue", "threads", "speculative_config", "max_model_len", "seed", "gpu_memory_utilization"),
-    *("backend", "calibrate", "exactness"),
+    *("backend", "calibrate"),
 }
 
 
@@ -123,6 +121,8 @@ class EngineReplica:
 
     def __init__(self, settings: Settings) -> None:
         self.engine = AsyncEngine.open(**settings.model_dump(include=_OF_ENGINE))
+        if kernels := self.engine.frontend.engine.backend.kernels:
+            logging.getLogger("ray.serve").info("Kernels: %s", kernels)
         service = Service(self.engine, settings.served_model_name or (settings.bundle,), settings.timeout)
         self._metrics = service.metrics
         self._app: ASGIApp = create_app(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import socket
 import time
@@ -41,6 +42,11 @@ class Server(uvicorn.Server):
         with super().capture_signals():
             yield
             self._captured_signals.clear()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if kernels := self._engine.frontend.engine.backend.kernels:
+            logging.getLogger("uvicorn.error").info("Kernels: %s", kernels)
+        await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Keeps the port open until the last request is done: who comes meanwhile, or asks ``/ready``, gets a 503."""

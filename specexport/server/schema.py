@@ -649,9 +649,6 @@ class Step(BaseModel):
     parents: list[int] = Field(description="The tree verified: each node's parent, -1 for the root.")
     drafted: list[str] = Field(description="Draft tokens, of the nodes from 1; none where a device kept them.")
     path: list[int] = Field(description="The nodes accepted.")
-    held: int = Field(
-        description="How many of the first nodes an earlier step accepted, whose tokens come with this one."
-    )
     seconds: float = Field(description="When the step ended, since the request came.")
 
 

@@ -306,14 +306,13 @@ def step_of(chunk: Chunk, token_text: Callable[[int], str], arrived: float) -> S
     seconds = chunk.made - arrived
     if chunk.verified is None:
         plain = [(text, 0) for text in chunk.pieces]
-        return Step(tokens=plain, parents=[-1], drafted=[], path=[], held=0, seconds=seconds)
+        return Step(tokens=plain, parents=[-1], drafted=[], path=[], seconds=seconds)
     step = chunk.verified
     return Step(
-        tokens=list(zip(chunk.pieces, step.positions, strict=False)),  # the output may end before the step's tokens do
+        tokens=[(text, at if at <= len(step.path) else 0) for at, text in enumerate(chunk.pieces, 1)],
         parents=list(step.tree.parents),
         drafted=list(map(token_text, step.drafted)),
         path=list(step.path),
-        held=step.held,
         seconds=seconds,
     )
 

@@ -132,10 +132,10 @@ class Pane {
 }
 
 function summary(step) {
-  const drafts = step.parents.length - 1 - step.held;
+  const drafts = step.parents.length - 1;
   if (!drafts) return "nothing drafted, a token of the target's own";
   const words = step.tokens.map(([text, position]) => `${shown(text)} (${position ? `draft ${position}` : "own"})`);
-  return `${drafts} draft tokens verified, ${Math.max(0, step.path.length - step.held)} accepted: ${words.join(" ")}`;
+  return `${drafts} draft tokens verified, ${step.path.length} accepted: ${words.join(" ")}`;
 }
 
 /** A token's text on one line, spaces visible. */
@@ -157,7 +157,7 @@ function drawn(step) {
   const labels = parents.map((_, node) => (node ? step.drafted[node - 1] : "the text"));
   const kept = new Set([0, ...step.path]);
   if (!step.drafted.length) step.path.forEach((node, at) => (labels[node] = step.tokens[at]?.[0])); // others are unknown
-  const own = step.tokens[step.path.length]; // not there if it comes with the next step or the output ended before
+  const own = step.tokens[step.path.length]; // not there if the output ended before
   if (own) {
     kept.add(parents.length);
     parents.push(step.path.at(-1) ?? 0);
@@ -182,8 +182,8 @@ function drawn(step) {
     svg.append(element("path", { d, class: kept.has(node) ? "kept" : "" }));
   });
   parents.forEach((_, node) => {
-    const depth = Math.round((x[node] - half) / COLUMN) - step.held;
-    const drafted = node > step.held && node < step.parents.length;
+    const depth = Math.round((x[node] - half) / COLUMN);
+    const drafted = node && node < step.parents.length;
     const colour = drafted ? ` p${Math.min(depth, DEEPEST_COLOUR)}` : "";
     const label = element("text", { x: x[node], y: y[node] }, shown(labels[node] ?? "?"));
     const box = element("rect", { x: x[node] - BOX / 2, y: y[node] - 12, width: BOX, height: 24, rx: 6 });

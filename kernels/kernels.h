@@ -1,0 +1,114 @@
+// The numeric kernels, chosen once for the processor they run on.
+//
+// One contract holds for all of them: the bits of a row of the result depend on that row's inputs alone, never on how
+// many rows there are, which of them it is, how many threads run, or how a tree of tokens is laid out.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+// Functions of this file that kernels call: inlined always, as a linker keeps a single copy of an inline function, and that
+// could be for another processor.
+#define SPECEXPORT_INLINE __attribute__((always_inline)) inline
+
+namespace specexport {
+
+// Columns of a weight matrix that lie side by side in its packed form.
+constexpr int kTile = 16;
+
+enum class WeightKind : uint32_t { kInt8 = 1, kInt4 = 2, kBfloat16 = 3, kFloat16 = 4, kFloat = 5 };
+
+// How the integers of a block are ordered: what an instruction set multiplies at once lies side by side.
+//   kPairs   int8: pairs of consecutive rows, of each column in turn. int4, unsigned: 64 bytes for eight rows; the 16-bit
+//            number of a column and an odd or even row holds rows 0, 2, 4, 6 from its lowest bits on.
+//   kFours   int8: four consecutive rows, of each column in turn. int4: 64 bytes for eight rows; a byte of the first four
+//            rows in that order, with the row four after it in its upper half.
+//   kEights  int8: eight consecutive rows, of each column in turn. int4: 64 bytes for eight rows; 16 bytes hold columns
+//            4j and 4j + 1 in that order, with columns 4j + 2 and 4j + 3 in the upper halves.
+enum class Layout : uint32_t { kPairs = 0, kFours = 1, kEights = 2 };
+
+// A matrix [depth, columns] in the order that products read it: tiles of kTile columns, each one stream of bytes. A
+// quantized tile is, block by block along the depth: kTile scales (fp32 or fp16), kTile zero points (int8) where there
+// are any, and the integers. Other kinds hold a row of the tile after another; of bf16, columns c and c + 8 alternate.
+// Columns that are missing from the last tile are zero.
+struct PackedWeights {
+  WeightKind kind;
+  int depth, columns, block;  // block: rows that share a scale; 0 for kinds without scales
+  bool zero_points, half_scales;
+  const uint8_t* data;
+  Layout layout = Layout::kPairs;  // of integers
+
+  SPECEXPORT_INLINE int tiles() const { return (columns + kTile - 1) / kTile; }
+  SPECEXPORT_INLINE bool quantized() const { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4; }
+  SPECEXPORT_INLINE size_t block_bytes() const {
+    return kTile * ((half_scales ? 2u : 4u) + (zero_points ? 1u : 0u)) +
+           size_t(block) * kTile / (kind == WeightKind::kInt4 ? 2 : 1);
+  }
+  SPECEXPORT_INLINE size_t tile_bytes() const {
+    if (quantized()) return size_t(depth / block) * block_bytes();
+    return size_t(depth) * kTile * (kind == WeightKind::kFloat ? 4 : 2);
+  }
+  SPECEXPORT_INLINE size_t bytes() const { return size_t(tiles()) * tile_bytes(); }
+};
+
+// Rows that are to be multiplied by weights. Quantized weights take them as integers of 16 bits or a little less, with a
+// scale a block, in the order that quantize() of the same kernels leaves them.
+struct Activations {
+  int rows, depth, block;
+  const float* values;       // [rows, depth], rows `stride` apart
+  ptrdiff_t stride;
+  const int16_t* integers;   // [rows, depth]
+  const float* scales;       // [rows, depth / block]
+  const int32_t* sums;       // [rows, depth / block], of the integers of a block
+};
+
+// How the rows of one sequence attend. Strides are in elements.
+struct AttentionCall {
+  const float* query;  // row r, at query + r * query_stride: [size]
+  ptrdiff_t query_stride;
+  const float* keys;   // [length, size]
+  const float* values; // [length, value_size]
+  float* result;       // row r at result + r * result_stride: [value_size]
+  ptrdiff_t result_stride;
+  const uint8_t* mask; // row r at mask + r * mask_stride: [length], nonzero where a key is seen
+  ptrdiff_t mask_stride;
+  int rows, length, size, value_size;
+  float scale, softcap;
+  const float* sinks;  // a row's additional score, or null
+  float* scratch;      // attention_scratch(length) floats
+};
+
+enum class Unary { kSigmoid, kTanh, kExp, kErf, kSqrt, kReciprocal, kCos, kSin, kNegate, kAbs, kRelu, kSoftplus, kLog,
+                   kSilu, kGelu, kGeluTanh, kFloor };
+enum class Binary { kAdd, kSubtract, kMultiply, kDivide, kMaximum, kMinimum, kPower };
+
+struct Kernels {
+  const char* name;
+  Layout layout;  // of the weights that its products read
+  // Rounds `depth` numbers to 16 bits, a scale a block. A block that holds a NaN or an infinity gets a NaN for a scale.
+  void (*quantize)(const float* x, int depth, int block, int16_t* integers, float* scales, int32_t* sums);
+  // Columns [first * kTile, last * kTile) of the product, into y[rows, columns], rows `stride` apart.
+  void (*product)(const PackedWeights& weights, const Activations& x, int first, int last, float* y, ptrdiff_t stride);
+  void (*attention)(const AttentionCall& call);
+  void (*unary)(Unary function, const float* x, float* y, size_t count);
+  // Strides of 0 repeat one number; others must be 1.
+  void (*binary)(Binary function, const float* a, int a_stride, const float* b, int b_stride, float* y, size_t count);
+  void (*rms_norm)(const float* x, const float* weight, float epsilon, float* y, int size);
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float epsilon, float* y, int size);
+  void (*softmax)(const float* x, float* y, int size);
+  // y = x[0 .. half) * cos - x[half ..) * sin, and so on; `interleaved` pairs neighbours instead.
+  void (*rotate)(const float* x, const float* cos, const float* sin, float* y, int size, int rotated, bool interleaved);
+  float (*dot)(const float* a, const float* b, int size);
+};
+
+inline size_t attention_scratch(int length) { return size_t(length) * 2 + 64; }
+
+// Those of this processor. The environment variable SPECEXPORT_ISA names others, for tests; an unknown name, or one
+// that this processor lacks, is ignored.
+const Kernels& kernels();
+// Those of an instruction set, or null where this build or this processor lacks it.
+const Kernels* kernels_of(const char* name);
+// All that run here, the best first; ends with null.
+const char* const* instruction_sets();
+
+}  // namespace specexport

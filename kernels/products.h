@@ -1,0 +1,288 @@
+// Products with packed weights, in vectors of eight columns, or of sixteen with AVX-512. Included by kernels_impl.h alone.
+#pragma once
+
+#include "vectors.h"
+
+namespace specexport {
+namespace {
+
+constexpr Layout kLayout = Layout::kPairs;
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
+constexpr int kParts = kTile / kLanes;  // vectors that hold the columns of a tile
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
+
+void quantize(const float* x, int depth, int block, int16_t* integers, float* scales, int32_t* sums) {
+  for (int b = 0; b < depth / block; b++, x += block, integers += block) {
+    const float largest = largest_of(x, block);
+    if (!(largest >= kLeast)) {
+      std::memset(integers, 0, sizeof(int16_t) * size_t(block));
+      scales[b] = largest != largest ? largest : 0.0f;
+      sums[b] = 0;
+      continue;
+    }
+    const Vec factor = all(32767.0f / largest);
+    Ints total = Ints{};
+    for (int i = 0; i < block; i += 16) {
+      const Ints q0 = __builtin_convertvector(round_even(load(x + i) * factor), Ints);
+      const Ints q1 = __builtin_convertvector(round_even(load(x + i + 8) * factor), Ints);
+      total += q0 + q1;
+      store_shorts(integers + i, q0, q1);
+    }
+    scales[b] = largest / 32767.0f;
+    sums[b] = sum(total);
+  }
+}
+
+inline Floats floats_at(const uint8_t* p) {
+  Floats v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline Integers integers_at(const uint8_t* p) {
+  Integers v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline Floats every(float x) { return Floats{} + x; }
+inline Integers every(int32_t x) { return Integers{} + x; }
+inline Floats as_floats(Integers v) { return __builtin_convertvector(v, Floats); }
+// Two consecutive rows of activations, for all columns.
+inline Integers pair_at(const int16_t* p) {
+  int32_t pair;
+  std::memcpy(&pair, p, 4);
+  return every(pair);
+}
+
+#if defined(__AVX2__)
+inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+#else
+inline void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
+#endif
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+inline Integers pairs(Integers a, Integers b, Integers total) {
+  return (Integers)_mm512_dpwssd_epi32((__m512i)total, (__m512i)a, (__m512i)b);
+}
+inline Integers widen(const uint8_t* p) {
+  return (Integers)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline Integers bytes_at(const uint8_t* p) {
+  return (Integers)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Floats halves_at(const uint8_t* p) {
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#else
+// Products of pairs of 16-bit integers, added up in 32 bits.
+inline Integers pairs(Integers a, Integers b, Integers total) {
+#if defined(__AVXVNNI__)
+  return (Integers)_mm256_dpwssd_avx_epi32((__m256i)total, (__m256i)a, (__m256i)b);
+#elif defined(__AVX2__)
+  return total + (Integers)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+  // A number's lower half with its sign, and its upper half.
+  return total + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+inline Integers widen(const uint8_t* p) {
+#if defined(__AVX2__)
+  return (Integers)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(16)));
+  typedef int16_t Shorts __attribute__((vector_size(32)));
+  Bytes bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return (Integers)__builtin_convertvector(bytes, Shorts);
+#endif
+}
+inline Integers bytes_at(const uint8_t* p) {
+  typedef int8_t Bytes __attribute__((vector_size(8)));
+  Bytes bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(bytes, Integers);
+}
+inline Floats halves_at(const uint8_t* p) { return load_half(p); }
+#endif
+
+constexpr int kAhead = 1024;  // bytes that are asked for before they are needed
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+// At once: the sums of a block and of the row must stay in registers, of which there are 32 here.
+constexpr int most_rows(WeightKind) { return 8; }
+constexpr int tiles_at_once(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
+#else
+// At once: two sums and a broadcast for each must stay in sixteen registers.
+constexpr int most_rows(WeightKind) { return 5; }
+// Of floats: a sum waits four cycles for the number before, in which eight others could be added.
+constexpr int tiles_at_once(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+#endif
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+// Sums that a column's integers are divided into; without VNNI the next can be added after a cycle.
+constexpr int chains(int rows) { return rows <= 2 ? 2 : 1; }
+#else
+constexpr int chains(int) { return 1; }
+#endif
+
+template <WeightKind kKind, int kRows>
+void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activations& x, int row, float* y,
+                       ptrdiff_t stride) {
+  constexpr int kVector = 4 * kLanes;  // bytes
+  constexpr int kChains = chains(kRows);
+  const int blocks = w.depth / w.block, scale_bytes = w.half_scales ? 2 : 4;
+  Floats total[kRows][kParts];
+  for (int m = 0; m < kRows; m++)
+    for (int p = 0; p < kParts; p++) total[m][p] = every(0.0f);
+  const int16_t* q = x.integers + size_t(row) * size_t(x.depth);
+  const float* scales = x.scales + size_t(row) * size_t(blocks);
+  const int32_t* sums = x.sums + size_t(row) * size_t(blocks);
+  for (int b = 0; b < blocks; b++) {
+    const uint8_t *const scale = tile, *const zero = tile + kTile * scale_bytes;
+    tile = zero + (w.zero_points ? kTile : 0);
+    Integers t[kRows][kParts][kChains];
+    for (int m = 0; m < kRows; m++)
+      for (int p = 0; p < kParts; p++)
+        for (int c = 0; c < kChains; c++) t[m][p][c] = every(0);
+    if (kKind == WeightKind::kInt8) {
+      for (int k = 0; k < w.block; k += 4) {
+        prefetch(tile + kAhead);
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++, tile += 2 * kTile) {
+          Integers v[kParts];
+          for (int p = 0; p < kParts; p++) v[p] = widen(tile + p * 2 * kLanes);
+#pragma GCC unroll 8
+          for (int m = 0; m < kRows; m++) {
+            const Integers a = pair_at(q + m * x.depth + k + 2 * i);
+            for (int p = 0; p < kParts; p++) t[m][p][i % kChains] = pairs(v[p], a, t[m][p][i % kChains]);
+          }
+        }
+      }
+    } else {
+      const Integers low = every(0x000f000f);
+      for (int k = 0; k < w.block; k += 8, tile += 4 * kTile) {
+        prefetch(tile + kAhead);
+        Integers v[kParts];
+        for (int p = 0; p < kParts; p++) v[p] = integers_at(tile + p * kVector);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+          Integers four[kParts];
+          for (int p = 0; p < kParts; p++) {
+            four[p] = v[p] & low;
+            v[p] = v[p] >> 4;  // as 32-bit numbers: what crosses over from the upper half is masked away
+          }
+#pragma GCC unroll 8
+          for (int m = 0; m < kRows; m++) {
+            const Integers a = pair_at(q + m * x.depth + k + 2 * i);
+            for (int p = 0; p < kParts; p++) t[m][p][i % kChains] = pairs(four[p], a, t[m][p][i % kChains]);
+          }
+        }
+      }
+    }
+    Floats s[kParts];
+    for (int p = 0; p < kParts; p++)
+      s[p] = w.half_scales ? halves_at(scale + 2 * p * kLanes) : floats_at(scale + 4 * p * kLanes);
+    for (int m = 0; m < kRows; m++)
+      for (int p = 0; p < kParts; p++) {
+        Integers sum = t[m][p][0];
+        if (kChains == 2) sum += t[m][p][kChains - 1];
+        if (w.zero_points) sum -= bytes_at(zero + p * kLanes) * every(sums[m * blocks + b]);
+        else if (kKind == WeightKind::kInt4) sum -= every(sums[m * blocks + b] * 8);
+        total[m][p] = fma(as_floats(sum), s[p] * every(scales[m * blocks + b]), total[m][p]);
+      }
+    q += w.block;
+  }
+  for (int m = 0; m < kRows; m++)
+    for (int p = 0; p < kParts; p++) std::memcpy(y + m * stride + p * kLanes, &total[m][p], kVector);
+}
+
+// A row of a tile. With AVX-512, columns of bfloat16 are in the order 0, 8, 1, 9, …
+template <WeightKind kKind>
+inline void weights_at(const uint8_t* p, Floats v[kParts]) {
+  if (kKind == WeightKind::kFloat) {
+    for (int i = 0; i < kParts; i++) v[i] = floats_at(p + i * 4 * kLanes);
+  } else if (kKind == WeightKind::kFloat16) {
+    for (int i = 0; i < kParts; i++) v[i] = halves_at(p + i * 2 * kLanes);
+  } else {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    v[0] = (Floats)_mm512_slli_epi32(wide, 16);
+#else
+    const Integers both = integers_at(p);
+    v[0] = (Floats)(both << 16);
+    v[kParts - 1] = (Floats)(both & every(int32_t(0xffff0000)));
+#endif
+  }
+}
+
+template <WeightKind kKind, int kRows, int kTiles>
+void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activations& x, int row, float* y,
+                     ptrdiff_t stride) {
+  constexpr int kStep = kKind == WeightKind::kFloat ? 4 * kTile : 2 * kTile;  // bytes of a row of a tile
+  const size_t tile_bytes = size_t(w.depth) * kStep;
+  Floats total[kTiles][kRows][kParts];
+  for (int t = 0; t < kTiles; t++)
+    for (int m = 0; m < kRows; m++)
+      for (int p = 0; p < kParts; p++) total[t][m][p] = every(0.0f);
+  const float* a = x.values + row * x.stride;
+  auto add = [&](int k) __attribute__((always_inline)) {
+    Floats v[kTiles][kParts];
+#pragma GCC unroll 4
+    for (int t = 0; t < kTiles; t++) weights_at<kKind>(tile + size_t(t) * tile_bytes + size_t(k) * kStep, v[t]);
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; m++) {
+      const Floats number = every(a[m * x.stride + k]);
+#pragma GCC unroll 4
+      for (int t = 0; t < kTiles; t++)
+        for (int p = 0; p < kParts; p++) total[t][m][p] = fma(v[t][p], number, total[t][m][p]);
+    }
+  };
+  int k = 0;
+  for (; k + 2 <= w.depth; k += 2) {
+    for (int t = 0; t < kTiles; t++) {
+      prefetch(tile + size_t(t) * tile_bytes + size_t(k) * kStep + kAhead);
+      if (kStep == 64) prefetch(tile + size_t(t) * tile_bytes + size_t(k + 1) * kStep + kAhead);
+    }
+    add(k);
+    add(k + 1);
+  }
+  if (k < w.depth) add(k);
+  for (int t = 0; t < kTiles; t++)
+    for (int m = 0; m < kRows; m++)
+      for (int p = 0; p < kParts; p++) {
+        Floats v = total[t][m][p];
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+        if (kKind == WeightKind::kBfloat16) {
+          const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+          v = (Floats)_mm512_permutexvar_ps(order, (__m512)v);
+        }
+#endif
+        std::memcpy(y + m * stride + t * kTile + p * kLanes, &v, sizeof v);
+      }
+}
+
+// How many of `left` tiles a number of rows is multiplied by at once.
+template <WeightKind kKind, int kRows>
+int multiply(const PackedWeights& w, const uint8_t* tile, int left, const Activations& x, int row, float* y,
+             ptrdiff_t stride) {
+  if constexpr (kKind == WeightKind::kInt8 || kKind == WeightKind::kInt4) {
+    multiply_integers<kKind, kRows>(w, tile, x, row, y, stride);
+  } else {
+    constexpr int kTiles = tiles_at_once(kRows);
+    if (kTiles > 1 && left >= kTiles) {
+      multiply_floats<kKind, kRows, kTiles>(w, tile, x, row, y, stride);
+      return kTiles;
+    }
+    multiply_floats<kKind, kRows, 1>(w, tile, x, row, y, stride);
+  }
+  return 1;
+}
+
+}  // namespace
+}  // namespace specexport

@@ -1,0 +1,69 @@
+// The steps of a program: one for each operator, or for a few that are done at once.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "graph.h"
+#include "kernels.h"
+#include "program.h"
+#include "team.h"
+#include "view.h"
+
+namespace specexport {
+
+// What a run of a program works on.
+struct Frame {
+  Frame(const Kernels& kernels, Team& team, Arena& arena, Run* run)
+      : kernels(kernels), team(team), arena(arena), run(run) {}
+
+  const Kernels& kernels;
+  Team& team;
+  Arena& arena;
+  Run* run;
+  std::vector<View> views;           // by value
+  std::vector<char*> buffers;        // by value: memory of the arena that it owns
+  std::vector<int> output_index;     // by value: which output of the program it is, or -1
+
+  const View& operator[](int value) const { return views[size_t(value)]; }
+
+  // A contiguous tensor for a value, where the program's output is to be if it is one.
+  View& create(int value, Type type, const std::vector<int64_t>& dims);
+  // Lets a value look at another's memory; copies where it is an output of the program.
+  void alias(int value, const View& view);
+  // The same elements, contiguous; may live in memory that is freed at the end of the step.
+  View packed(const View& view);
+  char* scratch(size_t bytes);
+  void free_scratch();
+
+ private:
+  std::vector<char*> scratch_;
+};
+
+class Step {
+ public:
+  virtual ~Step() = default;
+  virtual void run(Frame& frame) const = 0;
+
+  std::vector<int> inputs, outputs;  // values; -1 for none
+  std::vector<int> last_uses;        // values whose memory nothing needs after it
+  std::string name;                  // of the node, for errors
+  bool looks = false;                // whether its outputs may look at the memory of its first input
+};
+
+// Whether there is a step for a node. What it reads must be known by type.
+bool has_step(const Graph& graph, const Node& node);
+// The step for a node other than a product with constant weights. Throws std::runtime_error.
+std::unique_ptr<Step> make_step(const Graph& graph, const Node& node);
+
+// A product with packed weights; `addend`, a value that is added to it, or -1.
+std::unique_ptr<Step> make_product(const PackedWeights& weights, int x, int y, int addend);
+// function(a) * b.
+std::unique_ptr<Step> make_gate(Unary function, int a, int b, int y);
+std::unique_ptr<Step> make_unary(Unary function, int x, int y);
+// Rows of a table, along its first dimension; those of 16-bit floats as fp32.
+std::unique_ptr<Step> make_gather(int table, int indices, int y);
+
+void copy_elements(const View& from, const View& to);
+
+}  // namespace specexport

@@ -1,0 +1,117 @@
+// Threads that work on one list of jobs for the length of a run.
+//
+// Starting a parallel loop of a thread pool takes longer than many of the loops here. So a run starts one, and in it
+// one thread walks through the steps and hands parts of them to the others, which wait for them without sleeping. If
+// the others come late or never, the walking thread does everything itself.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <thread>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+namespace specexport {
+
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Team {
+ public:
+  using Part = void (*)(const void* job, int part);
+
+  // How many threads take part at most; parts of a job are sized by it.
+  explicit Team(int threads) : threads_(threads) {}
+  int threads() const { return threads_; }
+
+  // What each thread of a parallel loop calls: the first walks, the others help until it is done.
+  template <typename Walk>
+  void enter(Walk&& walk) {
+    if (entered_.fetch_add(1, std::memory_order_acq_rel) == 0) {
+      try {
+        walk();
+      } catch (...) {
+        error_ = std::current_exception();
+      }
+      finished_.store(true, std::memory_order_release);
+    } else {
+      help();
+    }
+  }
+
+  // Rethrows what the walking thread threw.
+  void require_success() const {
+    if (error_) std::rethrow_exception(error_);
+  }
+
+  // Calls work(0) .. work(parts - 1), which must not throw, on all threads, and returns when all are done.
+  template <typename Work>
+  void split(int parts, const Work& work) {
+    if (parts <= 1 || threads_ == 1) {
+      for (int i = 0; i < parts; i++) work(i);
+      return;
+    }
+    part_.store([](const void* job, int part) { (*static_cast<const Work*>(job))(part); }, std::memory_order_relaxed);
+    job_.store(&work, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+    const uint64_t turn = ++turn_;
+    state_.store(turn << 40 | uint64_t(parts) << 20, std::memory_order_release);
+    take(turn);
+    for (int waited = 0; done_.load(std::memory_order_acquire) != parts; waited++) {
+      relax();
+      if (waited > kPatience) std::this_thread::yield();
+    }
+  }
+
+ private:
+  static constexpr int kPatience = 1 << 14;
+  static constexpr uint64_t kMask = (1 << 20) - 1;
+
+  void help() {
+    uint64_t seen = 0;
+    for (int waited = 0; !finished_.load(std::memory_order_acquire);) {
+      const uint64_t turn = state_.load(std::memory_order_acquire) >> 40;
+      if (turn == seen) {
+        relax();
+        if (++waited > kPatience) std::this_thread::yield();
+        continue;
+      }
+      waited = 0;
+      seen = turn;
+      take(turn);
+    }
+  }
+
+  // Does parts of a turn's job until none is left. A job stays valid while one of its parts is not done, and that a part
+  // was free is what the exchange proves.
+  void take(uint64_t turn) {
+    for (;;) {
+      uint64_t state = state_.load(std::memory_order_acquire);
+      do {
+        if (state >> 40 != turn || (state & kMask) >= (state >> 20 & kMask)) return;
+      } while (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel));
+      part_.load(std::memory_order_relaxed)(job_.load(std::memory_order_relaxed), int(state & kMask));
+      done_.fetch_add(1, std::memory_order_acq_rel);
+    }
+  }
+
+  const int threads_;
+  uint64_t turn_ = 0;  // of the walking thread
+  std::exception_ptr error_;
+  alignas(64) std::atomic<uint64_t> state_{0};  // turn, parts, parts taken
+  std::atomic<Part> part_{nullptr};
+  std::atomic<const void*> job_{nullptr};
+  alignas(64) std::atomic<int> done_{0};
+  alignas(64) std::atomic<int> entered_{0};
+  std::atomic<bool> finished_{false};
+};
+
+}  // namespace specexport

@@ -1,0 +1,189 @@
+// Vectors of eight floats and the functions of them. Included by kernels_impl.h alone.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "half.h"
+#include "kernels.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace specexport {
+namespace {
+
+typedef float Vec __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
+
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+inline Vec all(float x) { return Vec{x, x, x, x, x, x, x, x}; }
+// The first `count` of eight numbers, zeros behind them.
+inline Vec load_some(const float* p, int count) {
+  float padded[8] = {};
+  std::memcpy(padded, p, sizeof(float) * size_t(count));
+  return load(padded);
+}
+inline void store_some(float* p, Vec v, int count) {
+  float padded[8];
+  store(padded, v);
+  std::memcpy(p, padded, sizeof(float) * size_t(count));
+}
+
+inline Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__AVX2__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  float32x4_t x[2], y[2], z[2];
+  std::memcpy(x, &a, sizeof a);
+  std::memcpy(y, &b, sizeof b);
+  std::memcpy(z, &c, sizeof c);
+  for (int i = 0; i < 2; i++) z[i] = vfmaq_f32(z[i], x[i], y[i]);
+  std::memcpy(&c, z, sizeof c);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+
+inline Vec to_floats(Ints v) { return __builtin_convertvector(v, Vec); }
+
+// Sums of the eight lanes, always in the same order.
+inline float sum(Vec v) {
+  float s0 = v[0] + v[4], s1 = v[1] + v[5], s2 = v[2] + v[6], s3 = v[3] + v[7];
+  return (s0 + s2) + (s1 + s3);
+}
+
+inline int32_t sum(Ints v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+
+inline Vec select(Ints mask, Vec yes, Vec no) { return (Vec)((mask & (Ints)yes) | (~mask & (Ints)no)); }
+inline Vec vmin(Vec a, Vec b) { return select(a < b, a, b); }
+inline Vec vmax(Vec a, Vec b) { return select(a > b, a, b); }
+
+inline Vec round_even(Vec x) {
+#if defined(__AVX2__)
+  return (Vec)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const Vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it leaves no bits behind the point
+  Vec r = (x + magic) - magic;
+  Ints small = (Ints)(x < all(4194304.0f)) & (Ints)(x > all(-4194304.0f));
+  return select(small, r, x);
+#endif
+}
+
+// e^x to about one unit in the last place: 2^n times a polynomial in the rest, whose coefficients are Taylor's.
+inline Vec exp(Vec x) {
+  Vec clipped = vmin(vmax(x, all(-87.33f)), all(88.72f));
+  Vec n = round_even(clipped * all(1.44269504f));
+  Vec r = fma(n, all(-0.693359375f), clipped);
+  r = fma(n, all(2.12194440e-4f), r);
+  Vec p = all(1.0f / 5040);
+  p = fma(p, r, all(1.0f / 720));
+  p = fma(p, r, all(1.0f / 120));
+  p = fma(p, r, all(1.0f / 24));
+  p = fma(p, r, all(1.0f / 6));
+  p = fma(p, r, all(0.5f));
+  p = fma(p, r, all(1.0f));
+  p = fma(p, r, all(1.0f));
+  // In two halves, as 2^128 is no number.
+  Ints k = __builtin_convertvector(n, Ints);
+  Ints low = k >> 1, high = k - low;
+  Vec y = p * (Vec)((low + 127) << 23) * (Vec)((high + 127) << 23);
+  y = select((Ints)(x < all(-87.33f)), all(0.0f), y);
+  y = select((Ints)(x > all(88.72f)), all(__builtin_inff()), y);
+  return select((Ints)(x != x), x, y);
+}
+
+inline Vec sigmoid(Vec x) { return all(1.0f) / (all(1.0f) + exp(-x)); }
+
+inline Vec tanh(Vec x) {
+  // Near zero by its own series, where 1 - 2 / (e^2x + 1) would lose digits.
+  Vec x2 = x * x;
+  Vec p = all(-17.0f / 315);
+  p = fma(p, x2, all(2.0f / 15));
+  p = fma(p, x2, all(-1.0f / 3));
+  Vec small = fma(x * x2, p, x);
+  Vec big = all(1.0f) - all(2.0f) / (exp(x + x) + all(1.0f));
+  Ints near = (Ints)(x < all(0.15f)) & (Ints)(x > all(-0.15f));
+  return select(near, small, big);
+}
+
+// The sums of the lanes of eight vectors, each in the same order whichever of the eight it is.
+inline Vec sums(const Vec t[8]) {
+#if defined(__AVX2__)
+  auto add = [](Vec a, Vec b) { return (Vec)_mm256_hadd_ps((__m256)a, (__m256)b); };
+  Vec low = add(add(t[0], t[1]), add(t[2], t[3])), high = add(add(t[4], t[5]), add(t[6], t[7]));
+  return (Vec)_mm256_permute2f128_ps((__m256)low, (__m256)high, 0x20) +
+         (Vec)_mm256_permute2f128_ps((__m256)low, (__m256)high, 0x31);
+#else
+  Vec r;
+  for (int i = 0; i < 8; i++) {
+    Vec v = t[i];
+    r[i] = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+  }
+  return r;
+#endif
+}
+
+inline Vec load_half(const uint8_t* p) {
+#if defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  uint16_t h[8];
+  std::memcpy(h, p, sizeof h);
+  Vec v;
+  for (int i = 0; i < 8; i++) v[i] = half_to_float(h[i]);
+  return v;
+#endif
+}
+
+// Sixteen integers in 16 bits each, in which they fit.
+inline void store_shorts(int16_t* to, Ints a, Ints b) {
+#if defined(__AVX2__)
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)a, (__m256i)b), 0xd8);
+  std::memcpy(to, &packed, sizeof packed);
+#else
+  typedef int16_t Shorts __attribute__((vector_size(16)));
+  const Shorts low = __builtin_convertvector(a, Shorts), high = __builtin_convertvector(b, Shorts);
+  std::memcpy(to, &low, sizeof low);
+  std::memcpy(to + 8, &high, sizeof high);
+#endif
+}
+
+constexpr float kLeast = 1e-30f;  // a block of smaller numbers is rounded to zeros
+
+// The largest absolute value of a block, whose size is a multiple of 16; NaN where it holds a NaN or an infinity.
+inline float largest_of(const float* x, int block) {
+  Ints a = Ints{}, b = Ints{};
+  // As integers, of which a NaN's is the largest.
+  auto larger = [](Ints u, Ints v) {
+#if defined(__AVX2__)
+    return (Ints)_mm256_max_epi32((__m256i)u, (__m256i)v);
+#else
+    const Ints yes = (Ints)(u > v);
+    return (yes & u) | (~yes & v);
+#endif
+  };
+  for (int i = 0; i < block; i += 16) {
+    a = larger((Ints)load(x + i) & 0x7fffffff, a);
+    b = larger((Ints)load(x + i + 8) & 0x7fffffff, b);
+  }
+  a = larger(a, b);
+  int32_t top = 0;
+  for (int i = 0; i < 8; i++) top = a[i] > top ? a[i] : top;
+  if (top >= 0x7f800000) return __builtin_nanf("");
+  float largest;
+  std::memcpy(&largest, &top, 4);
+  return largest;
+}
+
+}  // namespace
+}  // namespace specexport

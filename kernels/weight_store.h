@@ -1,0 +1,43 @@
+// The packed weights of a program: in memory of its own, or in a file of the cache folder that processes share.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "packing.h"
+#include "program.h"
+
+namespace specexport {
+
+// Packs matrices, or finds them packed. A file holds those of one program:
+//
+//   char[8]   "SPXPACK1"
+//   uint64    the size of the file
+//   uint64    a hash of the forms of all matrices, in order, and of samples of what they were packed from
+//   the matrices, each at a multiple of 64 bytes
+//
+// It is written beside its place and renamed, so that a half written file is never found; one whose header does not say
+// what is expected is written anew.
+class WeightStore {
+ public:
+  // Packs all matrices. Their forms' data stays valid as long as the store.
+  WeightStore(const Store& store, const std::vector<Matrix>& matrices);
+  ~WeightStore();
+  WeightStore(const WeightStore&) = delete;
+  WeightStore& operator=(const WeightStore&) = delete;
+
+  const PackedWeights& operator[](size_t index) const { return forms_[index]; }
+
+ private:
+  bool map(const std::string& path, uint64_t hash);
+  bool write(const std::string& path, uint64_t hash, const std::vector<Matrix>& matrices);
+  void place(const uint8_t* base);
+
+  std::vector<PackedWeights> forms_;
+  std::vector<size_t> offsets_;
+  size_t size_ = 0;
+  void* memory_ = nullptr;
+  void* mapping_ = nullptr;
+};
+
+}  // namespace specexport

@@ -1,0 +1,110 @@
+"""Which kernels compute on the CPU: found, said in one line, turned off, and done without."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import onnxruntime
+import pytest
+
+from specexport.cli import main
+from specexport.runtime import Engine, SamplingParams, kernels
+from specexport.runtime.kernels import PackedWeights
+
+ALONE = "onnxruntime's alone, where texts may part at two tokens that are about equally likely: "
+MISSING = ALONE + "specexport's are not compiled; install a C++ compiler, then run pip install again"
+needs_library = pytest.mark.skipif(not kernels.LIBRARY.is_file(), reason="the kernels are not compiled")
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "nothing.so")
+
+
+def test_a_library_that_is_missing_or_damaged_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without: None
+) -> None:
+    assert kernels.kernels_described() == MISSING
+    assert not kernels.add_kernels(onnxruntime.SessionOptions(), 1)
+    damaged = tmp_path / "damaged.so"
+    damaged.write_bytes(b"nothing")
+    monkeypatch.setattr(kernels, "LIBRARY", damaged)
+    said = re.escape(f"{ALONE}{damaged} cannot be loaded: {damaged}: file too short; ")
+    assert re.fullmatch(said + "run pip install again to compile it", kernels.kernels_described())
+    assert kernels.instruction_set() == ""
+
+
+@needs_library
+def test_an_old_onnxruntime_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels._register.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "onnxruntime", SimpleNamespace(__version__="1.23.2"))
+        said = kernels.kernels_described()
+    kernels._register.cache_clear()
+    assert said.endswith("need onnxruntime 1.28, and 1.23.2 is installed; run: pip install -U 'specexport[cpu]'")
+
+
+@needs_library
+def test_commands_say_which_kernels_compute(
+    bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(bundle("llama-near"))
+    words = ["run", folder, "--prompt", "one", "-n", "2", "--stats", "--no-calibrate"]
+    off = f"{ALONE}SPECEXPORT_KERNELS is 0"
+    for switch, said in (("1", r"specexport's for [a-z0-9-]+"), ("0", off)):
+        monkeypatch.setenv("SPECEXPORT_KERNELS", switch)
+        assert main(["inspect", folder]) == 0
+        assert re.search(rf"^kernels here +{said}$", capsys.readouterr().out, re.MULTILINE)
+        assert main(words) == 0
+        assert re.search(rf"^kernels     {said}$", capsys.readouterr().err, re.MULTILINE)
+    monkeypatch.setenv("SPECEXPORT_KERNELS", "no")
+    assert main(words) == 1
+    assert "SPECEXPORT_KERNELS is 'no'; expected 0" in capsys.readouterr().err
+
+
+def test_the_server_says_at_its_start_which_kernels_compute(bundle: Callable[[str], Path]) -> None:
+    words = [sys.executable, "-m", "specexport", "serve", str(bundle("llama-near")), "--port", "0", "--no-calibrate"]
+    environment = {**os.environ, "SPECEXPORT_KERNELS": "0"}
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "running on" in line:
+                process.terminate()
+        assert process.wait(30) == 0
+    assert sum(line.endswith(f"Kernels: {ALONE}SPECEXPORT_KERNELS is 0\n") for line in lines) == 1
+
+
+@needs_library
+def test_texts_are_the_same_without_them(bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def text() -> tuple[int, ...]:
+        with Engine.load(bundle("llama-near"), threads=1, calibrate=False) as engine:
+            return tuple(engine.generate([5, 6, 7, 8], SamplingParams(max_tokens=12, temperature=0.0)).token_ids)
+
+    ours = text()
+    monkeypatch.setattr(kernels, "LIBRARY", Path("nowhere.so"))
+    assert text() == ours
+
+
+def test_packed_weights_are_looked_for_kept_and_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path))
+    assert PackedWeights.of("files", keep=False) is None
+    packed = PackedWeights.of("files", keep=True)
+    assert packed is not None
+    assert packed != PackedWeights.of("other files", keep=True)
+    packed.folder.mkdir()
+    mine, others, recent = (packed.folder / name for name in (f"{packed.key}.bin", "old.bin", "recent.bin"))
+    for file, days in ((mine, 40), (others, 40), (recent, 20)):
+        file.touch()
+        os.utime(file, times=(0, time.time() - days * 24 * 3600))
+    assert PackedWeights.of("files", keep=False) == packed  # which is used now
+    assert PackedWeights.of("files", keep=True) == packed
+    assert sorted(packed.folder.iterdir()) == sorted((mine, recent))
