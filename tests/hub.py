@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import threading
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -67,7 +67,11 @@ def hub(root: Path, cache: Path) -> Iterator[set[str]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
-    client = functools.partial(huggingface_hub.snapshot_download, endpoint=endpoint, cache_dir=cache)
+    real = huggingface_hub.snapshot_download
+
+    def client(source: str, cache_dir: Path | None = None, **options: Any) -> str:
+        return str(real(source, endpoint=endpoint, cache_dir=cache_dir or cache, **options))
+
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(huggingface_hub, "snapshot_download", client)
