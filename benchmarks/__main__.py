@@ -16,6 +16,7 @@ COMMANDS = (
     "decode",
     "exactness",
     "gpu-host",
+    "kernels",
     "losslessness",
     "lookup",
     "methods",

@@ -1,0 +1,96 @@
+"""What a step of T tokens costs on our kernels and on onnxruntime's, in turns, and how near it comes to plain reading.
+
+The target's step graph runs at every T, with 100 tokens in the cache, on one session of each kind. Reading is every
+thread adding up its share of an array that no cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from benchmarks import common
+from benchmarks.operators import PAST, runs
+from benchmarks.pair import bundle, inflated_pair
+from specexport.contract.errors import BackendError
+from specexport.runtime.buffers import buffers
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.graph import Graph
+from specexport.runtime.kernels import SWITCH, instruction_set, kernels_described
+from specexport.runtime.opening import open_graph
+from specexport.tables import show
+
+CHOICES = (4, 1, 2, 3, 6, 8)
+READ_BYTES = 256 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``python -m benchmarks kernels``."""
+    common.add_common_arguments(parser)
+    parser.add_argument("--precisions", default="fp32,bf16,int8,int4")
+    parser.add_argument("--tokens", default="1,2,3,5,8,16", help="T, the first to compare the others with")
+    parser.add_argument("--rounds", type=int, default=30)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints a table a precision."""
+    if not instruction_set():
+        raise BackendError(f"there is nothing to compare: {kernels_described()}")
+    target, draft = inflated_pair(args.models, args.work)
+    widths, results = tuple(map(int, args.tokens.split(","))), {}
+    for precision in args.precisions.split(","):
+        opened = Bundle.open(bundle(target, draft, args.work, precision, CHOICES, 512, 32), check_hashes=False)
+        reading = _reading(args.threads)
+        ours, theirs = _open(opened, args.threads, "1"), _open(opened, args.threads, "0")
+        times: dict[str, list[list[float]]] = {"ours": [[] for _ in widths], "onnxruntime": [[] for _ in widths]}
+        for _ in range(args.rounds):
+            for name, graph in (("ours", ours), ("onnxruntime", theirs)):
+                for of_width, more in zip(times[name], runs(graph, widths, 1), strict=True):
+                    of_width += more
+        medians = {name: [statistics.median(part) for part in parts] for name, parts in times.items()}
+        weights = opened.file(opened.manifest.target.weights).stat().st_size
+        results[precision] = {"reading": reading, "weights": weights, "seconds": medians}
+        _show(precision, widths, results[precision])
+    report = {"machine": common.machine(args.threads), "kernels": instruction_set(), "tokens": widths}
+    common.write_report(args.json, {**report, "results": results})
+    return 0
+
+
+def _show(precision: str, widths: tuple[int, ...], result: dict[str, Any]) -> None:
+    table = common.new_table(
+        f"{precision}, {result['weights'] / 1e6:.0f} MB of weights; reading {result['reading'] / 1e9:.1f} GB/s",
+        ["T"],
+        ["ours, ms", "onnxruntime, ms", "ours / onnxruntime", "c(T) / c(1)", "of onnxruntime's", "of reading"],
+    )
+    ours, theirs = result["seconds"]["ours"], result["seconds"]["onnxruntime"]
+    for T, mine, other in zip(widths, ours, theirs, strict=True):
+        read = result["weights"] / mine / result["reading"]
+        ratios = (f"{mine / other:.2f}", f"{mine / ours[0]:.2f}", f"{other / theirs[0]:.2f}", f"{read:.0%}")
+        table.add_row(str(T), f"{1e3 * mine:.2f}", f"{1e3 * other:.2f}", *ratios)
+    show(table)
+
+
+def _open(opened: Bundle, threads: int, kernels: str) -> Graph:
+    with patch.dict(os.environ, {SWITCH: kernels}):
+        graph = open_graph(opened, opened.manifest.target, 1, buffers(opened.manifest.target_signature), threads)
+    graph.reserve(PAST + 64)
+    return graph
+
+
+def _reading(threads: int) -> float:
+    """Bytes a second, the median of several times."""
+    parts = [np.ones(READ_BYTES // 8 // threads, np.int64) for _ in range(threads)]
+    taken = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(9):
+            start = time.perf_counter()
+            list(pool.map(np.bitwise_xor.reduce, parts))
+            taken.append(time.perf_counter() - start)
+    return READ_BYTES / statistics.median(taken)
