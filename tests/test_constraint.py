@@ -144,7 +144,7 @@ def test_stop_texts_and_logprobs_go_with_it(engine: Engines) -> None:
         ('{"type": "string", "pattern": "("}', "cannot be used"),
         ('{"not": {}}', "Unimplemented keys"),
         ("3", "cannot be used"),
-        ('{"const": "\ud83d"}', "half a character"),
+        ('{"const": "\ud83d"}', "half of a character"),
         (json.dumps({"enum": ["x" * 1000 + str(at) for at in range(70)]}), "characters; expected at most 65536"),
     ],
 )

@@ -596,7 +596,7 @@ def test_parts_of_a_message_are_lines_of_a_text(tiny: Served, client: openai.Ope
         for messages in (lines, [{"role": "user", "content": parts}])
     ]
     assert chats[0]["choices"] == chats[1]["choices"]
-    assert chats[0]["usage"] == chats[1]["usage"]
+    assert len({chat["usage"]["prompt_tokens"] for chat in chats}) == 1
     answers = [
         client.responses.create(model=NAME, input=given, max_output_tokens=8, temperature=0)
         for given in (
