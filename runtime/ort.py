@@ -168,6 +168,7 @@ class OnnxRuntimeGraph(Graph):
         # States do not go back to tokens that are read again only to make a run as wide as another slot needs it.
         self.any_width = self._states is None
         self._in_place = lowering == "native"
+        self._narrowest = 2 if self.not_claimed else 1
         self._buffers = buffers
         self._cache = GrowingCache(model.cache, slots, self.cache_sizes)
         self._arrays: dict[_Shape, _Arrays] = {}
@@ -205,8 +206,11 @@ class OnnxRuntimeGraph(Graph):
         return super()._require(point)
 
     def step_width(self, slots: int, needed: int) -> int:
-        """See :class:`Graph`; a step may be of any width."""
-        return needed
+        """See :class:`Graph`; a step may be of any width.
+
+        Operators of onnxruntime's take another way for one row than for several: where there are some, steps take two.
+        """
+        return max(needed, self._narrowest)
 
     def chunk(self, most: int, tokens: int) -> int:
         """See :class:`Graph`; what is left of a prompt takes as many tiles as it fills."""
