@@ -20,7 +20,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.declared import require_declared
 from specexport.runtime.graph import FIRST, TILE, Array, Buffers, Graph
 from specexport.runtime.kept import KeptGraph
-from specexport.runtime.kernels import PackedWeights, add_kernels, not_claimed
+from specexport.runtime.kernels import PackedWeights, add_kernels, instruction_set, not_claimed
 from specexport.runtime.linked import open_linked
 from specexport.runtime.machine import disable_telemetry
 from specexport.runtime.ort_cache import GrowingCache, Rows
@@ -168,7 +168,7 @@ class OnnxRuntimeGraph(Graph):
         # States do not go back to tokens that are read again only to make a run as wide as another slot needs it.
         self.any_width = self._states is None
         self._in_place = lowering == "native"
-        self._narrowest = 2 if self.not_claimed else 1
+        self._narrowest = 1 if instruction_set() and not self.not_claimed else 2
         self._buffers = buffers
         self._cache = GrowingCache(model.cache, slots, self.cache_sizes)
         self._arrays: dict[_Shape, _Arrays] = {}
