@@ -89,7 +89,7 @@ class ChatTemplate:
                 is no text, or a variable has a name that is taken.
             BundleError: it is not a template.
         """
-        if not is_sequence(messages) or not all(isinstance(message, Mapping) for message in messages):
+        if not is_sequence(messages):
             raise RequestError(
                 f"messages is {shown(messages)}; expected a list of mappings with role and content", param="messages"
             )

@@ -97,10 +97,15 @@ class Grammars:
         # Imported here: only grammar-constrained outputs need it.
         import llguidance
 
-        if param == "json_schema":
-            grammar = _json_grammar(text)
-        else:
-            grammar = llguidance.LLMatcher.grammar_from_lark(self._lark(text))
+        try:
+            grammar = (
+                _json_grammar(text)
+                if param == "json_schema"
+                else llguidance.LLMatcher.grammar_from_lark(self._lark(text))
+            )
+        except ValueError as error:  # such as an escape that is half a character
+            why = str(error).splitlines()[0]
+            raise RequestError(f"the {what} cannot be used: {why}", param=param) from error
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
