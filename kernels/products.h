@@ -49,7 +49,14 @@ inline Integers integers_at(const uint8_t* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
-inline Floats every(float x) { return Floats{} + x; }
+// Named lane by lane: `Floats{} + x` is an addition, as of -0, which compilers must not leave out.
+inline Floats every(float x) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+  return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+#else
+  return Floats{x, x, x, x, x, x, x, x};
+#endif
+}
 inline Integers every(int32_t x) { return Integers{} + x; }
 inline Floats as_floats(Integers v) { return __builtin_convertvector(v, Floats); }
 // Two consecutive rows of activations, for all columns.
@@ -85,7 +92,10 @@ inline Integers pairs(Integers a, Integers b, Integers total) {
 #if defined(__AVXVNNI__)
   return (Integers)_mm256_dpwssd_avx_epi32((__m256i)total, (__m256i)a, (__m256i)b);
 #elif defined(__AVX2__)
-  return total + (Integers)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+  total += (Integers)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+  // Otherwise GCC adds later, keeps the products on the stack until then, and takes half as long again.
+  asm("" : "+x"(total));
+  return total;
 #else
   // A number's lower half with its sign, and its upper half.
   return total + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
@@ -103,10 +113,14 @@ inline Integers widen(const uint8_t* p) {
 #endif
 }
 inline Integers bytes_at(const uint8_t* p) {
+#if defined(__AVX2__)
+  return (Integers)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
   typedef int8_t Bytes __attribute__((vector_size(8)));
   Bytes bytes;
   std::memcpy(&bytes, p, sizeof bytes);
   return __builtin_convertvector(bytes, Integers);
+#endif
 }
 inline Floats halves_at(const uint8_t* p) { return load_half(p); }
 #endif
@@ -136,7 +150,9 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
                        ptrdiff_t stride) {
   constexpr int kVector = 4 * kLanes;  // bytes
   constexpr int kChains = chains(kRows);
-  const int blocks = w.depth / w.block, scale_bytes = w.half_scales ? 2 : 4;
+  const int block = w.block, blocks = w.depth / block, depth = x.depth;
+  const bool half_scales = w.half_scales, zero_points = w.zero_points;
+  const int scale_bytes = half_scales ? 2 : 4;
   Floats total[kRows][kParts];
   for (int m = 0; m < kRows; m++)
     for (int p = 0; p < kParts; p++) total[m][p] = every(0.0f);
@@ -145,13 +161,17 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
   const int32_t* sums = x.sums + size_t(row) * size_t(blocks);
   for (int b = 0; b < blocks; b++) {
     const uint8_t *const scale = tile, *const zero = tile + kTile * scale_bytes;
-    tile = zero + (w.zero_points ? kTile : 0);
+    tile = zero + (zero_points ? kTile : 0);
     Integers t[kRows][kParts][kChains];
-    for (int m = 0; m < kRows; m++)
+    for (int m = 0; m < kRows; m++) {
+      // Four bits stand for a weight and eight more, if nothing else is said.
+      const bool plus_eight = kKind == WeightKind::kInt4 && !zero_points;
+      const Integers start = plus_eight ? every(sums[m * blocks + b]) * -8 : every(0);
       for (int p = 0; p < kParts; p++)
-        for (int c = 0; c < kChains; c++) t[m][p][c] = every(0);
+        for (int c = 0; c < kChains; c++) t[m][p][c] = c ? every(0) : start;
+    }
     if (kKind == WeightKind::kInt8) {
-      for (int k = 0; k < w.block; k += 4) {
+      for (int k = 0; k < block; k += 4) {
         prefetch(tile + kAhead);
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++, tile += 2 * kTile) {
@@ -159,27 +179,23 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
           for (int p = 0; p < kParts; p++) v[p] = widen(tile + p * 2 * kLanes);
 #pragma GCC unroll 8
           for (int m = 0; m < kRows; m++) {
-            const Integers a = pair_at(q + m * x.depth + k + 2 * i);
+            const Integers a = pair_at(q + m * depth + k + 2 * i);
             for (int p = 0; p < kParts; p++) t[m][p][i % kChains] = pairs(v[p], a, t[m][p][i % kChains]);
           }
         }
       }
     } else {
       const Integers low = every(0x000f000f);
-      for (int k = 0; k < w.block; k += 8, tile += 4 * kTile) {
+      for (int k = 0; k < block; k += 8, tile += 4 * kTile) {
         prefetch(tile + kAhead);
-        Integers v[kParts];
-        for (int p = 0; p < kParts; p++) v[p] = integers_at(tile + p * kVector);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
           Integers four[kParts];
-          for (int p = 0; p < kParts; p++) {
-            four[p] = v[p] & low;
-            v[p] = v[p] >> 4;  // as 32-bit numbers: what crosses over from the upper half is masked away
-          }
+          // As 32-bit numbers: what crosses over from the upper half is masked away.
+          for (int p = 0; p < kParts; p++) four[p] = integers_at(tile + p * kVector) >> 4 * i & low;
 #pragma GCC unroll 8
           for (int m = 0; m < kRows; m++) {
-            const Integers a = pair_at(q + m * x.depth + k + 2 * i);
+            const Integers a = pair_at(q + m * depth + k + 2 * i);
             for (int p = 0; p < kParts; p++) t[m][p][i % kChains] = pairs(four[p], a, t[m][p][i % kChains]);
           }
         }
@@ -187,16 +203,15 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
     }
     Floats s[kParts];
     for (int p = 0; p < kParts; p++)
-      s[p] = w.half_scales ? halves_at(scale + 2 * p * kLanes) : floats_at(scale + 4 * p * kLanes);
+      s[p] = half_scales ? halves_at(scale + 2 * p * kLanes) : floats_at(scale + 4 * p * kLanes);
     for (int m = 0; m < kRows; m++)
       for (int p = 0; p < kParts; p++) {
         Integers sum = t[m][p][0];
         if (kChains == 2) sum += t[m][p][kChains - 1];
-        if (w.zero_points) sum -= bytes_at(zero + p * kLanes) * every(sums[m * blocks + b]);
-        else if (kKind == WeightKind::kInt4) sum -= every(sums[m * blocks + b] * 8);
+        if (zero_points) sum -= bytes_at(zero + p * kLanes) * every(sums[m * blocks + b]);
         total[m][p] = fma(as_floats(sum), s[p] * every(scales[m * blocks + b]), total[m][p]);
       }
-    q += w.block;
+    q += block;
   }
   for (int m = 0; m < kRows; m++)
     for (int p = 0; p < kParts; p++) std::memcpy(y + m * stride + p * kLanes, &total[m][p], kVector);
