@@ -30,5 +30,19 @@ inline float half_to_float(uint16_t h) {
   return f;
 }
 
+// Whether fp16 holds a number exactly, and then its bits.
+inline bool float_to_half(float f, uint16_t* half) {
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+  if (size >= 0x38800000) {  // 2^-14, the least that is not subnormal
+    *half = uint16_t(sign | (size - 0x38000000) >> 13);
+    return !(size & 0x1fff) && size < 0x47800000;
+  }
+  const float steps = f < 0 ? -f * 16777216.0f : f * 16777216.0f;
+  *half = uint16_t(sign | uint32_t(steps));
+  return steps == float(uint32_t(steps));
+}
+
 }  // namespace
 }  // namespace specexport

@@ -102,7 +102,7 @@ std::vector<float> products_with(const Kernels& kernels, Type type) {
     matrix.scales = &scale;
     matrix.block = kBlock;
   }
-  PackedWeights packed = packed_form(matrix, kernels.layout);
+  PackedWeights packed = packed_form(matrix, has_half_scales(matrix), kernels.layout);
   std::vector<uint8_t> bytes(packed.bytes() + 4096);  // products ask for what comes behind, too
   pack(matrix, packed, bytes.data(), 1);
   packed.data = bytes.data();

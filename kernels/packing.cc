@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "half.h"
+
 namespace specexport {
 namespace {
 
@@ -65,7 +67,7 @@ uint8_t* write_four_bits(const int8_t* rows, const PackedWeights& form, uint8_t*
 void pack_quantized(const Matrix& m, const PackedWeights& form, uint8_t* to, int first, int last) {
   const size_t columns = size_t(form.columns), depth = size_t(form.depth), blocks = depth / size_t(form.block);
   const int shift = shift_of(m.weights->type), scale_bytes = form.half_scales ? 2 : 4;
-  const bool four = form.kind == WeightKind::kInt4;
+  const bool four = form.kind == WeightKind::kInt4, narrowed = form.half_scales && m.scales->type == Type::kFloat;
   const uint8_t* scales = static_cast<const uint8_t*>(m.scales->data);
   const uint8_t* raw = static_cast<const uint8_t*>(m.weights->data);
   uint8_t* out = to + size_t(first) * form.tile_bytes();
@@ -78,8 +80,10 @@ void pack_quantized(const Matrix& m, const PackedWeights& form, uint8_t* to, int
       auto block_at = [&](int c) {
         return m.transposed ? size_t(column + c) * blocks + size_t(b) : size_t(b) * columns + size_t(column + c);
       };
-      for (int c = 0; c < count; c++)
-        std::memcpy(out + c * scale_bytes, scales + block_at(c) * size_t(scale_bytes), size_t(scale_bytes));
+      for (int c = 0; c < count; c++) {
+        if (narrowed) float_to_half(reinterpret_cast<const float*>(scales)[block_at(c)], reinterpret_cast<uint16_t*>(out) + c);
+        else std::memcpy(out + c * scale_bytes, scales + block_at(c) * size_t(scale_bytes), size_t(scale_bytes));
+      }
       out += kTile * scale_bytes;
       if (form.zero_points) {
         for (int c = 0; c < kTile; c++) {
@@ -167,14 +171,23 @@ bool can_pack(const Matrix& m, std::string* reason) {
   return true;
 }
 
-PackedWeights packed_form(const Matrix& m, Layout layout) {
+bool has_half_scales(const Matrix& m) {
+  if (!m.scales || m.scales->type == Type::kFloat16) return m.scales;
+  const float* scales = static_cast<const float*>(m.scales->data);
+  uint16_t half;
+  for (int64_t i = 0, count = m.columns() * m.depth() / m.block; i < count; i++)
+    if (!float_to_half(scales[i], &half)) return false;
+  return true;
+}
+
+PackedWeights packed_form(const Matrix& m, bool half_scales, Layout layout) {
   PackedWeights form = {};
   form.layout = layout;
   const Type type = m.weights->type;
   form.depth = int(m.depth());
   form.columns = int(m.columns());
   form.block = m.scales ? m.block : 0;
-  form.half_scales = m.scales && m.scales->type == Type::kFloat16;
+  form.half_scales = half_scales;
   // Products take eight from symmetric four bits, and nothing from symmetric eight; all else is said by zero points.
   form.zero_points = m.zeros || type == Type::kUint8 || type == Type::kUint4;
   form.kind = has_four_bits(type) ? WeightKind::kInt4

@@ -25,8 +25,11 @@ struct Matrix {
 // Whether products can read it; says why not otherwise.
 bool can_pack(const Matrix& matrix, std::string* reason = nullptr);
 
+// Whether fp16 holds all of its scales exactly; fp32 ones may be read to find out.
+bool has_half_scales(const Matrix& matrix);
+
 // How it will be packed, for this processor's products or those of another layout; `data` is null.
-PackedWeights packed_form(const Matrix& matrix, Layout layout = kernels().layout);
+PackedWeights packed_form(const Matrix& matrix, bool half_scales, Layout layout = kernels().layout);
 
 // Writes form.bytes() bytes at `to`, on `threads` threads.
 void pack(const Matrix& matrix, const PackedWeights& form, uint8_t* to, int threads);

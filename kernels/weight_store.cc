@@ -15,8 +15,8 @@
 namespace specexport {
 namespace {
 
-constexpr char kMagic[8] = {'S', 'P', 'X', 'P', 'A', 'C', 'K', '1'};
-constexpr size_t kHeader = 64;
+constexpr char kMagic[8] = {'S', 'P', 'X', 'P', 'A', 'C', 'K', '2'};
+constexpr size_t kHeader = sizeof kMagic + 2 * sizeof(uint64_t);
 
 // Knuth's and FNV's: a name for content, not a defence against who may write to the cache folder.
 uint64_t mix(uint64_t hash, const void* data, size_t bytes) {
@@ -42,27 +42,28 @@ int machine_threads() {
 }  // namespace
 
 WeightStore::WeightStore(const Store& store, const std::vector<Matrix>& matrices) {
+  if (matrices.empty()) return;
   uint64_t hash = 14695981039346656037u;
-  size_ = kHeader;
+  size_t bytes = 0;
   for (const Matrix& matrix : matrices) {
-    PackedWeights form = packed_form(matrix);
-    const int32_t numbers[] = {int(form.kind), form.depth, form.columns, form.block, form.zero_points, form.half_scales,
-                               int(form.layout), matrix.transposed};
+    const PackedWeights form = packed_form(matrix, false);
+    const int32_t numbers[] = {int(form.kind), form.depth,       form.columns,     form.block,
+                               form.zero_points, int(form.layout), matrix.transposed};
     hash = mix(hash, numbers, sizeof numbers);
     hash = mix_samples(mix_samples(hash, matrix.weights), matrix.scales);
-    forms_.push_back(form);
-    size_t same = 0;  // a matrix that several products read
-    while (matrices[same].weights != matrix.weights || matrices[same].scales != matrix.scales) same++;
-    offsets_.push_back(same + 1 < forms_.size() ? offsets_[same] : size_);
-    if (offsets_.back() == size_) size_ += (form.bytes() + 63) / 64 * 64;
+    bytes += form.bytes();
   }
-  if (matrices.empty()) return;
-  if (!store.folder.empty() && size_ > (1 << 20)) {
+  std::string path;
+  if (!store.folder.empty() && bytes > (1 << 20)) {
     char name[32];
     std::snprintf(name, sizeof name, ".%016llx", static_cast<unsigned long long>(hash));
-    const std::string path = store.folder + "/" + store.key + name;
-    if (map(path, hash) || (write(path, hash, matrices) && map(path, hash))) return;
+    path = store.folder + "/" + store.key + name;
+    if (map(path, hash, matrices)) return;
   }
+  std::vector<uint8_t> half_scales;
+  for (const Matrix& matrix : matrices) half_scales.push_back(has_half_scales(matrix));
+  lay_out(matrices, half_scales);
+  if (!path.empty() && write(path, hash, matrices) && map(path, hash, matrices)) return;
   if (posix_memalign(&memory_, 4096, size_)) throw std::bad_alloc();
   uint8_t* base = static_cast<uint8_t*>(memory_);
   for (size_t i = 0; i < matrices.size(); i++) pack(matrices[i], forms_[i], base + offsets_[i], machine_threads());
@@ -74,25 +75,40 @@ WeightStore::~WeightStore() {
   if (mapping_) munmap(mapping_, size_);
 }
 
+void WeightStore::lay_out(const std::vector<Matrix>& matrices, const std::vector<uint8_t>& half_scales) {
+  forms_.clear();
+  offsets_.clear();
+  size_ = (kHeader + matrices.size() + 63) / 64 * 64;
+  for (const Matrix& matrix : matrices) {
+    forms_.push_back(packed_form(matrix, half_scales[forms_.size()]));
+    size_t same = 0;  // a matrix that several products read
+    while (matrices[same].weights != matrix.weights || matrices[same].scales != matrix.scales) same++;
+    offsets_.push_back(same + 1 < forms_.size() ? offsets_[same] : size_);
+    if (offsets_.back() == size_) size_ += (forms_.back().bytes() + 63) / 64 * 64;
+  }
+}
+
 void WeightStore::place(const uint8_t* base) {
   for (size_t i = 0; i < forms_.size(); i++) forms_[i].data = base + offsets_[i];
 }
 
-bool WeightStore::map(const std::string& path, uint64_t hash) {
+bool WeightStore::map(const std::string& path, uint64_t hash, const std::vector<Matrix>& matrices) {
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (file < 0) return false;
+  std::vector<uint8_t> header(kHeader + matrices.size());
+  uint64_t numbers[2];
   struct stat status;
   void* mapping = MAP_FAILED;
-  if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) && size_t(status.st_size) == size_)
-    mapping = mmap(nullptr, size_, PROT_READ, MAP_SHARED, file, 0);
+  if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
+      pread(file, header.data(), header.size(), 0) == ssize_t(header.size()) &&
+      std::memcmp(header.data(), kMagic, sizeof kMagic) == 0) {
+    std::memcpy(numbers, header.data() + sizeof kMagic, sizeof numbers);
+    lay_out(matrices, std::vector<uint8_t>(header.begin() + kHeader, header.end()));
+    if (numbers[0] == size_ && numbers[1] == hash && uint64_t(status.st_size) == size_)
+      mapping = mmap(nullptr, size_, PROT_READ, MAP_SHARED, file, 0);
+  }
   close(file);
   if (mapping == MAP_FAILED) return false;
-  uint64_t numbers[2];
-  std::memcpy(numbers, static_cast<const char*>(mapping) + sizeof kMagic, sizeof numbers);
-  if (std::memcmp(mapping, kMagic, sizeof kMagic) || numbers[0] != size_ || numbers[1] != hash) {
-    munmap(mapping, size_);
-    return false;
-  }
   madvise(mapping, size_, MADV_WILLNEED);
   mapping_ = mapping;
   place(static_cast<const uint8_t*>(mapping));
@@ -120,6 +136,7 @@ bool WeightStore::write(const std::string& path, uint64_t hash, const std::vecto
       std::memcpy(base, kMagic, sizeof kMagic);
       const uint64_t numbers[2] = {size_, hash};
       std::memcpy(base + sizeof kMagic, numbers, sizeof numbers);
+      for (size_t i = 0; i < forms_.size(); i++) base[kHeader + i] = forms_[i].half_scales;
       munmap(mapping, size_);
     }
   }

@@ -11,9 +11,10 @@ namespace specexport {
 
 // Packs matrices, or finds them packed. A file holds those of one program:
 //
-//   char[8]   "SPXPACK1"
+//   char[8]   "SPXPACK2"
 //   uint64    the size of the file
-//   uint64    a hash of the forms of all matrices, in order, and of samples of what they were packed from
+//   uint64    a hash of the shapes of all matrices, in order, and of samples of what they were packed from
+//   uint8     for each matrix, 1 if its scales are fp16
 //   the matrices, each at a multiple of 64 bytes
 //
 // It is written beside its place and renamed, so that a half written file is never found; one whose header does not say
@@ -29,7 +30,9 @@ class WeightStore {
   const PackedWeights& operator[](size_t index) const { return forms_[index]; }
 
  private:
-  bool map(const std::string& path, uint64_t hash);
+  // Sets the matrices' forms and where they lie, by the type of their scales.
+  void lay_out(const std::vector<Matrix>& matrices, const std::vector<uint8_t>& half_scales);
+  bool map(const std::string& path, uint64_t hash, const std::vector<Matrix>& matrices);
   bool write(const std::string& path, uint64_t hash, const std::vector<Matrix>& matrices);
   void place(const uint8_t* base);
 

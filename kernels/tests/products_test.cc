@@ -49,10 +49,22 @@ void make(Case& c, const Kernels& kernels, Random& random, Type type) {
   const int block = random.any_of({16, 32, 64, 128, 48}), columns = random.any_of({1, 7, 16, 17, 33, 64, 81, 130, 160});
   const int depth = quantized ? block * random.integer(1, 5) : random.integer(1, 200);
   const size_t count = size_t(depth) * size_t(columns), blocks = quantized ? size_t(depth / block) : 0;
-  const bool zero_points = quantized && random.chance(0.5), half = random.chance(0.5);
-  std::snprintf(c.text, sizeof c.text, "%s seed %llu type %d depth %d columns %d block %d%s%s", kernels.name,
+  const bool zero_points = quantized && random.chance(0.5), half = quantized && random.chance(0.5);
+  const bool narrow = half && random.chance(0.5);  // of fp16, as the graph says; else fp32 that fp16 holds
+  const bool transposed = random.chance(0.3);
+  std::snprintf(c.text, sizeof c.text, "%s seed %llu type %d depth %d columns %d block %d%s%s%s", kernels.name,
                 static_cast<unsigned long long>(random.seed), int(type), depth, columns, block,
-                zero_points ? " zero points" : "", half ? " half" : "");
+                zero_points ? " zero points" : "", half ? " half" : "", transposed ? " transposed" : "");
+  // What stands at a row and a column of `rows` rows, in the order of the graph's constant.
+  auto turned = [&](auto values, size_t rows) {
+    const auto straight = values;
+    if (transposed)
+      for (size_t i = 0; i < values.size(); i++) values[i % size_t(columns) * rows + i / size_t(columns)] = straight[i];
+    return values;
+  };
+  auto dims = [&](int64_t rows) {
+    return transposed ? std::vector<int64_t>{columns, rows} : std::vector<int64_t>{rows, columns};
+  };
   c.numbers.resize(count);
   Matrix matrix;
   if (quantized) {
@@ -63,52 +75,56 @@ void make(Case& c, const Kernels& kernels, Random& random, Type type) {
     if (zero_points)
       for (int& x : zeros) x = random.integer(least, most);
     std::vector<float> scales(blocks * size_t(columns));
-    c.scale_data.resize(scales.size() * (half ? 2 : 4));
-    for (size_t i = 0; i < scales.size(); i++) {
-      scales[i] = 0.001f + 0.01f * std::fabs(random.normal());
-      if (half) {
-        const uint16_t h = to_half(scales[i]);
-        scales[i] = from_half(h);
-        std::memcpy(&c.scale_data[2 * i], &h, 2);
-      } else {
-        std::memcpy(&c.scale_data[4 * i], &scales[i], 4);
-      }
-    }
+    // Below 2^-14 fp16 has fewer bits.
+    for (float& scale : scales) scale = (0.001f + 0.01f * std::fabs(random.normal())) * (random.chance(0.3) ? 0.01f : 1);
+    if (half)
+      for (float& scale : scales) scale = scale < 6e-5f ? std::rint(scale * 16777216) / 16777216 : from_half(to_half(scale));
     for (int k = 0; k < depth; k++)
       for (int n = 0; n < columns; n++) {
         const size_t at = size_t(k) * size_t(columns) + size_t(n), b = size_t(k / block) * size_t(columns) + size_t(n);
         c.numbers[at] = double(integers[at] - zeros[b]) * double(scales[b]);
       }
-    put(c.weight_data, type, integers);
-    put(c.zero_data, type, zeros);
-    set(c.scales, half ? Type::kFloat16 : Type::kFloat, {int64_t(blocks), columns}, c.scale_data);
-    set(c.zeros, type, {int64_t(blocks), columns}, c.zero_data);
+    put(c.weight_data, type, turned(integers, size_t(depth)));
+    put(c.zero_data, type, turned(zeros, blocks));
+    const std::vector<float> in_order = turned(scales, blocks);
+    c.scale_data.resize(scales.size() * (narrow ? 2 : 4));
+    for (size_t i = 0; i < scales.size(); i++) {
+      const uint16_t bits = in_order[i] < 6.1e-5f ? uint16_t(in_order[i] * 16777216) : to_half(in_order[i]);
+      if (narrow) std::memcpy(&c.scale_data[2 * i], &bits, 2);
+      else std::memcpy(&c.scale_data[4 * i], &in_order[i], 4);
+    }
+    set(c.scales, narrow ? Type::kFloat16 : Type::kFloat, dims(int64_t(blocks)), c.scale_data);
+    set(c.zeros, type, dims(int64_t(blocks)), c.zero_data);
     matrix.scales = &c.scales;
     matrix.zeros = zero_points ? &c.zeros : nullptr;
     matrix.block = block;
   } else {
-    c.weight_data.resize(count * (type == Type::kFloat ? 4 : 2));
+    std::vector<uint32_t> bits(count);  // of a number in its type
     for (size_t i = 0; i < count; i++) {
       float x = random.normal();
-      if (type == Type::kFloat) {
-        std::memcpy(&c.weight_data[4 * i], &x, 4);
-      } else {
-        uint32_t bits;
-        std::memcpy(&bits, &x, 4);
-        const uint16_t two = type == Type::kBfloat16 ? uint16_t(bits >> 16) : to_half(x);
-        std::memcpy(&c.weight_data[2 * i], &two, 2);
-        bits = uint32_t(two) << 16;
-        if (type == Type::kBfloat16) std::memcpy(&x, &bits, 4);
-        else x = from_half(two);
+      std::memcpy(&bits[i], &x, 4);
+      if (type == Type::kBfloat16) {
+        bits[i] &= 0xffff0000;
+        std::memcpy(&x, &bits[i], 4);
+        bits[i] >>= 16;
+      } else if (type == Type::kFloat16) {
+        bits[i] = to_half(x);
+        x = from_half(uint16_t(bits[i]));
       }
       c.numbers[i] = double(x);
     }
+    const size_t bytes = type == Type::kFloat ? 4 : 2;
+    c.weight_data.resize(count * bytes);
+    const std::vector<uint32_t> in_order = turned(bits, size_t(depth));
+    for (size_t i = 0; i < count; i++) std::memcpy(&c.weight_data[bytes * i], &in_order[i], bytes);
   }
-  set(c.weights, type, {depth, columns}, c.weight_data);
+  set(c.weights, type, dims(depth), c.weight_data);
   matrix.weights = &c.weights;
+  matrix.transposed = transposed;
   std::string reason;
   expect(can_pack(matrix, &reason), "%s: cannot be packed: %s", c.text, reason.c_str());
-  c.packed = packed_form(matrix, kernels.layout);
+  expect(has_half_scales(matrix) == half, "%s: fp16 holds its scales: %d", c.text, !half);
+  c.packed = packed_form(matrix, half, kernels.layout);
   c.packed_data.assign(c.packed.bytes(), 0xa5);
   pack(matrix, c.packed, c.packed_data.data(), random.integer(1, 3));
   c.packed.data = c.packed_data.data();
