@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from specexport.contract.folders import expanded
 from specexport.contract.manifest import Manifest
 from specexport.contract.reading import check_files, read_manifest
 from specexport.runtime.chat import ChatTemplate
+from specexport.runtime.machine import Remembered
+
+_YOUNG = 2.0
+"""Seconds: a file may change so soon after a change that its times do not tell the two apart."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Bundle:
         except UnicodeEncodeError as error:
             raise BundleError(f"{path}: the folder's name is not UTF-8; rename it") from error
         manifest = read_manifest(path)
-        check_files(path, manifest, hashes=check_hashes)
+        check_bundle(path, manifest, hashes=check_hashes)
         return cls(path, manifest)
 
     def file(self, name: str) -> Path:
@@ -79,3 +84,22 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise BundleError(f"{path}: not text: {error}; build the bundle again") from error
+
+
+def check_bundle(folder: Path, manifest: Manifest, *, hashes: bool) -> None:
+    """Checks files as :func:`~specexport.contract.reading.check_files` does, but reads none that it knows.
+
+    Files whose hashes were right on this machine, and that nobody has touched since, are not hashed again: their place,
+    size and times are remembered in the cache folder.
+    """
+    check_files(folder, manifest, hashes=False)
+    if not hashes:
+        return
+    stats = [(entry.sha256, (folder / entry.path).stat()) for entry in manifest.files]
+    stamps = [f"{sha256} {s.st_dev} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}" for sha256, s in stats]
+    checked = Remembered("checked", stamps, bool)
+    if checked.load():
+        return
+    check_files(folder, manifest, hashes=True)
+    if time.time() - max((s.st_ctime for _, s in stats), default=0) > _YOUNG:
+        checked.save(True)

@@ -20,8 +20,9 @@ from specexport.checkpoints.locate import locate
 from specexport.contract.errors import BundleError
 from specexport.contract.folders import expanded, locked, passing_folder, remove, writing
 from specexport.contract.methods import Method
-from specexport.contract.reading import check_files, read_manifest, sha256
+from specexport.contract.reading import read_manifest, sha256
 from specexport.exporter.fingerprint import fingerprint
+from specexport.runtime.bundle import check_bundle
 from specexport.runtime.machine import cache_folder
 
 _READ = (".json", ".safetensors", ".jinja", ".txt", ".model", ".pt", "pytorch_model.bin", "adapter_model.bin")
@@ -113,7 +114,7 @@ def its_turn(bundle: Path) -> AbstractContextManager[None]:
 def _damage(bundle: Path, check_hashes: bool) -> BundleError | None:
     """Why a bundle is not there or not whole."""
     try:
-        check_files(bundle, read_manifest(bundle), hashes=check_hashes)
+        check_bundle(bundle, read_manifest(bundle), hashes=check_hashes)
     except BundleError as error:
         return error
     return None

@@ -17,7 +17,7 @@ import pytest
 
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME
-from specexport.contract.reading import changing, check_files, read_manifest, write_manifest
+from specexport.contract.reading import changing, check_files, read_manifest, sha256, write_manifest
 from specexport.runtime import BundleError, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from tests.manifests import Document, cached_as_the_hub_does, rewritten
@@ -118,6 +118,25 @@ def test_one_altered_byte_is_found_in_any_file(bundle: Callable[[str], Path], tm
         refused(copy, name, "sha256", hashlib.sha256(whole).hexdigest())
         path.write_bytes(whole)
     Bundle.open(copy)
+
+
+def test_files_that_were_right_are_hashed_again_only_if_they_were_touched(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("specexport.runtime.bundle._YOUNG", 0.0)
+    hashed: list[Path] = []
+    monkeypatch.setattr("specexport.contract.reading.sha256", lambda path: hashed.append(path) or sha256(path))
+    Bundle.open(copy)
+    assert len(hashed) == len(files_of(copy))
+    Bundle.open(copy)
+    assert len(hashed) == len(files_of(copy))
+    weights = copy / "target" / "weights.bin"
+    before, whole = weights.stat(), bytearray(weights.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    weights.write_bytes(whole)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))  # of the same size, and as old as before
+    refused(copy, "target/weights.bin", "sha256")
 
 
 def test_checking_hashes_can_be_left_out(copy: Path) -> None:

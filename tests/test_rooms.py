@@ -92,11 +92,11 @@ def test_somebody_else_s_package_is_named_if_it_does_not_fit(
     load: Callable[[], Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(methods, "entry_points", lambda group: [_Entry(load)])
-    for cached in (methods.known, methods.method_type):
+    for cached in (methods._entries, methods.known, methods.method_type):
         cached.cache_clear()
     try:
         with pytest.raises(SpecExportError, match=reason):
             method_type("theirs")
     finally:
-        for cached in (methods.known, methods.method_type):
+        for cached in (methods._entries, methods.known, methods.method_type):
             cached.cache_clear()
