@@ -42,70 +42,121 @@ Seen look(const uint8_t* mask, int length, int32_t* others) {
   return seen;
 }
 
+constexpr int kKeysAtOnce = 64;  // that rows go over in turn, while the first-level cache holds them
+
+// Scores of a row's keys from one on, which is a multiple of eight, and up to another; returns the largest so far.
+template <int kSize>
+Vec score(const AttentionCall& c, const float* q, const Seen& seen, int from, int end, float* scores, Vec largest) {
+  const int size = kSize ? kSize : c.size, whole = size & ~7;
+  for (int i = from; i < end; i += 8) {
+    const float* k[8];
+    if (i + 8 <= seen.run) {
+      for (int j = 0; j < 8; j++) k[j] = c.keys + size_t(seen.start + i + j) * size_t(size);
+    } else {
+      for (int j = 0; j < 8; j++) k[j] = c.keys + size_t(seen.at(i + j < end ? i + j : i)) * size_t(size);
+    }
+    Vec t[8];
+    for (int j = 0; j < 8; j++) t[j] = all(0);
+    for (int d = 0; d < whole; d += 8) {
+      const Vec v = load(q + d);
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; j++) t[j] = fma(v, load(k[j] + d), t[j]);
+    }
+    if (const int rest = size - whole; rest > 0) {
+      const Vec v = load_some(q + whole, rest);
+      for (int j = 0; j < 8; j++) t[j] = fma(v, load_some(k[j] + whole, rest), t[j]);
+    }
+    Vec score = sums(t) * all(c.scale);
+    if (c.softcap > 0) score = tanh(score / all(c.softcap)) * all(c.softcap);
+    if (end - i < 8)
+      for (int j = end - i; j < 8; j++) score[j] = -__builtin_inff();
+    store(scores + i, score);
+    largest = select((Ints)(score > largest) | (Ints)(score != score), score, largest);
+  }
+  return largest;
+}
+
+// Turns scores into the exponentials of how far they are from the largest; returns one over their sum.
+float weigh(const AttentionCall& c, int row, int count, float* scores, Vec largest) {
+  float most = c.sinks ? c.sinks[row] : -__builtin_inff();
+  for (int j = 0; j < 8; j++) most = largest[j] > most || largest[j] != largest[j] ? largest[j] : most;
+  Vec total = all(0);
+  const Vec center = all(most);
+  for (int i = 0; i < count; i += 8) {
+    const Vec e = exp(load(scores + i) - center);
+    store(scores + i, e);
+    total += e;
+  }
+  float weight = sum(total);
+  if (c.sinks) weight += exp(all(c.sinks[row] - most))[0];
+  return count ? 1.0f / weight : 0.0f;
+}
+
+// Adds the values of a row's keys, from one on and up to another, to the sums in `result`: kVectors of eight columns.
+template <int kVectors>
+void add_values(const AttentionCall& c, const Seen& seen, int from, int end, const float* scores, int column, float* result) {
+  Vec a[kVectors];
+  for (int j = 0; j < kVectors; j++) a[j] = from ? load(result + 8 * j) : all(0);
+  const size_t size = size_t(c.value_size);
+  auto add = [&](int i, const float* v) __attribute__((always_inline)) {
+    const Vec p = all(scores[i]);
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; j++) a[j] = fma(p, load(v + 8 * j), a[j]);
+  };
+  const float* v = c.values + size_t(seen.start + from) * size + column;
+  int i = from;
+  for (const int run = end < seen.run ? end : seen.run; i < run; i++, v += size) add(i, v);
+  for (; i < end; i++) add(i, c.values + size_t(seen.at(i)) * size + column);
+  for (int j = 0; j < kVectors; j++) store(result + 8 * j, a[j]);
+}
+
+// The columns behind the last whole vector.
+void add_rest(const AttentionCall& c, const Seen& seen, int from, int end, const float* scores, int column, float* result) {
+  const int rest = c.value_size - column;
+  Vec a = from ? load_some(result, rest) : all(0);
+  for (int i = from; i < end; i++)
+    a = fma(all(scores[i]), load_some(c.values + size_t(seen.at(i)) * size_t(c.value_size) + column, rest), a);
+  store_some(result, a, rest);
+}
+
 // Attention of a row goes over the keys it sees, in their order, eight at a time: what counts is a key's place among
-// those that are seen, so neither masked rows of the cache nor the layout of a tree change a bit.
+// those that are seen, so neither masked rows of the cache nor the layout of a tree change a bit. Rows take turns at a few
+// keys, so that these are read from memory once for all of them.
 template <int kSize>
 void attend(const AttentionCall& c) {
-  const int size = kSize ? kSize : c.size, whole = size & ~7;
-  float* scores = c.scratch;
-  int32_t* others = reinterpret_cast<int32_t*>(c.scratch + c.length + 16);
-  for (int r = 0; r < c.rows; r++) {
-    const Seen seen = look(c.mask + r * c.mask_stride, c.length, others);
-    const int count = seen.count;
-    const float* q = c.query + r * c.query_stride;
-    float* result = c.result + r * c.result_stride;
-    Vec largest = all(-__builtin_inff());
-    for (int i = 0; i < count; i += 8) {
-      const float* k[8];
-      for (int j = 0; j < 8; j++) k[j] = c.keys + size_t(seen.at(i + j < count ? i + j : i)) * size_t(size);
-      Vec t[8];
-      for (int j = 0; j < 8; j++) t[j] = all(0);
-      for (int d = 0; d < whole; d += 8) {
-        const Vec v = load(q + d);
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) t[j] = fma(v, load(k[j] + d), t[j]);
-      }
-      if (const int rest = size - whole; rest > 0) {
-        const Vec v = load_some(q + whole, rest);
-        for (int j = 0; j < 8; j++) t[j] = fma(v, load_some(k[j] + whole, rest), t[j]);
-      }
-      Vec score = sums(t) * all(c.scale);
-      if (c.softcap > 0) score = tanh(score / all(c.softcap)) * all(c.softcap);
-      if (count - i < 8)
-        for (int j = count - i; j < 8; j++) score[j] = -__builtin_inff();
-      store(scores + i, score);
-      largest = select((Ints)(score > largest) | (Ints)(score != score), score, largest);
+  for (int first = 0; first < c.rows; first += kRowsAttending) {
+    const int rows = c.rows - first < kRowsAttending ? c.rows - first : kRowsAttending;
+    Seen seen[kRowsAttending];
+    Vec largest[kRowsAttending];
+    float* scores[kRowsAttending];
+    int longest = 1;  // so that results are written where nothing is seen
+    for (int r = 0; r < rows; r++) {
+      scores[r] = c.scratch + size_t(r) * attention_scratch(c.length);
+      seen[r] = look(c.mask + (first + r) * c.mask_stride, c.length, reinterpret_cast<int32_t*>(scores[r] + c.length + 16));
+      largest[r] = all(-__builtin_inff());
+      if (seen[r].count > longest) longest = seen[r].count;
     }
-    float most = c.sinks ? c.sinks[r] : -__builtin_inff();
-    for (int j = 0; j < 8; j++) most = largest[j] > most || largest[j] != largest[j] ? largest[j] : most;
-    Vec total = all(0);
-    const Vec center = all(most);
-    for (int i = 0; i < count; i += 8) {
-      const Vec e = exp(load(scores + i) - center);
-      store(scores + i, e);
-      total += e;
-    }
-    float weight = sum(total);
-    if (c.sinks) weight += exp(all(c.sinks[r] - most))[0];
-    const Vec factor = all(count ? 1.0f / weight : 0.0f);
-    int d = 0;
-    for (; d + 64 <= c.value_size; d += 64) {
-      Vec a[8];
-      for (int j = 0; j < 8; j++) a[j] = all(0);
-      for (int i = 0; i < count; i++) {
-        const float* v = c.values + size_t(seen.at(i)) * size_t(c.value_size) + d;
-        const Vec p = all(scores[i]);
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) a[j] = fma(p, load(v + 8 * j), a[j]);
+    for (int from = 0; from < longest; from += kKeysAtOnce)
+      for (int r = 0; r < rows; r++) {
+        const int end = seen[r].count < from + kKeysAtOnce ? seen[r].count : from + kKeysAtOnce;
+        largest[r] = score<kSize>(c, c.query + (first + r) * c.query_stride, seen[r], from, end, scores[r], largest[r]);
       }
-      for (int j = 0; j < 8; j++) store(result + d + 8 * j, a[j] * factor);
-    }
-    for (; d < c.value_size; d += 8) {
-      const int rest = c.value_size - d < 8 ? c.value_size - d : 8;
-      Vec a = all(0);
-      for (int i = 0; i < count; i++)
-        a = fma(all(scores[i]), load_some(c.values + size_t(seen.at(i)) * size_t(c.value_size) + d, rest), a);
-      store_some(result + d, a * factor, rest);
+    float factors[kRowsAttending];
+    for (int r = 0; r < rows; r++) factors[r] = weigh(c, first + r, seen[r].count, scores[r], largest[r]);
+    for (int from = 0; from < longest; from += kKeysAtOnce)
+      for (int r = 0; r < rows; r++) {
+        if (from && from >= seen[r].count) continue;
+        const int end = seen[r].count < from + kKeysAtOnce ? seen[r].count : from + kKeysAtOnce;
+        float* result = c.result + (first + r) * c.result_stride;
+        int d = 0;
+        for (; d + 64 <= c.value_size; d += 64) add_values<8>(c, seen[r], from, end, scores[r], d, result + d);
+        for (; d + 32 <= c.value_size; d += 32) add_values<4>(c, seen[r], from, end, scores[r], d, result + d);
+        for (; d + 8 <= c.value_size; d += 8) add_values<1>(c, seen[r], from, end, scores[r], d, result + d);
+        if (d < c.value_size) add_rest(c, seen[r], from, end, scores[r], d, result + d);
+      }
+    for (int r = 0; r < rows; r++) {
+      float* result = c.result + (first + r) * c.result_stride;
+      for (int d = 0; d < c.value_size; d++) result[d] *= factors[r];
     }
   }
 }

@@ -62,6 +62,12 @@ struct Activations {
   const int32_t* sums;       // [rows, depth / block], of the integers of a block
 };
 
+constexpr int kRowsAttending = 4;  // at once, each with scratch of its own
+SPECEXPORT_INLINE size_t attention_scratch(int length) { return size_t(length) * 2 + 64; }
+SPECEXPORT_INLINE size_t attention_scratch(int length, int64_t rows) {
+  return attention_scratch(length) * size_t(rows < kRowsAttending ? rows : kRowsAttending);
+}
+
 // How the rows of one sequence attend. Strides are in elements.
 struct AttentionCall {
   const float* query;  // row r, at query + r * query_stride: [size]
@@ -75,7 +81,7 @@ struct AttentionCall {
   int rows, length, size, value_size;
   float scale, softcap;
   const float* sinks;  // a row's additional score, or null
-  float* scratch;      // attention_scratch(length) floats
+  float* scratch;      // attention_scratch(length, rows) floats
 };
 
 enum class Unary { kSigmoid, kTanh, kExp, kErf, kSqrt, kReciprocal, kCos, kSin, kNegate, kAbs, kRelu, kSoftplus, kLog,
@@ -100,8 +106,6 @@ struct Kernels {
   void (*rotate)(const float* x, const float* cos, const float* sin, float* y, int size, int rotated, bool interleaved);
   float (*dot)(const float* a, const float* b, int size);
 };
-
-inline size_t attention_scratch(int length) { return size_t(length) * 2 + 64; }
 
 // Those of this processor. The environment variable SPECEXPORT_ISA names others, for tests; an unknown name, or one
 // that this processor lacks, is ignored.

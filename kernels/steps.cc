@@ -521,7 +521,7 @@ class Attention : public Step {
     View& y = frame.create(outputs[0], Type::kFloat, {batch, heads, rows, value_size});
     const int64_t all = batch * heads * rows;
     const int parts = int(std::min<int64_t>(all, 4 * frame.team.threads()));
-    const size_t scratch = attention_scratch(int(length));
+    const size_t scratch = attention_scratch(int(length), rows);
     float* const memory = reinterpret_cast<float*>(frame.scratch(size_t(parts) * scratch * sizeof(float)));
     frame.team.split(parts, [&](int p) {
       for (int64_t row = all * p / parts, end = all * (p + 1) / parts; row < end;) {

@@ -31,7 +31,7 @@ std::vector<float> attend(const Kernels& kernels, Random& random, const Cache& c
   const int mask_stride = cache.length + random.integer(0, 9);
   std::vector<uint8_t> mask(size_t(rows * mask_stride), 1);
   for (int r = 0; r < rows; r++) std::copy_n(masks[size_t(r)].begin(), cache.length, mask.begin() + r * mask_stride);
-  std::vector<float> result(size_t(rows * apart)), scratch(attention_scratch(cache.length));
+  std::vector<float> result(size_t(rows * apart)), scratch(attention_scratch(cache.length, rows));
   AttentionCall call = {};
   call.query = query;
   call.query_stride = cache.size;
