@@ -26,9 +26,9 @@ from tests.ways import ways
 SPINE = TokenTree((-1, 0, 0, 1, 1, 3))
 TREE = TokenTree((-1, 0, 1, 2, 0, 4, 0, 6, 7, 1, 9))
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
-TOKENS = 24
+TOKENS = 16
 SHIPPED = ["llama-near-batch", "qwen3-medusa", "qwen3-mlp", "qwen3-lookahead", "gemma2-self"]
-BUILT = ["int8", "int4", "int4 in blocks of 128", "bf16", "fp32 gemma2", "int8 gemma2"]
+BUILT = ["int8", "int4 in blocks of 128", "bf16", "int8 gemma2"]
 needs_kernels = pytest.mark.skipif(not kernels.LIBRARY.is_file(), reason="the kernels are not compiled")
 
 Said = list[tuple[int, float]]
@@ -54,7 +54,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def _prompts(vocab: int) -> list[list[int]]:
     """Texts that repeat, so that there is something to look up; one is longer than a chunk."""
     random = np.random.default_rng(7)
-    return [random.integers(3, vocab, size).tolist() * 2 for size in (4, 11, 38)]
+    return [random.integers(3, vocab, size).tolist() * 2 for size in (4, 38)]
 
 
 def _ways(engine: Engine) -> Iterator[Speculative]:
@@ -85,8 +85,8 @@ def _differing(folder: Path) -> list[str]:
             if [_said(engine, [prompt], way)[0] for prompt in prompts] != plain:
                 differing.append(f"{way}")
             # What the prefix cache has of this text came from other ways.
-            start = [*prompts[-1], *(token for token, _ in plain[-1][:9])]
-            if _said(engine, [start], way, TOKENS - 9) != [plain[-1][9:]]:
+            start = [*prompts[-1], *(token for token, _ in plain[-1][:6])]
+            if _said(engine, [start], way, TOKENS - 6) != [plain[-1][6:]]:
                 differing.append(f"{way} after a text that was decoded")
             if engine.slots >= len(prompts) and _said(engine, prompts, way) != plain:
                 differing.append(f"{way} in a batch")
@@ -121,7 +121,7 @@ def test_what_may_part_is_said(bundle: Callable[[str], Path], monkeypatch: pytes
     with Engine.load(bundle("llama-near-batch"), threads=1) as engine:
         assert engine.inexact == kernels.kernels_described()
         prompt = _prompts(engine.manifest.target.vocab_size)[0]
-        tokens = [[token for token, _ in _said(engine, [prompt], way)[0]] for way in (PLAIN, *_ways(engine))]
+        tokens = [[token for token, _ in _said(engine, [prompt], way)[0]] for way in (PLAIN, *list(_ways(engine))[:2])]
         assert tokens == tokens[:1] * len(tokens)
 
 
