@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport plan``."""
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("model", nargs="?", metavar="TARGET", help="bundle, folder with a config.json, or hub id")
-    target.add_argument("--target", metavar="TARGET", help="the same as a flag")
+    target.add_argument("--target", metavar="TARGET", help="the same as a flag (default: the argument)")
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer (default: none)")
     way.add_argument(

@@ -1,8 +1,8 @@
-"""Suggest methods for a target; 'bench' measures those of a bundle.
+"""Suggest methods for a model, or a bundle's target; 'bench' measures those of a bundle.
 
 Examples:
     specexport suggest Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --draft Qwen/Qwen3-1.7B
-    specexport suggest qwen3/                     # a bundle: what it does now, and what another build could do
+    specexport suggest qwen3/
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport suggest``."""
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("model", nargs="?", metavar="TARGET", help="bundle, Hugging Face folder or hub id")
-    target.add_argument("--target", metavar="TARGET", help="the same as a flag")
+    target.add_argument("--target", metavar="TARGET", help="the same as a flag (default: the argument)")
     parser.add_argument(
         "--draft",
         action="append",
