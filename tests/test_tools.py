@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,15 @@ def test_parameters_that_cannot_be_written_one_by_one_are_named(parameters: dict
     with pytest.raises(RequestError, match=rf"the parameters of f have {said}") as caught:
         calling.grammar()
     assert caught.value.param == "tools"
+
+
+def test_a_server_reads_its_tokenizer_as_it_starts(running: Served) -> None:
+    """Before the first request that needs it: of many tokens it takes seconds."""
+    known = running.service.engine.frontend.engine._grammars._vocabularies
+    until = time.monotonic() + 60
+    while len(known) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert known.keys() == {True, False}
 
 
 def test_strict_changes_no_prompt() -> None:
