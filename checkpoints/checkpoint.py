@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -249,37 +248,6 @@ def _missing_reader(folder: Path) -> str | None:
                     "choose a checkpoint that has a tokenizer.json"
                 )
     return None
-
-
-def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Path, draft_path: Path) -> None:
-    """Checks that two tokenizers give every token the same id; padding beyond both does not matter.
-
-    Raises:
-        BuildError: they differ; it names the first token that does.
-    """
-    ours, theirs = target.get_vocab(with_added_tokens=True), draft.get_vocab(with_added_tokens=True)
-    if ours == theirs and _pipeline(target) == _pipeline(draft):
-        return
-    differing = [(index, token) for token, index in ours.items() if theirs.get(token) != index]
-    if differing:
-        index, token = min(differing)
-        detail = f"token {token!r} is {index} in {target_path} and {theirs.get(token, 'absent')} in {draft_path}"
-    elif len(ours) != len(theirs):
-        detail = f"{draft_path} has {len(theirs)} tokens against {len(ours)} in {target_path}"
-    else:
-        detail = f"{draft_path} has the same tokens, split differently, as {target_path}"
-    raise BuildError(
-        f"target and draft use different tokenizers: {detail}. A draft must use the target's tokenizer: choose one "
-        f"from the same family, or draft through text with --method universal_draft:{draft_path}"
-    )
-
-
-def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What decides how text becomes tokens, without what only dresses sequences up."""
-    parts = json.loads(tokenizer.to_str())
-    return {name: parts.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")} | {
-        "merges": parts.get("model", {}).get("merges")
-    }
 
 
 TRANSFORMERS_VERSION = transformers.__version__

@@ -14,20 +14,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import find_adapter_config_file
 
 from specexport.checkpoints.adapters import merged
-from specexport.checkpoints.locate import ADAPTER, base_of, hub_cache, unreadable
+from specexport.checkpoints.locate import ADAPTER, locate, unreadable
 from specexport.checkpoints.locate import INDEX as INDEX
 from specexport.checkpoints.locate import SINGLE as SINGLE
+from specexport.checkpoints.outline import ModelOutline, Parameter
 from specexport.checkpoints.quantized import Kind, QuantizedTensor, Scales, dequantized, quantization
 from specexport.checkpoints.quiet import quiet
 from specexport.checkpoints.stored import CONFIG, StoredTensor, stored_tensors
 from specexport.checkpoints.streamed import StandIns
 from specexport.contract.errors import BuildError
-from specexport.contract.folders import expanded
 
 GENERATION = "generation_config.json"
 _MAX_BYTES = 16 << 20
@@ -46,22 +45,41 @@ def meta_model(source: str | Path) -> Any:
     Raises:
         BuildError: the configuration cannot be read.
     """
-    asked, path = source, expanded(source)
+    folder = locate(str(source), weights=False)
     try:
-        adapter = find_adapter_config_file(str(path if path.is_dir() else source))
-        if adapter is not None and not (path / CONFIG).is_file():
-            source = base_of(Path(adapter).parent)[0]
-            path = expanded(source)
-        if path.is_dir():
-            config = read_model_config(path)
-        else:
-            place = {"cache_dir": hub_cache()}
-            found = AutoConfig.from_pretrained(source, trust_remote_code=False, **place)
-            config = _language_model(found, PreTrainedConfig.get_config_dict(source, **place)[0])
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except (ValueError, OSError, KeyError) as error:
-        raise BuildError(f"{asked}: its configuration cannot be read: {error}") from error
+            return AutoModelForCausalLM.from_config(read_model_config(folder))
+    except (ValueError, KeyError) as error:
+        raise BuildError(f"{source}: its configuration cannot be read: {error}") from error
+
+
+def outlined(model: Any, config: Any) -> ModelOutline:
+    """What a model is made of whose layers are configured like transformers' own."""
+    sizes, shares = text_sizes(config), _expert_shares(model, config)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    head = model.lm_head.weight if hasattr(model, "lm_head") else model.get_output_embeddings().weight
+    parameters = (
+        Parameter(tuple(one.shape), id(one) in tables, one is head, shares.get(id(one))) for one in model.parameters()
+    )
+    both = 2 * sizes.head_dim
+    if (latent := getattr(config, "qk_nope_head_dim", None)) is not None:
+        both = latent + config.qk_rope_head_dim + config.v_head_dim
+    return ModelOutline(
+        parameters=tuple(parameters),
+        hidden=config.hidden_size,
+        intermediate=sizes.intermediate_size,
+        vocab=config.vocab_size,
+        layers=config.num_hidden_layers,
+        layer_types=frozenset(getattr(config, "layer_types", None) or ()),
+        row=int(config.num_hidden_layers * sizes.key_value_heads * both * 2),
+    )
+
+
+def _expert_shares(model: Any, config: Any) -> dict[int, float]:
+    """The share of a mixture's weights that a token uses, top-k of all experts: by the id of their parameter."""
+    stacks = [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
+    used = config.num_experts_per_tok if stacks else 0
+    return {id(p): min(1.0, used / len(p)) for module in stacks for p in module.parameters()}
 
 
 def read_model_config(folder: Path) -> Any:

@@ -33,33 +33,34 @@ _FEW_LAYERS = 4
 """Most layers of heads and drafts that are read from a pickled file; models are not."""
 
 
-def locate(source: str) -> Path:
+def locate(source: str, *, weights: bool = True) -> Path:
     """The local folder of a checkpoint; a hub id is downloaded into the hub's own cache.
 
     An adapter that lies alone is put beside links to the files of its model, in a folder of this process.
 
     Args:
         source: a folder, or a hub id.
+        weights: whether they are needed, or only what describes the model.
 
     Raises:
         BuildError: it is neither a folder with a ``config.json`` and weights nor a reachable hub id.
     """
-    path = _folder(source)
+    path = _folder(source, None, weights)
     if not (path / CONFIG).is_file() and (path / ADAPTER).is_file():
         try:
-            base = _folder(*base_of(path))
+            base = _folder(*base_of(path), weights)
         except BuildError as error:
             raise BuildError(f"{path / ADAPTER}: base_model_name_or_path: {error}") from error
         path = _beside(path, base)
     if not (path / CONFIG).is_file():
         raise BuildError(f"{path}: no {CONFIG}; expected a Hugging Face model folder")
-    if not any(path.glob("*.safetensors")) and not (path / _PICKLED).is_file():
+    if weights and not any(path.glob("*.safetensors")) and not (path / _PICKLED).is_file():
         found = ", ".join(sorted(p.name for p in path.glob("*.bin"))) or "no weights"
         raise BuildError(f"{path}: {unreadable(found)}")
     return path
 
 
-def _folder(source: str, revision: str | None = None) -> Path:
+def _folder(source: str, revision: str | None, weights: bool) -> Path:
     """The folder of a source as it is, ``revision`` being a hub id's."""
     path = expanded(source)
     if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))):
@@ -70,7 +71,7 @@ def _folder(source: str, revision: str | None = None) -> Path:
     if not path.is_dir():
         if path.exists() or source.count("/") != 1 or source.startswith((".", "/", "~")):
             raise BuildError(f"{source}: no such folder; expected a Hugging Face model folder or a hub id (owner/name)")
-        return _fetched(source, revision)
+        return _fetched(source, revision, weights)
     return path
 
 
@@ -96,7 +97,7 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
     return base, revision
 
 
-def _fetched(source: str, revision: str | None) -> Path:
+def _fetched(source: str, revision: str | None, weights: bool) -> Path:
     """The folder of a hub id: what describes the model, and its weights in one form; nothing of other programs."""
     try:
         from huggingface_hub import snapshot_download
@@ -116,10 +117,14 @@ def _fetched(source: str, revision: str | None) -> Path:
 
     try:
         folder = fetch(*_SETTINGS, *_TOKENIZER)
-        weights = _shards(folder / INDEX) or [SINGLE]
-        if (folder / ADAPTER).is_file():
-            weights += _ADAPTERS[:1]
-        fetch(*weights, *([] if (folder / "tokenizer.json").is_file() else _VOCABULARY))
+        needed = [] if (folder / "tokenizer.json").is_file() else [*_VOCABULARY]
+        if weights:
+            needed += _shards(folder / INDEX) or [SINGLE]
+            needed += _ADAPTERS[:1] if (folder / ADAPTER).is_file() else ()
+        if needed:
+            fetch(*needed)
+        if not weights:
+            return folder
         if (folder / ADAPTER).is_file() and not (folder / _ADAPTERS[0]).is_file():
             fetch(*_ADAPTERS[1:])
         if (folder / CONFIG).is_file() and not any(folder.glob("*.safetensors")):

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from specexport.checkpoints.config import checkpoint_tensors, read_model_config
 from specexport.checkpoints.drafts import EMBEDDING, HEAD, DraftOutline, fill, require_parts, shapes_of
 from specexport.checkpoints.locate import locate
+from specexport.checkpoints.outline import MTP_COUNTS
 from specexport.checkpoints.quiet import quiet
 from specexport.checkpoints.stored import CONFIG, StoredTensor
 from specexport.contract.errors import BuildError
@@ -28,7 +29,6 @@ from specexport.graphs.attention import ATTENTION_NAME
 from specexport.graphs.experts import EXPERTS_NAME
 from specexport.graphs.mtp import MTPDraft
 
-_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _QWEN = {"mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.", "mtp.": ""}
 _DEEPSEEK = {
     "embed_tokens.": "embed_tokens.",
@@ -103,7 +103,7 @@ def read_mtp(source: str) -> MTPOutline:
     folder = locate(source)
     config = copy.deepcopy(read_model_config(folder))
     layers = int(config.num_hidden_layers)
-    for field in _COUNTS:
+    for field in MTP_COUNTS:
         count = getattr(config, field, None)
         if isinstance(count, int) and count > 1:
             raise BuildError(f"{folder / CONFIG}: {field} is {count}; expected 1, as one layer drafts every token")

@@ -68,9 +68,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(TEMPLATE_FILE, ("the file",), "honoured", "the default template"),
     Setting("additional_chat_templates/*.jinja", ("the files",), "honoured", "templates by their files' names"),
     Setting(
-        PROCESSOR, ("chat_template",), "honoured", "where the tokenizer has no template; one that differs is not used"
+        PROCESSOR,
+        ("chat_template",),
+        "honoured",
+        "where the tokenizer has no template; one that differs is named, as transformers' processors take it",
     ),
-    Setting(PROCESSOR_TEMPLATE, ("chat_template",), "honoured", "where neither of them has one"),
+    Setting(PROCESSOR_TEMPLATE, ("chat_template",), "honoured", "where neither of them has one; likewise"),
     Setting(
         ADAPTER,
         (
@@ -170,8 +173,8 @@ SETTINGS: tuple[Setting, ...] = (
             *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
         ),
         "honoured",
-        "in every request with the model's defaults; rules that would leave no token, with a grammar for instance, "
-        "yield",
+        "in every request with the model's defaults; each yields where it would leave no token, of those that "
+        "a grammar allows for instance",
     ),
     Setting(
         GENERATION,

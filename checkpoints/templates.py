@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 
 from specexport.checkpoints.stored import read_config
 from specexport.contract.errors import BuildError
-from specexport.contract.manifest import DEFAULT_TEMPLATE
+from specexport.contract.manifest import DEFAULT_TEMPLATE, SettingNote, short
 
 _PROCESSOR = ("processor_config.json", "chat_template.json")
 """Where processors have theirs, the first before the second."""
@@ -41,14 +42,9 @@ def chat_templates(folder: Path, tokenizer: Any) -> dict[str, str]:
     Raises:
         BuildError: one is no text, or has a name that is no file's; names the file.
     """
-    place, found = folder / "tokenizer_config.json", tokenizer.chat_template
-    for name in _PROCESSOR:
-        if not found and (folder / name).is_file():
-            place, found = folder / name, read_config(folder / name, _Processor, "a processor").chat_template
-    if isinstance(found, list):
-        found = {one.name: one.template for one in found}
-    if not isinstance(found, dict):
-        found = {} if found is None else {DEFAULT_TEMPLATE: found}
+    place, found = folder / "tokenizer_config.json", _by_name(tokenizer.chat_template)
+    if not found:
+        place, found = _of_processor(folder) or (place, found)
     for name, template in found.items():
         if not isinstance(template, str) or not _NAME.fullmatch(str(name)):
             raise BuildError(
@@ -56,3 +52,26 @@ def chat_templates(folder: Path, tokenizer: Any) -> dict[str, str]:
                 "letters and digits"
             )
     return dict(found)
+
+
+def other_template(folder: Path, used: Mapping[str, str]) -> SettingNote | None:
+    """What names the template of a checkpoint's processor, where that is not the one that is used."""
+    place, found = _of_processor(folder) or (folder, {})
+    if not found or found.get(DEFAULT_TEMPLATE) == used.get(DEFAULT_TEMPLATE):
+        return None
+    note = "transformers' processors take this template; specexport takes the tokenizer's, as its tokenizers do"
+    return SettingNote(file=place.name, key="chat_template", value=short(found.get(DEFAULT_TEMPLATE)), note=note)
+
+
+def _of_processor(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The templates of the first file of a processor that has some."""
+    for path in map(folder.joinpath, _PROCESSOR):
+        if path.is_file() and (found := read_config(path, _Processor, "a processor").chat_template):
+            return path, _by_name(found)
+    return None
+
+
+def _by_name(found: Any) -> dict[str, Any]:
+    if isinstance(found, list):
+        return {one.name: one.template for one in found}
+    return found if isinstance(found, dict) else {} if found is None else {DEFAULT_TEMPLATE: found}

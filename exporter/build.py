@@ -15,6 +15,7 @@ import torch
 from specexport.checkpoints.checkpoint import TRANSFORMERS_VERSION, load_tokenizer
 from specexport.checkpoints.locate import locate
 from specexport.checkpoints.settings import setting_notes
+from specexport.checkpoints.templates import other_template
 from specexport.contract.engines import COMPILERS, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
@@ -129,6 +130,7 @@ def _fill(
     end = tokenizer.eos_token_id
     if end is not None and end >= model.vocab_size:
         end = None
+    other = other_template(path, tokenizer.chat_templates)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         specexport_version=__version__,
@@ -156,7 +158,7 @@ def _fill(
         ),
         files=_file_entries(folder, stages.files, progress),
         program=program,
-        notes=setting_notes(path, end, target.eos_token_ids),
+        notes=(*setting_notes(path, end, target.eos_token_ids), *([] if other is None else [other])),
     )
     write_manifest(folder, manifest)
     return read_manifest(folder)

@@ -9,8 +9,9 @@ import onnx_ir as ir
 from tokenizers import Tokenizer
 
 from specexport.checkpoints import parity
-from specexport.checkpoints.checkpoint import Checkpoint, load_checkpoint, load_tokenizer, require_same_tokenizer
+from specexport.checkpoints.checkpoint import Checkpoint, load_checkpoint, load_tokenizer
 from specexport.checkpoints.locate import locate
+from specexport.checkpoints.tokens import require_same_tokenizer
 from specexport.contract.errors import BuildError
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint

@@ -1,5 +1,5 @@
-"""``specexport plan``: what a model takes on a device, and what speculation can gain there. Nothing is loaded or built,
-and a bundle is planned for without torch.
+"""``specexport plan``: what a model takes on a device, and what speculation can gain there. Nothing is loaded or built;
+bundles, and models of usual families, are planned for without torch.
 
 Decoding one text is bound by reading the weights, so a step takes the bytes it reads over the memory's bandwidth. With
 acceptance probability a at each draft token, a step of K makes (1 - a^(K+1)) / (1 - a) tokens (Leviathan et al. 2023).
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
+from specexport.checkpoints.outline import ModelOutline, Parameter, outline
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
@@ -18,10 +18,7 @@ from specexport.contract.methods import Method
 from specexport.contract.model import Model
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.engines.options import capability, check_stored
-from specexport.exporter.methods import exporter_of
-
-if TYPE_CHECKING:
-    import torch
+from specexport.exporter.methods import MetaDraft, exporter_of
 
 EFFICIENCY = 0.7
 """Share of the bandwidth a step is taken to reach; our bar for GPUs, not a measurement."""
@@ -170,28 +167,31 @@ def plan(
     _check_acceptance(acceptance)
     if context < 2:
         raise BuildError(f"max_seq_len is {context}; expected at least 2")
-    from specexport.checkpoints.config import meta_model
-
     nodes = MOST_DRAFTS + 1 if method is None else sum(_DEFAULT_TREES)
-    model = meta_model(target)
-    models = [_model(target, model, model.config, _row(model.config), precision, context, backend, nodes)]
+    outlined = outline(target)
+    models = [_model(target, outlined, precision, context, backend, nodes)]
     most, block = 0, None
     if method is not None:
-        draft = exporter_of(method).meta_draft(method, target, model)
-        if draft is None:
-            raise BuildError(
-                f"method is {method.name!r}; plan knows what drafts that are models of their own take: draft_model, "
-                "eagle3, dflash and mtp. What others take is in the target's own graph; build and measure with bench"
-            )
-        config, block = draft.config, draft.block
+        draft = _draft(method, target, outlined)
+        block = draft.block
         most = MOST_DRAFTS if block is None else min(MOST_DRAFTS, block)
-        row = (
-            _row(config)
-            if draft.cache is None
-            else sum(2 * layer.heads * (layer.key_size + layer.value_size) for layer in draft.cache)
-        )
-        models.append(_model(draft.source, draft.model, config, row, precision, context, backend))
+        models.append(_model(draft.source, draft.outline, precision, context, backend))
     return _planned(models, device, context, acceptance, most, one_pass=block is not None)
+
+
+def _draft(method: Method, target: str, outlined: ModelOutline) -> MetaDraft:
+    """A method's own model."""
+    if method.whole_model:
+        source: str = method.model  # type: ignore[attr-defined]
+        return MetaDraft(source, outline(source))
+    draft = exporter_of(method).meta_draft(method, target, outlined)
+    if draft is None:
+        raise BuildError(
+            f"method is {method.name!r}; plan knows what drafts that are models of their own take: draft_model, "
+            "universal_draft, eagle3, dflash and mtp. What others take is in the target's own graph; build and measure "
+            "with bench"
+        )
+    return draft
 
 
 def plan_bundle(manifest: Manifest, source: str, device: DeviceLimits, *, acceptance: float) -> DevicePlan:
@@ -254,101 +254,59 @@ def _planned(
     return DevicePlan(tuple(models), sum(model.total for model in models), available, tuple(speeds))
 
 
-def expert_shares(model: Any, config: Any) -> dict[int, float]:
-    """The share of a mixture's weights that a token uses, top-k of all experts: by the id of their parameter."""
-    stacks = [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
-    return {id(p): min(1.0, config.num_experts_per_tok / len(p)) for module in stacks for p in module.parameters()}
-
-
-def active_parameters(model: Any, config: Any) -> int:
-    """How many parameters of a model with this configuration one token uses; tied ones are counted once."""
-    shares = expert_shares(model, config)
-    active: float = sum(shares.get(id(parameter), 1) * parameter.numel() for parameter in model.parameters())
-    return round(active)
-
-
-def _row(config: Any) -> int:
-    """Bytes of a token's keys and values in all layers of a configuration."""
-    from specexport.checkpoints.config import text_sizes
-
-    sizes = text_sizes(config)
-    both = 2 * sizes.head_dim
-    if (latent := getattr(config, "qk_nope_head_dim", None)) is not None:
-        both = latent + config.qk_rope_head_dim + config.v_head_dim
-    return int(config.num_hidden_layers * sizes.key_value_heads * both * 2)
-
-
 def _model(
-    source: str,
-    model: Any,
-    config: Any,
-    row: int,
-    precision: str,
-    context: int,
-    backend: EngineRuntime,
-    nodes: int = 0,
+    source: str, model: ModelOutline, precision: str, context: int, backend: EngineRuntime, nodes: int = 0
 ) -> ModelPlan:
-    """What a model needs, whose cache takes ``row`` bytes a token.
-
-    ``nodes`` are those of all trees that acceptance is decided for, of a target.
-    """
-    import torch
-
-    from specexport.checkpoints.config import text_sizes
-
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if without := sorted(kinds & {"conv", "linear_attention", "mamba"}):
+    """What a model needs; ``nodes`` are those of all trees that acceptance is decided for, of a target."""
+    if without := sorted(model.layer_types & {"conv", "linear_attention", "mamba"}):
         raise BuildError(
             f"{source}: has {', '.join(without)} layers; layers without attention run on the CPU alone yet, and this "
             "plans for devices"
         )
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    head = model.lm_head.weight if hasattr(model, "lm_head") else model.get_output_embeddings().weight
     by_onnxruntime = backend == "onnxruntime-cuda"
-    shares = expert_shares(model, config)
     weights = read = experts = 0
     read_more = 0.0
-    for parameter in model.parameters():  # tied ones once
-        is_table = id(parameter) in embeddings
-        if (share := shares.get(id(parameter))) is not None:  # gathered, and so in 16 bits as rows of a table are
-            weights += 2 * parameter.numel()
-            experts += 2 * parameter.numel()
-            read_more += share * 2 * parameter.numel()
+    for parameter in model.parameters:
+        numel = parameter.numel
+        if parameter.share is not None:  # gathered, and so in 16 bits as rows of a table are
+            weights += 2 * numel
+            experts += 2 * numel
+            read_more += parameter.share * 2 * numel
             continue
-        if is_table:
+        if parameter.table:
             by_block = by_onnxruntime and precision in _UNDONE  # else looked up in 16 bits
-            weights += _stored(parameter, "int8") if by_block else 2 * parameter.numel()
-        if parameter is head or not is_table:
+            weights += _stored(parameter, "int8") if by_block else 2 * numel
+        if parameter.head or not parameter.table:
             stored = _stored(parameter, precision)
             read += stored
             # A head of 16 bits that is tied to the embedding is the same matrix; onnxruntime keeps it transposed too.
-            weights += 0 if is_table and _BITS[precision] == 16 and not by_onnxruntime else stored
-    wide = max(text_sizes(config).intermediate_size, config.hidden_size)
+            weights += 0 if parameter.table and _BITS[precision] == 16 and not by_onnxruntime else stored
+    wide = max(model.intermediate, model.hidden)
     # Gate, up and their product; logits, p and what is left of it at the nodes of a tree.
-    scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * config.hidden_size) + 4 * (MOST_DRAFTS + 1) * config.vocab_size * 4
+    scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * model.hidden) + 4 * (MOST_DRAFTS + 1) * model.vocab * 4
     if by_onnxruntime:
-        scratch += _DECIDING * nodes * config.vocab_size * 4
+        scratch += _DECIDING * nodes * model.vocab * 4
     if by_onnxruntime and precision in _UNDONE:
-        widest = max(2 * wide, config.vocab_size if _UNDONE[precision] <= MOST_DRAFTS else 0)
-        scratch += 2 * 2 * widest * config.hidden_size
+        widest = max(2 * wide, model.vocab if _UNDONE[precision] <= MOST_DRAFTS else 0)
+        scratch += 2 * 2 * widest * model.hidden
     return ModelPlan(
         source=source,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        active=active_parameters(model, config),
+        parameters=model.total,
+        active=model.active,
         weights=weights,
         read=read + round(read_more),
         read_more=round(read_more),
         read_most=read + experts,
-        cache=row * cache_buckets(context, PREFILL_CHUNK)[-1],
-        cache_row=row,
+        cache=model.row * cache_buckets(context, PREFILL_CHUNK)[-1],
+        cache_row=model.row,
         scratch=scratch,
     )
 
 
-def _stored(parameter: torch.Tensor, precision: str) -> int:
+def _stored(parameter: Parameter, precision: str) -> int:
     """Bytes of a parameter: matrices at ``precision``, with their scales; vectors in 16 bits."""
-    bits = _BITS[precision]
-    if parameter.ndim < 2 or bits == 16:
-        return 2 * parameter.numel()
-    scales = len(parameter) if precision == "fp8" else parameter.numel() // _BLOCK
-    return parameter.numel() * bits // 8 + scales * _SCALE_BYTES
+    bits, numel = _BITS[precision], parameter.numel
+    if len(parameter.shape) < 2 or bits == 16:
+        return 2 * numel
+    scales = parameter.shape[0] if precision == "fp8" else numel // _BLOCK
+    return numel * bits // 8 + scales * _SCALE_BYTES

@@ -1,23 +1,23 @@
-"""Which methods suit a target: rules of the field, before anything is built."""
+"""Which methods suit a target: rules of the field, before anything is built. Needs torch only for rare families."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from specexport.checkpoints.checkpoint import load_tokenizer, require_same_tokenizer
-from specexport.checkpoints.config import meta_model
 from specexport.checkpoints.locate import locate
+from specexport.checkpoints.outline import has_mtp, outline
+from specexport.checkpoints.tokens import require_same_tokenizer, stored_tokenizer
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
-from specexport.contract.manifest import MANIFEST_NAME
-from specexport.contract.methods import known, method_type, part
-from specexport.exporter.methods import SMALLER, Device, Suggestion, Wanted
-from specexport.exporter.plan import active_parameters
+from specexport.contract.manifest import MANIFEST_NAME, Manifest
+from specexport.contract.methods import known, method_type
+from specexport.contract.suggestions import SMALLER, Device, Suggestion, Wanted
 from specexport.runtime.bundle import Bundle
 
 _USABLE = (3.0, 50.0)
@@ -48,37 +48,36 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
 
     Raises:
         BuildError: the target, or a draft, is no checkpoint.
+        ImportError: it takes transformers to read one, which is not installed.
     """
-    path = expanded(target)
+    path, bundle, layer = expanded(target), None, False
     if (path / MANIFEST_NAME).is_file():
         bundle = Bundle.open(path, check_hashes=False)
-        parameters = size = bundle.manifest.target.parameters
-        tokenizer = bundle.tokenizer()
+        total = size = bundle.manifest.target.parameters
     else:
-        path = locate(target)
-        model = meta_model(path)
-        parameters, size = model.num_parameters(), active_parameters(model, model.config)
-        tokenizer = load_tokenizer(path).tokenizer
-    found, refused = _drafts(path, tokenizer, size, drafts)
-    wanted = Wanted(path, size, device, tuple(found))
-    kinds = map(method_type, known())
-    made = [one for kind in kinds if (one := part(kind, "exporter").EXPORTER.suggest(kind, wanted)) is not None]
+        path = locate(target, weights=False)
+        model = outline(path)
+        total, size = model.total, model.active
+        layer = has_mtp(path, model.layers)
+    found, refused = _drafts(path, bundle, size, drafts)
+    found += [] if bundle is None else _built(bundle.manifest)
+    wanted = Wanted(size, device, tuple(found), layer)
+    made = [one for kind in map(method_type, known()) if (one := kind.suggest(wanted)) is not None]
     made.sort(key=lambda one: one.rank)
-    return Advice(parameters, size, tuple(made), refused)
+    return Advice(total, size, tuple(made), refused)
 
 
 def _drafts(
-    target: Path, tokenizer: Tokenizer, size: int, names: Sequence[str]
+    target: Path, bundle: Bundle | None, size: int, names: Sequence[str]
 ) -> tuple[list[tuple[str, float]], dict[str, str]]:
     """Drafts that do, with how many times smaller they are, the best first; and why the others do not."""
     found: list[tuple[str, float]] = []
     refused: dict[str, str] = {}
     for name in names:
-        path = locate(name)
-        draft = meta_model(path)
-        ratio = size / active_parameters(draft, draft.config)
+        path = locate(name, weights=False)
+        ratio = size / outline(path).active
         try:
-            require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, target, path)
+            _require_same_tokenizer(target, bundle, path)
         except BuildError as error:
             refused[name] = str(error)
             continue
@@ -88,3 +87,31 @@ def _drafts(
         found.append((name, ratio))
     middle = math.log(math.sqrt(SMALLER[0] * SMALLER[1]))
     return sorted(found, key=lambda one: abs(math.log(one[1]) - middle)), refused
+
+
+def _built(manifest: Manifest) -> list[tuple[str, float]]:
+    """The draft that a bundle has, unless that has a tokenizer of its own, and how many times smaller it is."""
+    return [
+        (model.source, manifest.target.parameters / model.parameters)
+        for method in manifest.methods
+        if method.whole_model and not method.files
+        for model in method.models.values()
+    ]
+
+
+def _require_same_tokenizer(target: Path, bundle: Bundle | None, draft: Path) -> None:
+    """Raises a BuildError where they differ as stored, and as transformers loads them."""
+
+    def compare(load: Callable[[Path], Tokenizer]) -> None:
+        require_same_tokenizer(load(target) if bundle is None else bundle.tokenizer(), load(draft), target, draft)
+
+    try:
+        compare(stored_tokenizer)
+    except BuildError:
+        with contextlib.suppress(ImportError):
+            # Imported here: torch takes seconds.
+            from specexport.checkpoints.checkpoint import load_tokenizer
+
+            compare(lambda path: load_tokenizer(path).tokenizer)
+            return
+        raise

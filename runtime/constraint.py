@@ -50,6 +50,13 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
         self._vocabularies: dict[bool, llguidance.LLTokenizer] = {}
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Reads the tokenizer, which takes seconds where it has many tokens, so that no output has to wait for it."""
+        with contextlib.suppress(RequestError, BackendError):  # an output that needs it is told why
+            for skip_special_tokens in (True, False):
+                self._vocabulary(skip_special_tokens, "")
 
     def json_schema(self, schema: str, **output: Any) -> Constraint:
         """A constraint to JSON that fits a schema, which is given as JSON.
@@ -134,6 +141,10 @@ class Grammars:
         return {token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     def _vocabulary(self, skip_special_tokens: bool, param: str) -> llguidance.LLTokenizer:
+        with self._lock:
+            return self._read(skip_special_tokens, param)
+
+    def _read(self, skip_special_tokens: bool, param: str) -> llguidance.LLTokenizer:
         if skip_special_tokens not in self._vocabularies:
             try:
                 import llguidance
@@ -188,8 +199,10 @@ class _Text:
         self.special = {token["id"] for token in stated["added_tokens"] if token["special"]}
         for token in stated["added_tokens"]:
             token["special"] = token["special"] or token["id"] in self.eos
-        file = json.dumps(stated)
-        reader = llguidance.LLTokenizer(file, n_vocab=width, eos_token=list(eos), slices=[])
+        file, model = json.dumps(stated), stated["model"]
+        if "merges" in model:  # which take as long to read as the tokens, and are for encoding alone
+            model["merges"] = []
+        reader = llguidance.LLTokenizer(json.dumps(stated), n_vocab=width, eos_token=list(eos), slices=[])
         self.tokens = [reader.decode_bytes([id]) for id in range(width)]
         self.unknown = set(range(width)).difference(tokenizer.get_vocab(with_added_tokens=True).values())
         self._tokenizer, self._lock = Tokenizer.from_str(file), threading.Lock()

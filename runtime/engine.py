@@ -202,6 +202,12 @@ class Engine:
             self.speculations.clear()
             self.backend.close()
 
+    def prepare_grammars(self) -> None:
+        """Does now what the first output that is bound to a schema or a grammar would wait for: seconds, where the
+        tokenizer has many tokens.
+        """
+        self._grammars.prepare()
+
     def trouble(self, stuck: float) -> str | None:
         """Why requests make no progress, such as a turn of more than ``stuck`` seconds; None while they do."""
         return self._scheduler.trouble(stuck)

@@ -59,7 +59,7 @@ class SequenceBiases:
 class Rules:
     """Forbids and forces tokens; after penalties and grammars.
 
-    Where it would leave no token, the logits stay as they are.
+    Each rule yields where nothing would be left of what a grammar and the rules before it allow.
 
     Args:
         rules: the model's.
@@ -92,9 +92,7 @@ class Rules:
         changed: Floats = logits.copy()
         for row, path in zip(changed, paths(tree, draft_tokens), strict=True):
             output = np.array([*self._output, *path], np.int64)
-            found = self._changed(row, np.concatenate([self._prompt, output]), len(output))
-            if (found > -np.inf).any():
-                row[:] = found
+            self._change(row, np.concatenate([self._prompt, output]), len(output))
         return changed
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -103,31 +101,38 @@ class Rules:
     def check(self) -> None:
         pass
 
-    def _changed(self, row: Floats, text: Ints, count: int) -> Floats:
-        """The logits ``[V]`` after a text of which ``count`` tokens are output."""
+    def _change(self, row: Floats, text: Ints, count: int) -> None:
+        """Changes the logits ``[V]`` after a text of which ``count`` tokens are output."""
         rules = self._rules
-        found: Floats = row.copy()
-        found[_completing(text, rules.no_repeat_ngram_size, text)] = -np.inf
-        found[_completing(text, rules.encoder_no_repeat_ngram_size, self._prompt)] = -np.inf
-        found[[token for _, token in self._bad.completed_by(text)]] = -np.inf
-        forced = None
+        _forbid(row, _completing(text, rules.no_repeat_ngram_size, text))
+        _forbid(row, _completing(text, rules.encoder_no_repeat_ngram_size, self._prompt))
+        _forbid(row, np.array([token for _, token in self._bad.completed_by(text)], np.int64))
+        forced = np.empty(0, np.int64)
         if rules.forced_bos_token_id is not None and len(text) == 1:
             forced = np.array([rules.forced_bos_token_id])
         if self._last is not None and count == self._room - 1:
             forced = self._last
-        if forced is not None:
-            found[:] = -np.inf
-            found[forced] = np.where(row[forced] > -np.inf, 0.0, -np.inf)
+        forced = forced[row[forced] > -np.inf]
+        if len(forced):
+            row[:] = -np.inf
+            row[forced] = 0.0
         elif rules.exponential_decay_length_penalty is not None:
             start, factor = rules.exponential_decay_length_penalty
             if count > start:
-                ends = self._ends[np.isfinite(found[self._ends])]
+                ends = self._ends[np.isfinite(row[self._ends])]
                 grown = math.exp(min(_LARGEST_EXPONENT, (count - start) * math.log(factor)))
-                found[ends] += np.abs(found[ends]) * (grown - 1)
-        found[self._suppressed] = -np.inf
+                row[ends] += np.abs(row[ends]) * (grown - 1)
+        _forbid(row, self._suppressed)
         if count == self._begins_at:
-            found[self._begin] = -np.inf
-        return found
+            _forbid(row, self._begin)
+
+
+def _forbid(row: Floats, tokens: Ints) -> None:
+    """Takes tokens out of logits, unless they are all that is left."""
+    kept = row[tokens]
+    row[tokens] = -np.inf
+    if len(tokens) and not (row > -np.inf).any():
+        row[tokens] = kept
 
 
 def _known(tokens: Sequence[int], vocab_size: int) -> Ints:

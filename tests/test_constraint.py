@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import hypothesis
+import llguidance
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -84,6 +86,22 @@ def test_every_node_has_the_mask_of_its_own_path(engine: Engines, seed: int) -> 
         bound.advance([token])
         text.append(token)
     assert fits(engine("llama-near").tokenizer.decode(text))
+
+
+def test_a_tokenizer_is_read_once_and_beforehand(engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, read = grammars(engine("llama-near")), llguidance.LLTokenizer
+    count = []
+    monkeypatch.setattr(llguidance, "LLTokenizer", lambda *args, **more: count.append(1) or read(*args, **more))
+    waiting = [threading.Thread(target=made.prepare) for _ in range(4)]
+    for thread in waiting:
+        thread.start()
+    for thread in waiting:
+        thread.join()
+    assert len(count) == 3  # its texts, and the texts with special tokens and without
+    made.json_schema("{}")
+    made.lark('start: "a"', skip_special_tokens=False)
+    assert len(count) == 3
+    Grammars(engine("llama-near").tokenizer, 320, []).prepare()  # without an end there is nothing to prepare
 
 
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree", "qwen3-medusa"])

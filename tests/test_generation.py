@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from specexport.checkpoints.config import read_model_config
@@ -19,11 +21,13 @@ from specexport.checkpoints.generation import read_generation
 from specexport.contract.errors import BuildError
 from specexport.contract.generation import GenerationRules
 from specexport.contract.manifest import GenerationDefaults
+from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, RequestError, SamplingParams
 from specexport.runtime.rules import Rules
 from specexport.runtime.sampling import target_distribution
-from specexport.runtime.speculative import PLAIN
+from specexport.runtime.speculative import PLAIN, Speculative
 from tests.checkpoints import EOS
+from tests.test_constraint import grammars
 
 pytestmark = pytest.mark.exporter
 
@@ -148,11 +152,67 @@ def test_speculation_is_used_under_rules(with_defaults: Callable[[Said], Engine]
 
 
 def test_rules_that_leave_no_token_yield() -> None:
-    from specexport.contract.tree import TokenTree
+    """Each alone: others hold there."""
+    inf = np.inf
 
-    logits = np.array([[1.0, 2.0, 3.0]], np.float32)
-    everything = Rules(GenerationRules(suppress_tokens=(0, 1, 2)), [5], (), 3, 4)
-    assert (everything.applied(logits, TokenTree.chain(1), np.empty(0, np.int64)) == logits).all()
+    def left(row: list[float], room: int = 4, **rules: Any) -> list[float]:
+        applied = Rules(GenerationRules(**rules), [1, 1], (), 3, room).applied
+        return list(applied(np.array([row], np.float32), TokenTree.chain(1), np.empty(0, np.int64))[0].tolist())
+
+    assert left([1.0, 2.0, 3.0], suppress_tokens=(0, 1, 2)) == [1.0, 2.0, 3.0]
+    assert left([-inf, 2.0, -inf], suppress_tokens=(1,)) == [-inf, 2.0, -inf]
+    assert left([-inf, 2.0, 3.0], suppress_tokens=(1, 2), no_repeat_ngram_size=1) == [-inf, -inf, 3.0]
+    assert left([1.0, 2.0, -inf], room=1, forced_eos_token_id=2, bad_words_ids=((0,),)) == [-inf, 2.0, -inf]
+    assert left([1.0, 2.0, 3.0], room=1, forced_eos_token_id=2, suppress_tokens=(2,)) == [-inf, -inf, 0.0]
+
+
+SOME = st.lists(st.integers(0, 319), min_size=1, max_size=200).map(tuple)
+ANY_RULES = st.fixed_dictionaries(
+    {},
+    optional={
+        "no_repeat_ngram_size": st.integers(1, 3),
+        "encoder_no_repeat_ngram_size": st.integers(1, 2),
+        "suppress_tokens": SOME,
+        "begin_suppress_tokens": SOME,
+        "bad_words_ids": st.lists(st.lists(st.integers(3, 319), min_size=1, max_size=2).map(tuple)).map(tuple),
+        "forced_bos_token_id": st.integers(3, 319),
+        "forced_eos_token_id": st.sampled_from([EOS, 77]),
+        "exponential_decay_length_penalty": st.tuples(st.integers(0, 20), st.sampled_from([0.5, 1.5])),
+    },
+)
+GRAMMARS = st.one_of(
+    st.sampled_from(
+        ['start: ("a" | "b" | "cd")+', r"start: /[0-9]{2,9}/", 'start: "{" start? "}"', "start: /(.|\n)*/"]
+    ),
+    st.lists(st.text("abc 1", min_size=1, max_size=8), min_size=1, max_size=4).map(
+        lambda words: "start: " + " | ".join(json.dumps(word) for word in words)
+    ),
+)
+
+
+def test_rules_behind_a_grammar_change_no_text_by_speculation(engine: Callable[[str], Engine]) -> None:
+    """And the text is the grammar's, whatever they forbid."""
+    loaded = engine("llama-near")
+
+    @hypothesis.settings(max_examples=30, database=None)
+    @hypothesis.given(ANY_RULES, GRAMMARS, st.lists(st.integers(3, 319), min_size=1, max_size=12), st.integers(1, 24))
+    def check(stated: Said, grammar: str, prompt: list[int], most: int) -> None:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=most, grammar=grammar, rules=GenerationRules(**stated), logprobs=1
+        )
+        plain = loaded.generate(prompt, params, PLAIN)
+        for method in loaded.methods:
+            told = {"hypothesis": plain.text or "x"} if method == "hypothesis" else {}
+            fast = loaded.generate(prompt, params, Speculative(method=method, **told))
+            assert (fast.token_ids, fast.finish_reason) == (plain.token_ids, plain.finish_reason), method
+        if plain.finish_reason == "stop":
+            matched = grammars(loaded).lark(grammar)
+            for token in plain.token_ids:
+                mask = matched.applied(np.zeros((1, 320), np.float32), TokenTree.chain(1), np.empty(0, np.int64))[0]
+                assert mask[token] == 0, plain.text
+                matched.advance([token])
+
+    check()
 
 
 def test_a_grammar_comes_before_the_models_rules(with_defaults: Callable[[Said], Engine]) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from specexport.checkpoints import parity
 from specexport.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from specexport.checkpoints.config import outlined
 from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
@@ -23,7 +24,6 @@ from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.passes.experts import lower_experts
-from specexport.exporter.plan import active_parameters
 from specexport.exporter.weights import Precision, Storage, WeightsFile, of_experts
 from specexport.graphs.step import StepModule
 from tests.checkpoints import GROUPED, WINDOW, make_checkpoint
@@ -165,7 +165,7 @@ def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: Precisio
         gathered = readers == {("Gather", 0)} and len(held.shape) > 1
         read += held.nbytes * (found / held.shape.numpy()[0] if gathered else 1)
     table = loaded.model.get_input_embeddings().weight.numel()
-    assert 1 <= read / ((active_parameters(loaded.model, loaded.model.config) - table) * size) < 1.5
+    assert 1 <= read / ((outlined(loaded.model, loaded.model.config).active - table) * size) < 1.5
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from specexport.checkpoints.config import meta_model
 from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import Method, read_method
@@ -19,6 +22,7 @@ from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.plan import DEVICES, EFFICIENCY, PREFILL_CHUNK, DeviceLimits, plan
 from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_heads, make_mtp
+from tests.hub import hub
 from tests.test_mixtures import MIXTURES
 
 pytestmark = pytest.mark.exporter
@@ -188,7 +192,7 @@ def test_plans_that_make_no_sense_are_refused(tied: Path, change: dict[str, obje
 
 
 def test_what_is_no_configuration_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=r"empty: its configuration cannot be read"):
+    with pytest.raises(BuildError, match=r"empty: no such folder"):
         plan(str(tmp_path / "empty"), None, DEVICE, precision="int4", context=CONTEXT, acceptance=0.5)
 
 
@@ -223,11 +227,80 @@ def test_what_a_bundle_says_itself_is_refused(
         assert f"{more[0]} was given with a bundle, which says so itself" in capsys.readouterr().err
 
 
+def test_a_bundles_plan_says_what_drafts(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    said = {"llama-near": "draft_model gains nothing", "qwen3-medusa": "medusa: part of the target's own graph"}
+    for name, line in said.items():
+        assert main(["plan", str(bundle(name)), "--device", "orin-nano-8gb"]) == 0
+        shown = capsys.readouterr().out
+        assert line in shown and "fp32" in shown and "as built" in shown
+
+
 def test_suggest_takes_a_bundle(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder = bundle("llama-near")
-    assert main(["suggest", "--target", str(folder)]) == 0
-    shown = capsys.readouterr().out
-    manifest = read_manifest(folder)
-    assert f"{manifest.target.parameters:,} parameters" in shown
-    assert "built for draft_model; text is looked up in any case" in shown
-    assert shown.rstrip().endswith(f"specexport build --target {manifest.target.source} -o bundle/")
+    for words in (["--target", str(folder)], [str(folder)]):
+        assert main(["suggest", *words]) == 0
+        shown = capsys.readouterr().out
+        manifest = read_manifest(folder)
+        draft = manifest.models["draft"]
+        assert f"{manifest.target.parameters:,} parameters" in shown
+        rows = {row.split()[0]: row for row in shown.splitlines() if row}
+        assert " built " in rows["draft_model"] and " always " in rows["ngram"] and " not built " in rows["eagle3"]
+        assert f"specexport bench {folder} --methods all" in shown
+        assert shown.rstrip().endswith(
+            f"specexport build --target {manifest.target.source} --draft {draft.source} --num-speculative-tokens 4 "
+            "-o bundle/"
+        )
+        assert "1.0 times smaller, the same tokenizer" in rows["draft_model"]
+
+
+# --- without torch ----------------------------------------------------------------------------------------------------
+
+
+def answered(*words: object) -> tuple[str, float]:
+    """What a command prints in a process of its own, where torch and transformers cannot be imported, and its time."""
+    program = (
+        "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from specexport.cli import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    before = os.times()
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, words)], capture_output=True, text=True, check=False
+    )
+    after = os.times()
+    assert done.returncode == 0, done.stderr
+    taken = sum(getattr(after, kind) - getattr(before, kind) for kind in ("children_user", "children_system"))
+    return done.stdout, taken
+
+
+def test_a_configuration_is_all_that_suggest_and_plan_need(
+    tmp_path: Path, tied: Path, bundle: Callable[[str], Path]
+) -> None:
+    """Within 2 s of processor time, so that other processes do not matter."""
+    large = make_checkpoint(tmp_path / "large", "qwen3", num_hidden_layers=16)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(large / name, bare / name)
+    device = ("--device", "orin-nano-8gb")
+    for folder in (large, bare):
+        shown, taken = answered("suggest", folder, "--draft", tied)
+        assert f"--draft {tied} --num-speculative-tokens 4" in shown and taken < 2
+        shown, taken = answered("plan", folder, "--draft", tied, *device)
+        assert f"{meta_model(large).num_parameters():,}" in shown and "with draft_model" in shown and taken < 2
+    for words in (("suggest", bundle("llama-near")), ("plan", bundle("llama-near"), *device)):
+        assert answered(*words)[1] < 2
+
+
+def test_of_the_hub_no_weights_are_fetched(tmp_path: Path, tied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(tied, tmp_path / "hub" / "owner" / "model")
+    with hub(tmp_path / "hub", tmp_path / "cache") as fetched:
+        assert main(["suggest", "owner/model", "--draft", "owner/model"]) == 0
+        assert main(["plan", "owner/model", "--device", "orin-nano-8gb"]) == 0
+    assert "owner/model/config.json" in fetched and not any("safetensors" in file for file in fetched)
+    assert "times smaller than the target" in capsys.readouterr().out
+
+
+def test_other_families_take_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_checkpoint(tmp_path, "gpt2")
+    assert main(["suggest", str(folder)]) == 0
+    assert f"{meta_model(folder).num_parameters():,} parameters" in capsys.readouterr().out

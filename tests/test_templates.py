@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ProcessorMixin
 
 from specexport import LLM, SamplingParams
 from specexport.checkpoints.checkpoint import load_tokenizer
+from specexport.checkpoints.templates import other_template
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.reading import check_files, read_manifest
@@ -96,6 +97,40 @@ def test_a_processors_template_is_used_where_the_tokenizer_has_none(tmp_path: Pa
     assert rendered(written(tmp_path, files), None, {}) == "<s>user: one "
 
 
+DIFFER: list[tuple[dict[str, Any], str | None]] = [
+    ({JINJA: PLAIN}, None),
+    ({"tokenizer_config.json": {"chat_template": PLAIN}}, None),
+    ({"tokenizer_config.json": {"chat_template": "other"}, JINJA: PLAIN}, None),
+    ({"chat_template.json": {"chat_template": PLAIN}, JINJA: PLAIN}, None),
+    ({"chat_template.json": {"chat_template": "other"}}, None),
+    ({"chat_template.json": {"chat_template": "other"}, JINJA: PLAIN}, "chat_template.json"),
+    (
+        {"chat_template.json": {"chat_template": "other"}, "tokenizer_config.json": {"chat_template": LISTED}},
+        "chat_template.json",
+    ),
+    ({"processor_config.json": {"chat_template": "other"}, JINJA: PLAIN}, "processor_config.json"),
+    (
+        {"processor_config.json": {"chat_template": "a"}, "chat_template.json": {"chat_template": PLAIN}, JINJA: PLAIN},
+        "processor_config.json",
+    ),
+    ({"processor_config.json": {"chat_template": {"default": "a", "b": PLAIN}}, JINJA: "b"}, "processor_config.json"),
+]
+
+
+@pytest.mark.parametrize(("files", "named"), DIFFER)
+def test_a_processors_template_is_named_where_it_differs(
+    tmp_path: Path, files: dict[str, Any], named: str | None
+) -> None:
+    folder = written(tmp_path, files)
+    used = load_tokenizer(folder).chat_templates
+    theirs = ProcessorMixin.get_processor_dict(folder)[0].get("chat_template")
+    theirs = theirs.get("default") if isinstance(theirs, dict) else theirs
+    note = other_template(folder, used)
+    assert (note is not None) == (theirs is not None and theirs != used["default"])
+    assert (None if note is None else note.file) == named
+    assert note is None or "specexport takes the tokenizer's" in str(note)
+
+
 @pytest.mark.parametrize(
     ("files", "said"),
     [
@@ -116,9 +151,11 @@ def test_what_is_no_template_is_named(tmp_path: Path, files: dict[str, Any], sai
 
 def test_a_bundle_holds_all_templates(tmp_path: Path) -> None:
     source = written(make_checkpoint(tmp_path / "model", "llama"), {JINJA: PLAIN, **ADDITIONAL})
+    written(source, {"processor_config.json": {"chat_template": "another"}})
     folder = build(BuildOptions(target=str(source), output=tmp_path / "bundle", max_seq_len=256))
     manifest = read_manifest(folder)
     check_files(folder, manifest, hashes=True)
+    assert [str(note).partition(":")[0] for note in manifest.notes] == ["processor_config.json"]
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert files == {MANIFEST_NAME, *(entry.path for entry in manifest.files)}
     theirs = AutoTokenizer.from_pretrained(source)

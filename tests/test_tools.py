@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import openai
 import pytest
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
 from specexport.contract.errors import RequestError
@@ -17,8 +20,10 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.speculative import PLAIN
 from specexport.server.schema import Function
+from specexport.server.tools import QWEN_CODER as QWEN_CODER_FORM
 from specexport.server.tools import Calling, CallReader, call_format, known_tools, whole_calls
 from tests.serving import NAME, Served, served
+from tests.test_constraint import grammars
 from tests.tool_families import FAMILIES, GPT_OSS, HERMES, QWEN3, Family, family_bundle, table
 
 CHAT: Any = [{"role": "user", "content": "one two"}]
@@ -123,6 +128,10 @@ def test_a_call_goes_back_into_the_prompt(family: Family, client: openai.OpenAI)
     )
 
 
+def one_by_one(values: dict[str, str]) -> str:
+    return "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+
+
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("forced", [True, False])
 def test_a_familys_calls_are_taken_and_read(family: Family, running: Served, special: bool, forced: bool) -> None:
@@ -139,6 +148,7 @@ def test_a_familys_calls_are_taken_and_read(family: Family, running: Served, spe
         .replace("ARGS]ARGS", f"ARGS]{arguments}")
         .replace(": ARGS", f": {arguments}")
         .replace(">ARGS", f">{arguments}")
+        .replace("PARAMETERS", one_by_one(json.loads(arguments)))
     )
     plain = Tokenizer.from_str(engine.tokenizer.to_str())
     plain.encode_special_tokens = not special
@@ -157,6 +167,80 @@ def test_a_familys_calls_are_taken_and_read(family: Family, running: Served, spe
         ]
         (call,) = whole_calls(pieces)
         assert (call.function.name, call.function.arguments) == ("lo.s-e_2", arguments)
+
+
+WORDS = st.text('ab <>/\n"\\é🙂', max_size=12).filter(lambda text: "\n</parameter>\n" not in f"{text}\n</parameter>")
+VALUES: dict[str, tuple[dict[str, Any], Any]] = {
+    "text": ({"type": "string", "description": "any"}, WORDS),
+    "kind": ({"enum": ["cat", "a\nb</parameter>"]}, st.sampled_from(["cat", "a\nb</parameter>"])),
+    "fixed": ({"const": "x"}, st.just("x")),
+    "short": ({"type": "string", "maxLength": 3}, st.text("ab\n", max_size=3)),
+    "count": ({"type": "integer"}, st.integers(-99, 99)),
+    "mixed": ({"enum": ["one", 1, None]}, st.sampled_from(["one", 1, None])),
+    "list": ({"type": "array", "items": {"$ref": "#/$defs/item"}}, st.lists(WORDS, max_size=2)),
+    "é <key": ({"type": ["boolean", "null"]}, st.sampled_from([True, False, None])),
+}
+
+
+@hypothesis.given(st.sets(st.sampled_from(sorted(VALUES))), st.sets(st.sampled_from(sorted(VALUES))), st.data())
+@hypothesis.settings(max_examples=60, database=None)
+def test_parameters_that_are_written_one_by_one_are_read(
+    engine: Callable[[str], Engine], used: set[str], optional: set[str], data: st.DataObject
+) -> None:
+    """Texts as they are and everything else as JSON, wherever the text is cut."""
+    near = engine("llama-near")
+    known = [key for key in VALUES if key in used | optional]
+    schema = {
+        "type": "object",
+        "properties": {key: VALUES[key][0] for key in known},
+        "required": [key for key in known if key in used and key not in optional],
+        "$defs": {"item": {"type": "string"}},
+    }
+    calling = Calling(QWEN_CODER_FORM, [Function(name="f", parameters=schema)], forced=True, parallel=False)
+    values = {key: data.draw(VALUES[key][1]) for key in known if key in used}
+    written = {
+        key: value if key in ("text", "kind", "fixed") else json.dumps(value, ensure_ascii=False)
+        for key, value in values.items()
+    }
+    text = f"<tool_call>\n<function=f>\n{one_by_one(written)}</function>\n</tool_call>"
+    bound = grammars(near).lark(calling.grammar(), skip_special_tokens=False)
+    tokens = near.tokenizer.encode(text, add_special_tokens=False).ids
+    assert bound._matcher.try_consume_tokens(tokens) == len(tokens)
+    assert bound._matcher.is_accepting()
+    size = data.draw(st.integers(1, len(text)))
+    reader, pieces = CallReader(calling), []
+    for at in range(0, len(text), size):
+        said, more = reader.push(text[at : at + size], at + size >= len(text))
+        assert not said
+        pieces += more
+    (call,) = whole_calls(pieces)
+    assert call.function.name == "f"
+    assert json.loads(call.function.arguments) == values
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"anyOf": [{"properties": {}}]}, "'anyOf'"),
+        ({"properties": {"a>b": {}}}, "'a>b'"),
+        ({"properties": {"a\nb": {}}}, r"'a\\nb'"),
+        ({"properties": {"a": {}}, "required": ["b"]}, "'b'"),
+    ],
+)
+def test_parameters_that_cannot_be_written_one_by_one_are_named(parameters: dict[str, Any], said: str) -> None:
+    calling = Calling(QWEN_CODER_FORM, [Function(name="f", parameters=parameters)], forced=True, parallel=False)
+    with pytest.raises(RequestError, match=rf"the parameters of f have {said}") as caught:
+        calling.grammar()
+    assert caught.value.param == "tools"
+
+
+def test_a_server_reads_its_tokenizer_as_it_starts(running: Served) -> None:
+    """Before the first request that needs it: of many tokens it takes seconds."""
+    known = running.service.engine.frontend.engine._grammars._vocabularies
+    until = time.monotonic() + 60
+    while len(known) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert known.keys() == {True, False}
 
 
 def test_strict_changes_no_prompt() -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from scipy.special import log_softmax
 
-from specexport.checkpoints.checkpoint import load_checkpoint, load_tokenizer, require_same_tokenizer
+from specexport.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+from specexport.checkpoints.tokens import require_same_tokenizer
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError, TrainError
 from specexport.training.data import seeded

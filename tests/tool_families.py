@@ -45,7 +45,8 @@ class Family:
         special: its special tokens; the last of them ends a text.
         plain: other added tokens.
         mark: the token that begins calls; None where a call is the whole answer.
-        call: a whole call, as its models write it: the name is NAME, and the arguments are ARGS.
+        call: a whole call, as its models write it: the name is NAME, and the arguments are ARGS; or
+            PARAMETERS, which are written one by one.
         form: the same in words, for the table.
     """
 
@@ -66,6 +67,13 @@ class Family:
 _HERMES_CALL = '<tool_call>\n{"name": "NAME", "arguments": ARGS}\n</tool_call>'
 _HERMES = "<tool_call>\n" + _JSON.replace("ARGUMENTS", "arguments") + "\n</tool_call>"
 _QWEN = _NAMES + _turns("<|im_start|>", "\n", "<|im_end|>\n", _HERMES)
+_CODER = _NAMES + _turns(
+    "<|im_start|>",
+    "\n",
+    "<|im_end|>\n",
+    "<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments | items %}<parameter={{ k }}>\n"
+    "{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+)
 _LLAMA = (
     '{# {"name": function name, "parameters": dictionary of argument name and its value} #}'
     + _NAMES
@@ -103,6 +111,15 @@ QWEN3 = Family(
     "<tool_call>",
     _HERMES_CALL,
     QWEN2.form,
+)
+QWEN_CODER = Family(
+    "Qwen3-Coder, Qwen 3.5",
+    _CODER,
+    QWEN2.special,
+    QWEN3.plain,
+    "<tool_call>",
+    "<tool_call>\n<function=NAME>\nPARAMETERS</function>\n</tool_call>",
+    "`<tool_call><function=name><parameter=key>value…`; texts as they are, other values JSON",
 )
 HERMES = Family(
     "Hermes, marks special",
@@ -157,7 +174,7 @@ GPT_OSS = Family(
     "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGS",
     "harmony: `commentary to=functions.name`; analysis is `reasoning_content`",
 )
-FAMILIES = (QWEN2, QWEN3, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GEMMA3, GPT_OSS)
+FAMILIES = (QWEN2, QWEN3, QWEN_CODER, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GEMMA3, GPT_OSS)
 
 
 def family_bundle(family: Family, bundle: Path, folder: Path) -> Path:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specexport.checkpoints.checkpoint import load_tokenizer, require_same_tokenizer
+from specexport.checkpoints.checkpoint import load_tokenizer
+from specexport.checkpoints.tokens import require_same_tokenizer
 from specexport.training.data import Windows, sampled_windows, seeded
 from specexport.training.distill import (
     acceptance_length,

@@ -13,6 +13,7 @@ from msgspec import Meta
 from specexport.contract.model import Model, Size, StoredAs, Strict
 from specexport.contract.shapes import CATCH_UP_TOKENS
 from specexport.contract.signature import GraphSignature, Signature
+from specexport.contract.suggestions import Suggestion, Wanted
 from specexport.contract.tree import MAX_NODES, TokenTree
 
 Choices = Annotated[tuple[tuple[Annotated[int, Meta(ge=0, lt=MAX_NODES)], ...], ...], Meta(max_length=MAX_NODES)]
@@ -88,6 +89,8 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
     """What has to be trained for it first; None for nothing."""
     engine_keys: ClassVar[frozenset[str]] = frozenset()
     """Keys of a method without a graph that are set when a bundle is opened, and not by requests."""
+    whole_model: ClassVar[bool] = False
+    """Whether what drafts is a causal LM of its own, the checkpoint of the key ``model``."""
     takes_hypothesis: ClassVar[bool] = False
     """Whether it proposes from a text given with the request, and nothing without one."""
     branching: ClassVar[Literal[0, 1, 2]] = 0
@@ -176,6 +179,11 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
         """The method with other models instead of its own (the field ``draft``), such as compiled ones."""
         own = [models[role] for role in self.models]
         return msgspec.structs.replace(self, draft=own[0]) if own else self
+
+    @classmethod
+    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+        """What to build for a target, where the method may suit it."""
+        return None
 
     # --- trees --------------------------------------------------------------------------------------------------------
     @property
@@ -292,6 +300,12 @@ class TextMethod(Method, frozen=True, kw_only=True):
     """When it pays, for ``specexport suggest``; empty to leave it out."""
     default_sizes: ClassVar[tuple[int, ...]] = (8, 4, 2)
     """Draft tokens of its chains if none are chosen."""
+
+    @classmethod
+    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+        """See :class:`Method`; without flags, as every bundle has it."""
+        sizes = ",".join(map(str, cls.default_sizes))
+        return Suggestion(method_name(cls), f"chains of {sizes}", cls.suits, 3) if cls.suits else None
 
     def default_trees(self) -> tuple[TokenTree, ...]:
         return tuple(TokenTree.chain(size + 1) for size in self.sizes or self.default_sizes)

@@ -10,6 +10,7 @@ from specexport.contract import tensors
 from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, RankedMethod, SourceKind
 from specexport.contract.methods.draft_model import StatesDraft
 from specexport.contract.signature import GraphSignature, Spec
+from specexport.contract.suggestions import Suggestion, Wanted
 from specexport.contract.tree import TokenTree
 
 MAX_BLOCK = 33
@@ -38,6 +39,14 @@ class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
     role: ClassVar[str] = "dflash"
     branching: ClassVar[Literal[0, 1, 2]] = 2
     one_pass: ClassVar[bool] = True
+
+    @classmethod
+    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+        why = (
+            "a few layers over the target's own states draft a whole block in one pass; published for many targets "
+            "(z-lab, speculators)"
+        )
+        return Suggestion("dflash", f"K = {DEFAULT_DRAFT_TOKENS} to 15", why, 1)
 
     def default_trees(self) -> tuple[TokenTree, ...]:
         sizes = [size for size in _SIZES if size < self.block_size] or [self.block_size - 1]

@@ -10,11 +10,13 @@ from specexport.contract import tensors
 from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, RankedMethod, SourceKind
 from specexport.contract.model import Model, Size
 from specexport.contract.signature import SAMPLING, Dim, GraphSignature, Signature, Spec
+from specexport.contract.suggestions import SMALLER, Suggestion, Wanted
 from specexport.contract.tree import TokenTree
 
 _SIZES = (DEFAULT_DRAFT_TOKENS, 6, 8)
 """Default draft tokens of a step: the first, or by measured costs any of them."""
 
+_GPU_DRAFT_TOKENS = 5
 MAX_STATES = 16
 MAX_EXPAND = 16
 
@@ -175,3 +177,22 @@ class DraftModel(ChainDraft, frozen=True, kw_only=True, tag="draft_model"):
     )
     sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
     needs_training: ClassVar[str | None] = "a smaller model"
+    whole_model: ClassVar[bool] = True
+
+    @classmethod
+    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+        K = DEFAULT_DRAFT_TOKENS if wanted.device == "cpu" else _GPU_DRAFT_TOKENS
+        least, most = SMALLER
+        if not wanted.drafts:
+            low, high = wanted.parameters / most / 1e6, wanted.parameters / least / 1e6
+            why = (
+                f"look for a model of the same family and tokenizer with {low:,.4g} to {high:,.4g} million parameters, "
+                "and pass it with --draft; 'specexport train draft' makes it agree with this target more often"
+            )
+            return Suggestion("draft_model", f"K = {K}", why, 0)
+        name, ratio = wanted.drafts[0]
+        why = f"{ratio:.1f} times smaller, the same tokenizer"
+        if not least <= ratio <= most:
+            why += f"; {least:g} to {most:g} times would be better"
+        flags = ("--draft", name, "--num-speculative-tokens", str(K))
+        return Suggestion("draft_model", f"{name}, K = {K}", why, 0, flags)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from specexport.contract.methods.base import Flag, SourceKind
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, SourceKind
 from specexport.contract.methods.draft_model import OwnStateDraft
+from specexport.contract.suggestions import Suggestion, Wanted
 
 
 class Eagle3(OwnStateDraft, frozen=True, kw_only=True, tag="eagle3"):
@@ -26,3 +27,11 @@ class Eagle3(OwnStateDraft, frozen=True, kw_only=True, tag="eagle3"):
     )
     needs_training: ClassVar[str | None] = "an EAGLE-3 draft"
     role: ClassVar[str] = "eagle3"
+
+    @classmethod
+    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+        why = (
+            "one layer over the target's own states, which agrees with it more often than heads do; published for many "
+            "targets (SafeAILab, speculators)"
+        )
+        return Suggestion("eagle3", f"K = {DEFAULT_DRAFT_TOKENS}", why, 1)

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from specexport.contract.methods.base import Flag, Method
+from specexport.contract.suggestions import Suggestion, Wanted
 from specexport.contract.tree import MAX_NODES, TokenTree
 
 PRESETS = {"cpu": (4, 3, 4), "small": (7, 5, 7), "medium": (10, 5, 10), "large": (15, 5, 15)}
@@ -57,6 +58,18 @@ class Lookahead(Method, frozen=True, kw_only=True, tag="lookahead"):
         if self.preset is not None and "," not in self.preset and self.preset not in (*PRESETS, "gpu"):
             raise ValueError(f"preset is {self.preset!r}; expected W,N,G or one of gpu, {', '.join(PRESETS)}")
 
+    @classmethod
+    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+        gpu = wanted.device == "gpu"
+        W, N, G = PRESETS[gpu_preset(wanted.parameters) if gpu else "cpu"]
+        return Suggestion(
+            "lookahead",
+            f"W,N,G = {W},{N},{G}: {(N - 1) * (W + G)} nodes a step",
+            "needs nothing but arithmetic to spare" + (", which a GPU has at batch 1" if gpu else "; a CPU has little"),
+            5,
+            ("--lookahead", f"{W},{N},{G}") if gpu else (),
+        )
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """W, N and G of a bundle's entry."""
@@ -94,6 +107,11 @@ class Lookahead(Method, frozen=True, kw_only=True, tag="lookahead"):
 
     def widths(self) -> tuple[int, ...]:
         return (*super().widths(), self.window_nodes)
+
+
+def gpu_preset(parameters: int) -> str:
+    """The preset for a target of so many parameters on a GPU."""
+    return "large" if parameters < 10e9 else "medium" if parameters < 20e9 else "small"
 
 
 def guess_tree(guesses: int, ngram: int) -> TokenTree:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from specexport.contract.methods.base import BYTES, Flag, RankedMethod, SourceKind
 from specexport.contract.model import Positive, Size, StoredAs
 from specexport.contract.signature import Signature, candidates
+from specexport.contract.suggestions import Suggestion, Wanted
 from specexport.contract.tree import TokenTree
+
+_PUBLISHED_TREES = ((10e9, "mc_sim_7b_63"), (20e9, "vicuna_13b_stage1"), (math.inf, "vicuna_33b_stage1"))
+"""By the size of the model they were searched for (FasterDecoding/Medusa)."""
 
 
 class Medusa(RankedMethod, frozen=True, kw_only=True, tag="medusa"):
@@ -34,6 +39,16 @@ class Medusa(RankedMethod, frozen=True, kw_only=True, tag="medusa"):
     sources: ClassVar[dict[str, SourceKind]] = {"model": "folder"}
     needs_training: ClassVar[str | None] = "heads"
     branching: ClassVar[Literal[0, 1, 2]] = 2
+
+    @classmethod
+    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+        """See :class:`Method`; they must be trained for this very target, so a draft at hand comes first."""
+        if wanted.device == "gpu":
+            tree = next(tree for limit, tree in _PUBLISHED_TREES if wanted.parameters < limit)
+            return Suggestion("medusa", f"tree {tree}", "four heads and a wide tree, where nodes are nearly free", 1)
+        tree = "the tree that 'specexport tune tree' finds, 4 to 8 nodes"
+        why = "no second model; heads have to be trained, and a CPU pays for every node"
+        return Suggestion("medusa", tree, why, 1)
 
     @property
     def target_outputs(self) -> Signature:

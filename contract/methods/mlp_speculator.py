@@ -11,6 +11,7 @@ from specexport.contract.methods.base import Flag, RankedMethod, SourceKind
 from specexport.contract.model import Model, Size
 from specexport.contract.shapes import uncached_points
 from specexport.contract.signature import SAMPLING, GraphSignature, Signature, Spec
+from specexport.contract.suggestions import Suggestion, Wanted
 from specexport.contract.tree import TokenTree
 
 MAX_STAGES = 16
@@ -47,6 +48,14 @@ class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator
     needs_training: ClassVar[str | None] = "a speculator"
     branching: ClassVar[Literal[0, 1, 2]] = 2
     drafts_on_device: ClassVar[bool] = True
+
+    @classmethod
+    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+        why = (
+            "stages that see each other's tokens, where heads guess apart; published for some targets (ibm-fms, "
+            "ibm-granite), and trained like heads"
+        )
+        return Suggestion("mlp_speculator", "the tree that 'specexport tune tree' finds", why, 2)
 
     @property
     def models(self) -> dict[str, Model]:

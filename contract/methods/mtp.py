@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from specexport.contract.methods.base import Flag
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag
 from specexport.contract.methods.draft_model import OwnStateDraft
+from specexport.contract.suggestions import Suggestion, Wanted
 
 
 class MTP(OwnStateDraft, frozen=True, kw_only=True, tag="mtp"):
@@ -13,6 +14,13 @@ class MTP(OwnStateDraft, frozen=True, kw_only=True, tag="mtp"):
 
     flags: ClassVar[tuple[Flag, ...]] = (Flag("--mtp", None, "draft with the target checkpoint's own MTP layer"),)
     role: ClassVar[str] = "mtp"
+
+    @classmethod
+    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+        if not wanted.has_mtp:
+            return None
+        why = "a layer that was trained with the target and is in its own checkpoint: nothing to find or to train"
+        return Suggestion("mtp", f"K = {DEFAULT_DRAFT_TOKENS}", why, 0, ("--mtp",))
 
     @property
     def stores_weights(self) -> bool:

@@ -37,6 +37,7 @@ class UniversalDraft(ChainDraft, frozen=True, kw_only=True, tag="universal_draft
     )
     sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
     needs_training: ClassVar[str | None] = "a smaller model"
+    whole_model: ClassVar[bool] = True
     branching: ClassVar[Literal[0, 1, 2]] = 0
     drafts_on_device: ClassVar[bool] = False
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy.typing as npt
 
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import Method, part, with_trees
-from specexport.contract.model import CacheLayer, Model
+from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from specexport.checkpoints.checkpoint import Checkpoint
+    from specexport.checkpoints.outline import ModelOutline
     from specexport.contract.manifest import Manifest
     from specexport.exporter.build_plan import BuildPlan
     from specexport.exporter.options import BuildOptions
@@ -27,45 +28,6 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=Method)
 Array = npt.NDArray[Any]
-
-
-Device = Literal["cpu", "gpu"]
-SMALLER = (5.0, 10.0)
-"""How many times smaller a draft should be: a larger one costs what it gains, a smaller one guesses badly."""
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """A suggested method.
-
-    Attributes:
-        settings: what to build it with, in words of the field.
-        rank: its place among the others, the better ones first.
-        flags: of ``specexport build``; empty where something has to be found or trained first.
-    """
-
-    method: str
-    settings: str
-    why: str
-    rank: int
-    flags: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a method is suggested for.
-
-    Attributes:
-        target: its folder.
-        parameters: of the target.
-        device: where the bundle is to run: on a GPU the nodes of a step are nearly free, on a CPU every one costs.
-        drafts: smaller models at hand, with how many times smaller they are, the best first.
-    """
-
-    target: Path
-    parameters: int
-    device: Device
-    drafts: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -130,17 +92,13 @@ class MetaDraft:
     """A draft without its weights, for ``plan``.
 
     Attributes:
-        source: folder or hub id; of a draft of the target's also its method.
-        model: on torch's meta device.
-        config: of its layers, as transformers has it.
-        cache: of each layer where the configuration does not say.
+        source: its folder or hub id, and its method.
+        outline: what it is made of.
         block: most tokens that it drafts, all in one pass; None where each takes a pass.
     """
 
     source: str
-    model: Any
-    config: Any
-    cache: tuple[CacheLayer, ...] | None = None
+    outline: ModelOutline
     block: int | None = None
 
 
@@ -202,21 +160,17 @@ class MethodExporter(Generic[M]):
         """Of the graph of its own model."""
         return ()
 
-    def meta_draft(self, method: M, target: str, model: Any) -> MetaDraft | None:
-        """What drafts, where it is a model of its own.
+    def meta_draft(self, method: M, target: str, outline: ModelOutline) -> MetaDraft | None:
+        """What drafts over the target's own states, where it is a model of its own.
 
         Args:
             method: its options.
             target: folder or hub id.
-            model: the target's, without its weights.
+            outline: the target's.
 
         Raises:
             BuildError: its configuration cannot be read, or it is of another target.
         """
-        return None
-
-    def suggest(self, kind: type[M], wanted: Wanted) -> Suggestion | None:
-        """What to build for a target, where the method may suit it."""
         return None
 
     def compare(self, method: M, run: Verification) -> tuple[str, Agreement] | None:

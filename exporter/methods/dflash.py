@@ -12,11 +12,11 @@ import torch
 
 from specexport.checkpoints import dflash
 from specexport.checkpoints.checkpoint import Checkpoint
-from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
+from specexport.checkpoints.outline import ModelOutline
 from specexport.contract.methods.dflash import DFlash
 from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.exporter import trace
-from specexport.exporter.methods import MetaDraft, Suggestion, TargetOutline, Wanted
+from specexport.exporter.methods import MetaDraft, TargetOutline
 from specexport.exporter.methods.states import StatesDraftExporter
 from specexport.graphs.attention import lowering
 from specexport.graphs.dflash import DFlashDraft, block_lowering
@@ -33,9 +33,9 @@ class DFlashExporter(StatesDraftExporter[DFlash]):
         block = self.read(method.model).block_size
         return msgspec.structs.replace(super().outline(method, target), block_size=block)
 
-    def meta_draft(self, method: DFlash, target: str, model: Any) -> MetaDraft:
+    def meta_draft(self, method: DFlash, target: str, outline: ModelOutline) -> MetaDraft:
         block = self.read(method.model).block_size - 1
-        return dataclasses.replace(super().meta_draft(method, target, model), block=block)
+        return dataclasses.replace(super().meta_draft(method, target, outline), block=block)
 
     def trace(self, method: DFlash, draft: DFlashDraft, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
         return trace.trace_dflash(draft, cache, kind)
@@ -56,13 +56,6 @@ class DFlashExporter(StatesDraftExporter[DFlash]):
             block = model.block(torch.tensor([text[-1]]), len(drafted) + 1)
             output = model(block, model.context(states), block_positions, positions)
         return list(model.logits(output[0, 1:]))
-
-    def suggest(self, kind: type[DFlash], wanted: Wanted) -> Suggestion | None:
-        why = (
-            "a few layers over the target's own states draft a whole block in one pass; published for many targets "
-            "(z-lab, speculators)"
-        )
-        return Suggestion("dflash", f"K = {DEFAULT_DRAFT_TOKENS} to 15", why, 1)
 
 
 EXPORTER = DFlashExporter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -11,9 +11,7 @@ import onnx_ir as ir
 from tokenizers import Tokenizer
 
 from specexport.checkpoints.checkpoint import Checkpoint
-from specexport.checkpoints.config import meta_model
 from specexport.checkpoints.reference import as_read, load_reference, reference_logits
-from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
 from specexport.contract.methods.draft_model import ChainDraft, DraftModel
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
@@ -22,20 +20,15 @@ from specexport.exporter import compose, trace
 from specexport.exporter.build_plan import BuildPlan
 from specexport.exporter.drafts import load_draft, require_tokenizer, write_draft
 from specexport.exporter.methods import (
-    SMALLER,
     Agreement,
     Build,
-    MetaDraft,
     MethodExporter,
-    Suggestion,
     TargetOutline,
     Verification,
-    Wanted,
     vocabulary,
 )
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
 
-_GPU_DRAFT_TOKENS = 5
 C = TypeVar("C", bound=ChainDraft)
 
 
@@ -84,27 +77,6 @@ class DraftModelExporter(ChainDraftExporter[DraftModel]):
         vocab = min(draft.vocab_size, build.vocab_size)
         model = write_propose_graph(method, draft, vocab, build)
         return msgspec.structs.replace(method, candidates=min(MAX_CANDIDATES, vocab), draft=model, model=model.source)
-
-    def meta_draft(self, method: DraftModel, target: str, model: Any) -> MetaDraft:
-        draft = meta_model(method.model)
-        return MetaDraft(method.model, draft, draft.config)
-
-    def suggest(self, kind: type[DraftModel], wanted: Wanted) -> Suggestion | None:
-        K = DEFAULT_DRAFT_TOKENS if wanted.device == "cpu" else _GPU_DRAFT_TOKENS
-        least, most = SMALLER
-        if not wanted.drafts:
-            low, high = wanted.parameters / most / 1e6, wanted.parameters / least / 1e6
-            why = (
-                f"look for a model of the same family and tokenizer with {low:,.4g} to {high:,.4g} million parameters, "
-                "and pass it with --draft; 'specexport train draft' makes it agree with this target more often"
-            )
-            return Suggestion("draft_model", f"K = {K}", why, 0)
-        name, ratio = wanted.drafts[0]
-        why = f"{ratio:.1f} times smaller, the same tokenizer"
-        if not least <= ratio <= most:
-            why += f"; {least:g} to {most:g} times would be better"
-        flags = ("--draft", name, "--num-speculative-tokens", str(K))
-        return Suggestion("draft_model", f"{name}, K = {K}", why, 0, flags)
 
     def compare(self, method: DraftModel, run: Verification) -> tuple[str, Agreement] | None:
         (draft,) = method.models.values()

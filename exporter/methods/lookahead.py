@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.lookahead import PRESETS, Lookahead, sized
+from specexport.contract.methods.lookahead import PRESETS, Lookahead, gpu_preset, sized
 from specexport.contract.tree import MAX_NODES
-from specexport.exporter.methods import MethodExporter, Suggestion, TargetOutline, Wanted
+from specexport.exporter.methods import MethodExporter, TargetOutline
 
 
 class LookaheadExporter(MethodExporter[Lookahead]):
@@ -30,25 +30,13 @@ class LookaheadExporter(MethodExporter[Lookahead]):
             raise BuildError(f"{named}; the window fills only if W is at least N - 2 = {N - 2}")
         return sized(method, W, N, G)
 
-    def suggest(self, kind: type[Lookahead], wanted: Wanted) -> Suggestion | None:
-        gpu = wanted.device == "gpu"
-        method = self.outline(kind(preset="gpu" if gpu else "cpu"), TargetOutline(0, wanted.parameters, 0))
-        W, N, G = method.shape
-        return Suggestion(
-            "lookahead",
-            f"W,N,G = {W},{N},{G}: {method.widths()[0]} nodes a step",
-            "needs nothing but arithmetic to spare" + (", which a GPU has at batch 1" if gpu else "; a CPU has little"),
-            5,
-            ("--lookahead", f"{W},{N},{G}") if gpu else (),
-        )
-
 
 def _sizes(method: Lookahead, parameters: int) -> tuple[int, int, int]:
     if method.window is not None:
         return method.shape
     preset = method.preset or "cpu"
     if preset == "gpu":
-        preset = "large" if parameters < 10e9 else "medium" if parameters < 20e9 else "small"
+        preset = gpu_preset(parameters)
     if preset in PRESETS:
         return PRESETS[preset]
     try:

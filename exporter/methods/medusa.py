@@ -18,10 +18,8 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.methods import (
     Agreement,
     MethodExporter,
-    Suggestion,
     TargetOutline,
     Verification,
-    Wanted,
     vocabulary,
 )
 from specexport.exporter.options import BuildOptions
@@ -29,8 +27,6 @@ from specexport.graphs.medusa import MAX_TOP_K, MedusaHeads
 
 PUBLISHED_ACCURACY = (0.56, 0.32, 0.20, 0.15)
 """Share of tokens that were a head's best guess, heads 1 to 4 of Vicuna-7B (arXiv 2401.10774)."""
-_PUBLISHED_TREES = ((10e9, "mc_sim_7b_63"), (20e9, "vicuna_13b_stage1"), (math.inf, "vicuna_33b_stage1"))
-"""By the size of the model they were searched for (FasterDecoding/Medusa)."""
 NEXT_RANK = 0.3
 """Without a measurement, a guess is taken to be right this often compared with the guess before it."""
 
@@ -65,15 +61,6 @@ class MedusaExporter(MethodExporter[Medusa]):
             weights=options.proposing.kind,
             parameters=sum(parameter.numel() for parameter in heads.parameters()),
         )
-
-    def suggest(self, kind: type[Medusa], wanted: Wanted) -> Suggestion | None:
-        """See :class:`MethodExporter`; they must be trained for this very target, so a draft at hand comes first."""
-        if wanted.device == "gpu":
-            tree = next(tree for limit, tree in _PUBLISHED_TREES if wanted.parameters < limit)
-            return Suggestion("medusa", f"tree {tree}", "four heads and a wide tree, where nodes are nearly free", 1)
-        tree = "the tree that 'specexport tune tree' finds, 4 to 8 nodes"
-        why = "no second model; heads have to be trained, and a CPU pays for every node"
-        return Suggestion("medusa", tree, why, 1)
 
     def compare(self, method: Medusa, run: Verification) -> tuple[str, Agreement] | None:
         target, heads = run.bundle.manifest.target, run.source(method)

@@ -36,10 +36,8 @@ from specexport.exporter.methods import (
     Agreement,
     Build,
     MethodExporter,
-    Suggestion,
     TargetOutline,
     Verification,
-    Wanted,
 )
 from specexport.exporter.methods.medusa import NEXT_RANK, hidden_size
 from specexport.exporter.writing import Part, write_models
@@ -115,13 +113,6 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculator]):
             build.progress,
         )
         return msgspec.structs.replace(method, stages=len(stages), draft=model, model=model.source)
-
-    def suggest(self, kind: type[MlpSpeculator], wanted: Wanted) -> Suggestion | None:
-        why = (
-            "stages that see each other's tokens, where heads guess apart; published for some targets (ibm-fms, "
-            "ibm-granite), and trained like heads"
-        )
-        return Suggestion("mlp_speculator", "the tree that 'specexport tune tree' finds", why, 2)
 
     def compare(self, method: MlpSpeculator, run: Verification) -> tuple[str, Agreement] | None:
         """See :class:`MethodExporter`; each token must be its stage's most probable one."""

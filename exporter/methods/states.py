@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
@@ -12,9 +13,10 @@ import onnx_ir as ir
 import torch
 
 from specexport.checkpoints.checkpoint import Checkpoint
-from specexport.checkpoints.config import layers_in
+from specexport.checkpoints.config import layers_in, outlined
 from specexport.checkpoints.drafts import as_checkpoint
 from specexport.checkpoints.locate import locate
+from specexport.checkpoints.outline import ModelOutline
 from specexport.checkpoints.reference import load_reference, reference_logits
 from specexport.contract.methods.draft_model import OwnStateDraft, StatesDraft
 from specexport.contract.model import CacheLayer, LoweredAs
@@ -104,14 +106,16 @@ class StatesDraftExporter(ChainDraftExporter[S]):
         named = {"model": model.source} if method.sources else {}
         return msgspec.structs.replace(method, draft=model, **named)
 
-    def meta_draft(self, method: S, target: str, model: Any) -> MetaDraft:
-        source, config = self.source(method, target), model.config
-        outline, layers = self.read(source), config.num_hidden_layers
-        outline.require_fit(hidden=config.hidden_size, vocab=config.vocab_size, layers=layers)
-        draft = outline.make(layers)
+    def meta_draft(self, method: S, target: str, outline: ModelOutline) -> MetaDraft:
+        source = self.source(method, target)
+        read = self.read(source)
+        read.require_fit(hidden=outline.hidden, vocab=outline.vocab, layers=outline.layers)
+        draft = read.make(outline.layers)
         with torch.device("meta"):
-            cache = outline.cache(draft)
-        return MetaDraft(f"{source}, {method.name}", draft, outline.layer, cache)
+            cache = read.cache(draft)
+        row = sum(2 * layer.heads * (layer.key_size + layer.value_size) for layer in cache)
+        made = dataclasses.replace(outlined(draft, read.layer), row=row)
+        return MetaDraft(f"{source}, {method.name}", made)
 
     # --- verify -------------------------------------------------------------------------------------------------------
     def compare(self, method: S, run: Verification) -> tuple[str, Agreement] | None:

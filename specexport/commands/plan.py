@@ -1,7 +1,7 @@
 """Estimate how much memory models take on a device, whether they fit, and what speculation can gain.
 
 Example:
-    specexport plan --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --device orin-nano-8gb --precision int4
+    specexport plan Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --device orin-nano-8gb --precision int4
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 
 import msgspec
 
-from specexport.building import exporter
+from specexport.building import needs_extra
 from specexport.commands.inspect import bytes_text
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError
@@ -24,15 +24,15 @@ from specexport.tables import Table, show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport plan``."""
-    parser.add_argument(
-        "--target", required=True, metavar="DIR_OR_ID", help="bundle, folder with a config.json, or hub id"
-    )
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("model", nargs="?", metavar="TARGET", help="bundle, folder with a config.json, or hub id")
+    target.add_argument("--target", metavar="TARGET", help="the same as a flag (default: the argument)")
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer (default: none)")
     way.add_argument(
         "--method",
         metavar="NAME[:VALUE]",
-        help="what drafts: draft_model, eagle3, dflash or mtp, as for build (default: none)",
+        help="what drafts: draft_model, universal_draft, eagle3, dflash or mtp, as for build (default: none)",
     )
     parser.add_argument(
         "--device",
@@ -54,53 +54,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--acceptance", type=float, default=0.7, metavar="A", help="probability that a draft token is accepted"
     )
-    parser.add_argument("--backend", choices=ENGINE_RUNTIMES, default="tensorrt", help="what runs the models")
+    parser.add_argument(
+        "--backend", choices=ENGINE_RUNTIMES, help="what runs the models (default: tensorrt, or a bundle's own)"
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport plan``; returns 1 if the models do not fit."""
-    bundle = (expanded(arguments.target) / MANIFEST_NAME).is_file()
-    if not bundle:
-        exporter()
     from specexport.exporter.plan import DEVICES, EFFICIENCY, plan, plan_bundle
 
+    target = arguments.target or arguments.model
     device = DEVICES.get(arguments.device)
     if device is None:
         raise BuildError(f"device is {arguments.device!r}; expected one of {', '.join(DEVICES)}")
     method = parse_method(arguments.method) if arguments.method else None
     if arguments.draft is not None:
         method = read_method({"method": "draft_model", "model": arguments.draft}, "--draft")
-    if bundle:
-        for name in ("draft", "method", "precision", "max_seq_len"):
+    if (expanded(target) / MANIFEST_NAME).is_file():
+        for name in ("draft", "method", "precision", "max_seq_len", "backend"):
             if getattr(arguments, name) is not None:
                 raise BuildError(
                     f"--{name.replace('_', '-')} was given with a bundle, which says so itself; leave it out, or give "
                     "the model"
                 )
-        manifest = read_manifest(expanded(arguments.target))
-        arguments.precision, arguments.max_seq_len = manifest.target.precision.weights, manifest.max_seq_len
-        found = plan_bundle(manifest, arguments.target, device, acceptance=arguments.acceptance)
-        method = manifest.methods[0] if len(found.models) > 1 else None
+        manifest = read_manifest(expanded(target))
+        found = plan_bundle(manifest, target, device, acceptance=arguments.acceptance)
+        methods = [method for method in manifest.methods if method.needs_graph]
+        drafts = next((method.name for method in methods if method.models), None)
+        without = ", ".join(method.name for method in methods if not method.models)
+        stored = ", ".join(dict.fromkeys(model.precision.weights for model in manifest.models.values()))
+        title = f"{arguments.device}, {stored} as built, {manifest.max_seq_len} tokens"
     else:
-        arguments.precision, arguments.max_seq_len = arguments.precision or "int4", arguments.max_seq_len or 4096
-        found = plan(
-            arguments.target,
-            method,
-            device,
-            precision=arguments.precision,
-            context=arguments.max_seq_len,
-            acceptance=arguments.acceptance,
-            backend=arguments.backend,
-        )
+        precision, context = arguments.precision or "int4", arguments.max_seq_len or 4096
+        with needs_extra(f"{target}: reading this model", "export"):
+            found = plan(
+                target,
+                method,
+                device,
+                precision=precision,
+                context=context,
+                acceptance=arguments.acceptance,
+                backend=arguments.backend or "tensorrt",
+            )
+        drafts, title = (method.name if method else None), f"{arguments.device}, {precision}, {context} tokens"
+        without = ""
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(found) | {"fits": found.fits, "best_k": found.best_k}, indent=2))
         return 0 if found.fits else 1
-    table = Table(
-        f"{arguments.device}, {arguments.precision}, {arguments.max_seq_len} tokens",
-        ("model", "parameters", "a token uses", "weights", "KV cache", "scratch", "all"),
-        "lr",
-    )
+    table = Table(title, ("model", "parameters", "a token uses", "weights", "KV cache", "scratch", "all"), "lr")
     for model in found.models:
         sizes = map(bytes_text, (model.weights, model.cache, model.scratch, model.total))
         table.add_row(model.source, f"{model.parameters:,}", f"{model.active:,}", *sizes)
@@ -111,9 +113,11 @@ def main(arguments: argparse.Namespace) -> int:
     ]
     accepted = f"if {arguments.acceptance:.0%} of draft tokens are accepted"
     if found.best_k:
-        said.append(f"with the draft: about {max(found.speeds):.0f} tokens/s at K = {found.best_k}, {accepted}")
-    elif method is not None:
-        said.append(f"the draft gains nothing {accepted}")
+        said.append(f"with {drafts}: about {max(found.speeds):.0f} tokens/s at K = {found.best_k}, {accepted}")
+    elif drafts is not None:
+        said.append(f"{drafts} gains nothing {accepted}")
+    if without:
+        said.append(f"{without}: part of the target's own graph; 'specexport bench' measures what it gains")
     said.append(f"estimated from {EFFICIENCY:.0%} of the memory's bandwidth; not measured")
     show(table, "", *said)
     return 0 if found.fits else 1

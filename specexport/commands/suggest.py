@@ -1,7 +1,8 @@
-"""Suggest methods for a target; 'bench' measures those of a bundle.
+"""Suggest methods for a model, or a bundle's target; 'bench' measures those of a bundle.
 
-Example:
-    specexport suggest --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --draft Qwen/Qwen3-1.7B
+Examples:
+    specexport suggest Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --draft Qwen/Qwen3-1.7B
+    specexport suggest qwen3/
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from specexport.building import exporter
+from specexport.building import needs_extra
 from specexport.contract.folders import expanded
-from specexport.contract.manifest import MANIFEST_NAME
+from specexport.contract.manifest import MANIFEST_NAME, Manifest
+from specexport.contract.methods import method_name, text_methods
 from specexport.contract.reading import read_manifest
 from specexport.tables import Table, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport suggest``."""
-    parser.add_argument("--target", required=True, metavar="DIR_OR_ID", help="bundle, Hugging Face folder or hub id")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("model", nargs="?", metavar="TARGET", help="bundle, Hugging Face folder or hub id")
+    target.add_argument("--target", metavar="TARGET", help="the same as a flag (default: the argument)")
     parser.add_argument(
         "--draft",
         action="append",
@@ -31,14 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport suggest``."""
-    exporter()
-    from specexport.exporter.suggest import suggest
+    target = arguments.target or arguments.model
+    with needs_extra(f"{target}: reading this model", "export"):
+        from specexport.exporter.suggest import suggest
 
-    advice = suggest(arguments.target, arguments.draft, arguments.device)
-    title = f"{arguments.target}: {advice.parameters:,} parameters, on a {arguments.device}"
-    table = Table(title, ("method", "settings", "why"))
+        advice = suggest(target, arguments.draft, arguments.device)
+    folder = expanded(target)
+    manifest = read_manifest(folder) if (folder / MANIFEST_NAME).is_file() else None
+    table = Table(
+        f"{target}: {advice.parameters:,} parameters, on a {arguments.device}",
+        ("method", *([] if manifest is None else ["in this bundle"]), "settings", "why"),
+    )
     for one in advice.suggestions:
-        table.add_row(one.method, one.settings, one.why)
+        state = [] if manifest is None else [_state(manifest, one.method)]
+        table.add_row(one.method, *state, one.settings, one.why)
     show(table)
     if advice.active < advice.parameters:
         print(
@@ -48,12 +58,23 @@ def main(arguments: argparse.Namespace) -> int:
     for name, reason in advice.refused.items():
         print(f"not {name}: {reason}")
     flags = [flag for one in advice.suggestions for flag in one.flags]
-    target, there = arguments.target, expanded(arguments.target)
-    if (there / MANIFEST_NAME).is_file():
-        manifest = read_manifest(there)
-        built = ", ".join(method.name for method in manifest.methods) or "no method"
-        print(f"built for {built}; text is looked up in any case. Another method needs another build of its target:")
-        target = manifest.target.source
-    words = ["specexport", "build", "--target", target, *flags, "-o", "bundle/"]
-    print("\n" + shlex.join(words))
+    if manifest is None:
+        print("\n" + _build(target, flags))
+        return 0
+    built = ", ".join(method.name for method in manifest.methods) or "no method"
+    print(f"\nbuilt for {built}; text is looked up in any case. What pays on this machine:")
+    print(shlex.join(["specexport", "bench", target, "--methods", "all"]))
+    stored = manifest.target.precision.weights
+    flags += [] if stored == "fp32" else ["--precision", stored]
+    print("\nanother method needs another build of its target, for instance:\n" + _build(manifest.target.source, flags))
     return 0
+
+
+def _state(manifest: Manifest, name: str) -> str:
+    if any(method.name == name for method in manifest.methods):
+        return "built"
+    return "always" if any(method_name(kind) == name for kind in text_methods()) else "not built"
+
+
+def _build(target: str, flags: list[str]) -> str:
+    return shlex.join(["specexport", "build", "--target", target, *flags, "-o", "bundle/"])

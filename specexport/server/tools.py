@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specexport.contract.errors import RequestError
+from specexport.server import parameters
 from specexport.server.schema import (
     AssistantCall,
     ChatRequest,
@@ -23,7 +24,7 @@ from specexport.server.schema import (
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes calls: each a head, which names the function, and its arguments as JSON.
+    """How a model writes calls: each a head, which names the function, and its arguments, as JSON or one by one.
 
     Attributes:
         arguments: the key of the arguments, where a call is JSON.
@@ -33,6 +34,7 @@ class CallFormat:
         between: what comes between two calls; None for the end, a line's end and the mark again.
         head: a call up to its arguments, a regular expression of ``NAME`` and ``ARGUMENTS``.
         tail: a call behind its arguments.
+        one_by_one: whether arguments are written between marks of their own, up to the tail.
         id_length: letters and digits of a call's id, where the model's template knows no others.
     """
 
@@ -43,6 +45,7 @@ class CallFormat:
     between: str | None = None
     head: str = r'\{"name": "NAME", "ARGUMENTS": '
     tail: str = "}"
+    one_by_one: bool = False
     id_length: int | None = None
 
     @property
@@ -58,6 +61,7 @@ class CallFormat:
 
 _NAME = "(?P<name>[A-Za-z0-9_.-]{1,64})"
 HERMES = CallFormat(begin="<tool_call>\n", end="\n</tool_call>")
+QWEN_CODER = replace(HERMES, head=r"<function=NAME>\n", tail=parameters.END, one_by_one=True)
 LLAMA = CallFormat("parameters")
 MISTRAL = CallFormat(begin="[TOOL_CALLS]", opening=r" ?\[", between=", ", end="]", id_length=9)
 MISTRAL_ARGS = CallFormat(begin="[TOOL_CALLS]", between="[TOOL_CALLS]", head=r"NAME\[ARGS\]", tail="", id_length=9)
@@ -89,8 +93,8 @@ def call_format(template: str) -> CallFormat | None:
         return HARMONY
     if "[TOOL_CALLS]" in template:
         return MISTRAL_ID if "[CALL_ID]" in template else MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
-    if "<tool_call>" in template and "<function=" not in template:
-        return HERMES
+    if "<tool_call>" in template and "<arg_key>" not in template:  # which GLM-4.5 writes parameters in
+        return HERMES if "<function=" not in template else QWEN_CODER if "<parameter=" in template else None
     return LLAMA if re.search(r"""["']parameters["']\s*:\s*dictionary""", template) else None
 
 
@@ -121,9 +125,11 @@ class Calling:
         form = self.format
         calls = ["call: " + " | ".join(f"call_{at}" for at in range(len(self.tools)))]
         for at, tool in enumerate(self.tools):
-            arguments = json.dumps(_OBJECT | tool.parameters)
             head = _pattern(form.head_of(re.escape(tool.name)))
-            calls.append(f"call_{at}: {head} %json {arguments} {_literal(form.tail)}")
+            arguments, more = f"%json {json.dumps(_OBJECT | tool.parameters)}", list[str]()
+            if form.one_by_one:
+                arguments, more = parameters.rules(f"call_{at}", tool, {"x-guidance": _OBJECT["x-guidance"]})
+            calls += [f"call_{at}: {head} {arguments} {_literal(form.tail)}", *more]
         if form is HARMONY:
             lines = ["start: call"] if self.forced else _MESSAGES
         else:
@@ -209,6 +215,8 @@ class CallReader:
 
     def __init__(self, calling: Calling) -> None:
         self._format, self._hidden = calling.format, calling.hidden
+        self._tools = {tool.name: tool for tool in calling.tools}
+        self._parameters = parameters.ParameterReader(None)
         # Both ways to name a function in a head have a group of that name, so that one of them is enough.
         name, again = _NAME, _NAME.replace("name", "again", 1)
         pattern = calling.format.head_of(name)
@@ -275,9 +283,11 @@ class CallReader:
 
     def _begun(self, head: re.Match[str]) -> AssistantCall:
         self._take(head.end())
-        self._reading = self._arguments
+        name = next(filter(None, head.groupdict().values()))
+        self._parameters = parameters.ParameterReader(self._tools.get(name))
+        self._reading = self._one_by_one if self._format.one_by_one else self._arguments
         self.calls += 1
-        function = FunctionCall(name=next(filter(None, head.groupdict().values())), arguments="")
+        function = FunctionCall(name=name, arguments="")
         id = (
             f"call_{uuid.uuid4().hex}" if self._format.id_length is None else uuid.uuid4().hex[: self._format.id_length]
         )
@@ -299,6 +309,12 @@ class CallReader:
                     self._reading, end = self._head, at + 1
                     break
         return AssistantCall(index=self.calls - 1, function=FunctionCall(arguments=self._take(end)))
+
+    def _one_by_one(self, last: bool) -> AssistantCall | None:
+        said, self._text = self._parameters.push(self._text, last)
+        if self._parameters.done:
+            self._reading = self._head
+        return AssistantCall(index=self.calls - 1, function=FunctionCall(arguments=said)) if said else None
 
     def _header(self, last: bool) -> AssistantCall | None:
         """What is before a message of a channel."""

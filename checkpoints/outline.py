@@ -1,0 +1,260 @@
+"""What a model is made of, by its ``config.json`` alone: for ``suggest`` and ``plan``, which answer without torch.
+
+Families of usual layers are listed here, and tests compare each with transformers' own modules. Of others, and where a
+configuration leaves a size to its family's default, transformers makes the model, without its weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specexport.checkpoints.locate import CONFIG, INDEX, SINGLE, locate
+
+MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Fields of a configuration that say how many such layers there are."""
+_LARGEST = 1 << 24
+
+
+class Parameter(NamedTuple):
+    """A parameter of a model.
+
+    Attributes:
+        shape: of it; tied ones are one parameter.
+        table: whether rows are looked up in it.
+        head: whether logits are made with it.
+        share: what a token uses of a stack of experts; None of what is none.
+    """
+
+    shape: tuple[int, ...]
+    table: bool = False
+    head: bool = False
+    share: float | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """A model without its weights.
+
+    Attributes:
+        parameters: all of them, tied ones once.
+        hidden: width of the residual stream.
+        intermediate: width of a layer's inner products.
+        vocab: tokens.
+        layers: decoder layers.
+        layer_types: kinds of layers that the configuration names.
+        row: bytes of a token's keys and values in all layers, at 16 bits.
+    """
+
+    parameters: tuple[Parameter, ...]
+    hidden: int
+    intermediate: int
+    vocab: int
+    layers: int
+    layer_types: frozenset[str]
+    row: int
+
+    @property
+    def total(self) -> int:
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def active(self) -> int:
+        """How many parameters a token uses."""
+        return round(sum((1 if one.share is None else one.share) * one.numel for one in self.parameters))
+
+
+class _Family(NamedTuple):
+    """How the layers of a family differ from Llama's.
+
+    Attributes:
+        norms: vectors of the hidden size in a layer.
+        norm_bias: whether norms have biases.
+        head_norms: what queries and keys are normed with: vectors of a head's size, of all heads, or none.
+        qkv_bias: whether there is one, or the key of the configuration that says so; likewise the others.
+        true: keys that are where the configuration does not name them.
+        gated: whether a gate multiplies what goes up.
+        head_dim: where the configuration names none; None for the hidden size by the heads.
+        experts: the keys of how many there are and of their width, where layers are mixtures.
+    """
+
+    norms: int = 2
+    norm_bias: bool = False
+    head_norms: str = ""
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    true: tuple[str, ...] = ()
+    gated: bool = True
+    head_dim: int | None = None
+    experts: tuple[str, str] | None = None
+
+
+_TIED = ("tie_word_embeddings",)
+_LLAMA = _Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias")
+_ATTENTION_BIAS = _LLAMA._replace(mlp_bias=False)
+_USE_BIAS = _Family(qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", true=_TIED)
+_GLM = _Family(qkv_bias="attention_bias", true=("attention_bias",), head_dim=128)
+FAMILIES: dict[str, _Family] = {
+    "llama": _LLAMA,
+    "arcee": _LLAMA._replace(gated=False),
+    "ernie4_5": _USE_BIAS._replace(head_dim=128),
+    "exaone4": _Family(head_norms="head"),
+    "gemma": _ATTENTION_BIAS._replace(head_dim=256, true=_TIED),
+    "gemma2": _ATTENTION_BIAS._replace(norms=4, head_dim=256, true=_TIED),
+    "gemma3_text": _ATTENTION_BIAS._replace(norms=4, head_norms="head", head_dim=256, true=_TIED),
+    "glm": _GLM,
+    "glm4": _GLM._replace(norms=4),
+    "granite": _LLAMA,
+    "mistral": _Family(),
+    "mixtral": _Family(experts=("num_local_experts", "intermediate_size")),
+    "olmo2": _ATTENTION_BIAS._replace(head_norms="all"),
+    "olmo3": _ATTENTION_BIAS._replace(head_norms="all"),
+    "phi3": _Family(),
+    "qwen2": _Family(qkv_bias=True),
+    "qwen3": _ATTENTION_BIAS._replace(head_norms="head", head_dim=128),
+    "qwen3_moe": _ATTENTION_BIAS._replace(head_norms="head", experts=("num_experts", "moe_intermediate_size")),
+    "seed_oss": _LLAMA._replace(o_bias="attention_out_bias", true=("attention_bias",), head_dim=128),
+    "smollm3": _LLAMA._replace(true=_TIED),
+    "starcoder2": _USE_BIAS._replace(norm_bias=True, true=(*_TIED, "use_bias"), gated=False),
+}
+
+
+class UnknownSizesError(Exception):
+    """A configuration does not say all that there is to know."""
+
+
+def outline(source: str | Path) -> ModelOutline:
+    """A checkpoint's model without its weights, which only its configuration is read for; an adapter's is its base.
+
+    Raises:
+        BuildError: the configuration cannot be read.
+        ImportError: it takes transformers, which is not installed.
+    """
+    folder = locate(str(source), weights=False)
+    try:
+        document = json.loads((folder / CONFIG).read_bytes())
+        if not isinstance(document, dict):
+            raise UnknownSizesError
+        return described(document)
+    except (UnknownSizesError, OSError, ValueError, RecursionError):
+        # Imported here: torch takes seconds.
+        from specexport.checkpoints.config import meta_model, outlined
+
+        model = meta_model(folder)
+        return outlined(model, model.config)
+
+
+def described(document: Mapping[str, Any]) -> ModelOutline:
+    """The model of a ``config.json`` that says everything.
+
+    Raises:
+        UnknownSizesError: it does not.
+    """
+    text = document.get("text_config")
+    if isinstance(text, dict):  # what the whole model says holds for its parts
+        tied = document.get("tie_word_embeddings")
+        document = text if tied is None else {**text, "tie_word_embeddings": tied}
+    family = FAMILIES.get(str(document.get("model_type")))
+    if family is None:
+        raise UnknownSizesError
+    sizes = _Sizes(document, family)
+    kinds = document.get("layer_types") or ()
+    return ModelOutline(
+        parameters=tuple(_parameters(sizes, family)),
+        hidden=sizes.hidden,
+        intermediate=sizes.intermediate,
+        vocab=sizes.vocab,
+        layers=sizes.layers,
+        layer_types=frozenset(map(str, kinds)),
+        row=sizes.layers * sizes.key_value_heads * 2 * sizes.head_dim * 2,
+    )
+
+
+def has_mtp(folder: Path, layers: int) -> bool:
+    """Whether a checkpoint holds one layer behind the target's last that drafts, by the names of its tensors."""
+    try:
+        counts = (json.loads((folder / CONFIG).read_bytes()).get(field) for field in MTP_COUNTS)
+        if any(isinstance(count, int) and count > 1 for count in counts):
+            return False
+        if (folder / SINGLE).is_file():
+            # Imported here: what runs bundles does not need it.
+            from safetensors import safe_open
+
+            with safe_open(folder / SINGLE, framework="numpy") as file:
+                names = list(file.keys())
+        else:
+            names = list(json.loads((folder / INDEX).read_bytes())["weight_map"])
+    except Exception:  # a build says what is wrong with a file
+        return False
+    return any(name.startswith(("mtp.", f"model.layers.{layers}.")) for name in names)
+
+
+class _Sizes:
+    """The sizes that a configuration states."""
+
+    def __init__(self, document: Mapping[str, Any], family: _Family) -> None:
+        self._document, self._family = document, family
+        self.hidden, self.intermediate = self.size("hidden_size"), self.size("intermediate_size")
+        self.vocab, self.layers = self.size("vocab_size"), self.size("num_hidden_layers")
+        self.heads, self.key_value_heads = self.size("num_attention_heads"), self.size("num_key_value_heads")
+        stated = document.get("head_dim") or family.head_dim
+        self.head_dim = stated or self.hidden // self.heads
+        if not isinstance(self.head_dim, int) or not 0 < self.head_dim <= _LARGEST:
+            raise UnknownSizesError
+        self.mixed = bool(document.get("mlp_only_layers")) or document.get("decoder_sparse_step", 1) != 1
+        self.tied = self.has("tie_word_embeddings")
+
+    def size(self, key: str) -> int:
+        value = self._document.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _LARGEST:
+            raise UnknownSizesError
+        return value
+
+    def has(self, key: bool | str) -> bool:
+        if isinstance(key, bool):
+            return key
+        value = self._document.get(key)
+        return key in self._family.true if value is None else bool(value)
+
+
+def _parameters(sizes: _Sizes, family: _Family) -> Iterator[Parameter]:
+    hidden, inner = sizes.hidden, sizes.intermediate
+    queries, rows = sizes.heads * sizes.head_dim, sizes.key_value_heads * sizes.head_dim
+    yield Parameter((sizes.vocab, hidden), table=True, head=sizes.tied)
+    if not sizes.tied:
+        yield Parameter((sizes.vocab, hidden), head=True)
+    norm = [Parameter((hidden,))] * (1 + family.norm_bias)
+    layer = [Parameter(shape) for shape in ((queries, hidden), (rows, hidden), (rows, hidden), (hidden, queries))]
+    layer += norm * family.norms
+    if sizes.has(family.qkv_bias):
+        layer += [Parameter((queries,)), Parameter((rows,)), Parameter((rows,))]
+    if sizes.has(family.o_bias):
+        layer.append(Parameter((hidden,)))
+    if family.head_norms:
+        layer += [
+            Parameter((size,)) for size in ([sizes.head_dim] * 2 if family.head_norms == "head" else (queries, rows))
+        ]
+    up = 1 + family.gated
+    if family.experts is not None:
+        count, width = map(sizes.size, family.experts)
+        if sizes.mixed:
+            raise UnknownSizesError
+        share = min(1.0, sizes.size("num_experts_per_tok") / count)
+        layer.append(Parameter((count, hidden)))
+        layer += [Parameter((count, *shape), share=share) for shape in ((up * width, hidden), (hidden, width))]
+    else:
+        layer += [Parameter((inner, hidden))] * up + [Parameter((hidden, inner))]
+        if sizes.has(family.mlp_bias):
+            layer += [Parameter((inner,))] * up + [Parameter((hidden,))]
+    for _ in range(sizes.layers):
+        yield from layer
+    yield from norm
