@@ -53,7 +53,7 @@ def locate(source: str, *, weights: bool = True) -> Path:
             raise BuildError(f"{path / ADAPTER}: base_model_name_or_path: {error}") from error
         path = _beside(path, base)
     if not (path / CONFIG).is_file():
-        raise BuildError(f"{path}: no {CONFIG}; expected a Hugging Face model folder")
+        raise BuildError(f"{path}: neither {CONFIG} nor specexport.json; expected a model folder or a bundle")
     if weights and not any(path.glob("*.safetensors")) and not (path / _PICKLED).is_file():
         found = ", ".join(sorted(p.name for p in path.glob("*.bin"))) or "no weights"
         raise BuildError(f"{path}: {unreadable(found)}")

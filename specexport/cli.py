@@ -13,6 +13,7 @@ from specexport.building import needs_extra
 from specexport.commands import (
     bench,
     build,
+    chat,
     compile,
     draw,
     export,
@@ -34,11 +35,12 @@ _MORE = """\
 Examples:
     specexport build --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --precision int8 -o qwen3/
     specexport run qwen3/ --prompt "A robot may not" --stats
+    specexport chat qwen3/
     specexport serve qwen3/
     eval "$(specexport --print-completion bash)"
 
 Environment:
-    SPECEXPORT_CACHE    what is built on first use and measured of this machine
+    SPECEXPORT_CACHE    what is built on first use and measured of this machine, and what was typed in chats
                         (default: $XDG_CACHE_HOME/specexport, else ~/.cache/specexport)
     SPECEXPORT_KERNELS  0 runs every graph on onnxruntime's kernels alone (default: 1)
     SPECEXPORT_API_KEY  what clients of serve have to send, where --api-key does not say
@@ -46,7 +48,7 @@ Environment:
 Exit status:
     0, 1 for an error that was explained, 2 for wrong usage, 130 for Ctrl-C
 """
-_COMMANDS = (build, compile, run, serve, export, inspect, draw, verify, bench, suggest, plan, train, tune)
+_COMMANDS = (build, compile, run, chat, serve, export, inspect, draw, verify, bench, suggest, plan, train, tune)
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

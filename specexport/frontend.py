@@ -128,6 +128,24 @@ class Frontend:
         """Requests that run at once."""
         return self.engine.slots
 
+    def params(self, length: int | None, **own: Any) -> SamplingParams:
+        """The model's own sampling parameters, but for those that are named.
+
+        Args:
+            length: the most tokens, where neither the caller nor the model says; None for as many as the context holds.
+            own: what the caller says.
+        """
+        model = self.engine.manifest.generation
+        if model.max_tokens is None and model.rules.max_length is None:
+            own = {"max_tokens": length} | own
+        return self.engine.params(**own)
+
+    def speculation(self, keys: Mapping[str, Any]) -> Speculative:
+        """How a request speculates that says this much of it: by the default method unless it names another."""
+        if not keys:
+            return self.speculative
+        return Speculative.of(keys if "hypothesis" in keys else {"method": self.speculative.method, **keys})
+
     def chat_tokens(
         self,
         messages: Sequence[Message],

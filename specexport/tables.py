@@ -12,14 +12,14 @@ from typing import Literal, NamedTuple
 
 from tabulate import SEPARATING_LINE, tabulate
 
-_CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
 """ANSI's numbers of styles."""
 _WORD, _LEAST = 16, 10
 """Characters below which a column is not shortened, if its words are as long, and below which none ever is."""
 
 
 class Styled(NamedTuple):
-    """A sentence, or a cell of a table, and words of its style: bold, red, green, yellow."""
+    """A sentence, or a cell of a table, and words of its style: bold, dim, red, green, yellow."""
 
     text: str
     style: str = ""

@@ -160,7 +160,7 @@ def test_suggest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tree mc_sim_7b_63" in shown
     assert "eagle3" in shown and "one layer over the target's own states" in shown
     assert main(["suggest", "--target", str(tmp_path)]) == 1
-    assert "no config.json" in capsys.readouterr().err
+    assert "neither config.json" in capsys.readouterr().err
 
 
 @pytest.mark.exporter

@@ -11,39 +11,20 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from specexport.building import needs_extra
-from specexport.commands import add_calibrate, add_machine
+from specexport.commands import SOURCE, SOURCE_HELP, add_calibrate, add_machine, add_model, opening
 from specexport.contract.errors import BuildError
 from specexport.runtime.values import require_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport serve``."""
-    parser.add_argument(
-        "source", nargs="?", metavar="BUNDLE_OR_MODEL", help="a bundle, or a model that is built on first use"
-    )
+    parser.add_argument("source", nargs="?", metavar=SOURCE, help=SOURCE_HELP)
     parser.add_argument("--model", metavar="DIR_OR_ID", help="the same, as a flag (default: BUNDLE_OR_MODEL)")
-    model = parser.add_argument_group("the model")
-    model.add_argument(
-        "--speculative-config",
-        metavar="JSON",
-        help="how to speculate, a mapping with method, model and the method's keys (default: a bundle's first method)",
-    )
+    model = add_model(parser)
     model.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="the model's names in the API (default: as given)"
-    )
-    model.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="S",
-        help="most tokens of a prompt and its output (default: the bundle's; to build, the model's, at most 2048)",
-    )
-    model.add_argument(
-        "--precision",
-        choices=("fp32", "fp16", "int8", "int4"),
-        help="of the weights, if a model is built (default: fp32, or as its checkpoint is quantized)",
     )
     model.add_argument(
         "--seed",
@@ -133,19 +114,12 @@ def main(arguments: argparse.Namespace) -> int:
     from specexport.async_engine import AsyncEngine
 
     source = arguments.source or arguments.model
-    build: dict[str, Any] = {"precision": arguments.precision} if arguments.precision else {}
     engine = AsyncEngine.open(
         source,
         max_queue=arguments.max_queue,
-        speculative_config=arguments.speculative_config,
-        max_model_len=arguments.max_model_len,
         seed=arguments.seed,
         tensor_parallel_size=arguments.tensor_parallel_size,
-        gpu_memory_utilization=arguments.gpu_memory_utilization,
-        backend=arguments.backend,
-        threads=arguments.threads,
-        calibrate=arguments.calibrate,
-        **build,
+        **opening(arguments),
     )
     service = Service(engine, tuple(arguments.served_model_name or [source]), arguments.timeout or None)
     keys, most = _keys(arguments.api_key), arguments.max_body_bytes

@@ -22,7 +22,6 @@ from specexport.async_engine import AsyncEngine, AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.outputs import by_token
 from specexport.runtime import Chunk, SamplingParams, Stream
-from specexport.runtime.speculative import Speculative
 from specexport.server.errors import ApiError, api_error
 from specexport.server.metrics import Metrics
 from specexport.server.schema import (
@@ -67,14 +66,10 @@ def one_line(text: str) -> str:
     return text.translate(_LINES)
 
 
-def speculation(given: GenerationRequest, default: Speculative) -> Speculative:
-    """How a request speculates: as it says, or else as the server does."""
+def speculation(given: GenerationRequest) -> dict[str, Any]:
+    """What a request says of how it speculates."""
     keys = {} if given.speculative is None else given.speculative.model_dump(exclude_none=True)
-    if given.hypothesis is not None:
-        return Speculative.of({**keys, "hypothesis": given.hypothesis})
-    if not keys:
-        return default
-    return Speculative.of({"method": default.method, **keys})
+    return keys if given.hypothesis is None else {**keys, "hypothesis": given.hypothesis}
 
 
 @dataclass
@@ -153,13 +148,12 @@ class Service:
                 param="structured_outputs",
             )
         own: dict[str, Any] = given.model_dump(include=SAMPLING, exclude_none=True)
-        model = frontend.engine.manifest.generation
-        says = model.max_tokens is not None or model.rules.max_length is not None
-        if given.model_fields_set & LENGTHS or not says:
+        if given.model_fields_set & LENGTHS:
             own["max_tokens"] = max_tokens
         if given.stop is not None:
             own["stop"] = given.stop
-        return frontend.engine.params(
+        return frontend.params(
+            max_tokens,
             stop_token_ids=tuple(given.stop_token_ids),
             n=given.n,
             seed=None if given.seed == -1 else given.seed,
@@ -180,7 +174,7 @@ class Service:
                 "prompt_logprobs: given with stream; they come with whole answers", param="prompt_logprobs"
             )
         frontend = self.engine.frontend
-        chosen = speculation(given, frontend.speculative)
+        chosen = frontend.speculation(speculation(given))
         limits = [limit for limit in (self.timeout, given.timeout) if limit is not None]
 
         def made() -> list[Stream]:

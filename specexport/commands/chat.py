@@ -1,0 +1,310 @@
+"""Talk with a model that has a chat template.
+
+Each answer ends with how fast it was. Ctrl-C stops an answer, Ctrl-D leaves; /help lists the commands.
+From a pipe or a file each line is a message, and so are several lines between triple double quotes; answers go to
+standard output, all else to standard error. 'run --chat' takes all of standard input as one message.
+
+Examples:
+    specexport chat qwen3/ --system "You are a terse expert." --show-drafts
+    specexport chat Qwen/Qwen3-0.6B --precision int8
+    specexport chat qwen3/ < questions.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from specexport.commands import (
+    SOURCE,
+    SOURCE_HELP,
+    add_machine,
+    add_model,
+    add_sampling,
+    add_speculation,
+    opening,
+    sampling,
+    speculation,
+)
+from specexport.commands.run import describe
+from specexport.contract.errors import RequestError, SpecExportError
+from specexport.contract.folders import expanded
+from specexport.conversation import Conversation
+from specexport.frontend import Frontend
+from specexport.runtime import Stats
+from specexport.runtime.machine import cache_folder
+from specexport.runtime.speculative import PLAIN, Speculative
+from specexport.tables import Styled, Table
+from specexport.terminal import Terminal
+
+_AUTO, _PLAIN = "auto", "plain"
+"""What ``/method`` calls the default, and decoding without speculation."""
+_COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?$", re.DOTALL)
+"""A message that begins with a path, or with a space, is no command."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of ``specexport chat``."""
+    parser.add_argument("source", metavar=SOURCE, help=SOURCE_HELP)
+    parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt (default: the template's own)")
+    parser.add_argument(
+        "--show-drafts",
+        action="store_true",
+        help="underline accepted draft tokens; put them into [brackets] where nothing can be underlined",
+    )
+    add_sampling(
+        parser,
+        length="what the context holds",
+        seed="gives each answer a seed of its own, the same again in the next session; what it fixes says "
+        "'specexport run --help' (default: new ones each time)",
+    )
+    add_speculation(parser)
+    add_model(parser)
+    add_machine(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs ``specexport chat``."""
+    keys, options = speculation(arguments), opening(arguments)
+    with closing(Frontend.open(arguments.source, seed=arguments.seed, **options)) as frontend:
+        if frontend.engine.chat_template is None:
+            raise RequestError(
+                f"{arguments.source}: the model has no chat template, so that it knows no messages; continue texts "
+                f"with: specexport run {arguments.source}"
+            )
+        params, chosen = frontend.params(None, **sampling(arguments)), frontend.speculation(keys)
+        frontend.streams([0], params, chosen)  # refuses what cannot be honoured before anything is typed
+        conversation = Conversation(frontend, params, chosen, arguments.system)
+        folder = cache_folder()
+        history = None if folder is None else folder / "chat-history.jsonl"
+        terminal = Terminal(history, [f"/{name}" for name in Session.commands])
+        Session(conversation, terminal, arguments.show_drafts).run()
+    return 0
+
+
+@dataclass
+class _Gain:
+    """What answers with one method brought.
+
+    Attributes:
+        tokens: of all answers.
+        steps: of all answers.
+        seconds: of decoding.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+    def add(self, stats: Stats) -> None:
+        self.tokens += stats.output_tokens
+        self.steps += stats.steps
+        self.seconds += stats.decode_seconds
+
+
+class Session:
+    """A conversation at a terminal, until its user leaves.
+
+    Attributes:
+        commands: what a message with a slash does, by its name: a method that takes the rest of the message.
+    """
+
+    def __init__(self, conversation: Conversation, terminal: Terminal, show_drafts: bool = False) -> None:
+        self._conversation = conversation
+        self._frontend = conversation.frontend
+        self._terminal = terminal
+        self._show_drafts = show_drafts
+        self._method = _label(conversation.speculative or self._frontend.speculative)
+        self._gains: dict[str, _Gain] = {}
+        self._last: Stats | None = None
+        self._saved: set[Path] = set()
+        self._stopped = False  # by Ctrl-C: the next one leaves
+
+    def run(self) -> None:
+        """Reads messages and answers them.
+
+        Raises:
+            SpecExportError: a message or an answer failed, and nobody is there to type another.
+        """
+        if self._terminal.interactive:
+            context = self._frontend.max_model_len
+            self._terminal.notice(
+                f"{self._frontend.name}, context of {context} tokens. /help lists commands, Ctrl-D leaves."
+            )
+        while self._turn():
+            pass
+
+    def _turn(self) -> bool:
+        """Reads a message and does what it asks for; False to leave."""
+        terminal = self._terminal
+        try:
+            message = terminal.message()
+            self._stopped = False
+            return self._take(message)
+        except EOFError:
+            if terminal.interactive:
+                print()
+            return False
+        except KeyboardInterrupt:
+            if self._stopped or not terminal.interactive:
+                raise
+            terminal.notice("Ctrl-C again leaves, and so does Ctrl-D.")
+            self._stopped = True
+        except SpecExportError as error:
+            if not terminal.interactive:
+                raise
+            terminal.notice(Styled(f"error: {error}", "red"))
+        return True
+
+    def _take(self, message: str) -> bool:
+        """Answers a message or runs a command; False to leave."""
+        if not message.strip():
+            return True
+        command = _COMMAND.match(message.rstrip())
+        if command is None:
+            self._answer(message)
+            return True
+        name, rest = command[1], (command[2] or "").strip()
+        if name in ("quit", "exit", "bye"):
+            return False
+        if name not in self.commands:
+            raise RequestError(f"/{name}: no such command; /help lists them, and a space before the slash sends it")
+        self.commands[name](self, rest)
+        return True
+
+    def _answer(self, question: str) -> None:
+        unread = self._conversation.unread
+        stream = self._conversation.stream(question)
+        if self._conversation.unread > unread:
+            self._terminal.notice(
+                f"The conversation has outgrown the context of {self._frontend.max_model_len} tokens: the model no "
+                f"longer reads its first {_counted(self._conversation.unread, 'turn')}. /reset begins anew."
+            )
+        parts: list[str] = []
+        reason = None
+        with self._terminal.interrupting(stream.cancel) as interrupted, stream:
+            for chunk in stream:
+                drafted = len(chunk.verified.path) if self._show_drafts and chunk.verified is not None else 0
+                for at, piece in enumerate(chunk.pieces if drafted else [chunk.text]):
+                    self._terminal.write(piece, underlined=at < drafted)
+                parts.append(chunk.text)
+                reason = chunk.finish_reason
+        self._terminal.write("\n")
+        self._conversation.add(question, "".join(parts))
+        self._last = stream.stats
+        self._gains.setdefault(self._method, _Gain()).add(stream.stats)
+        if reason == "length":
+            self._terminal.notice(self._why_it_ends(stream.stats))
+        self._terminal.notice(("Stopped. " if interrupted() else "") + _speed(stream.stats))
+        self._stopped = interrupted()
+
+    def _why_it_ends(self, stats: Stats) -> str:
+        if stats.output_tokens == self._conversation.params.max_tokens:
+            return f"The answer ends here as it may have {_counted(stats.output_tokens, 'token')} (--max-tokens)."
+        return (
+            f"The answer ends here as the context of {self._frontend.max_model_len} tokens is full. With the next "
+            "message the model reads the last turns only; /reset begins anew."
+        )
+
+    def _help(self, _: str) -> None:
+        """List what can be typed."""
+        table = Table()
+        for name, command in self.commands.items():
+            words = (command.__doc__ or "").partition("\n")[0].split(": ", 1)
+            table.add_row(f"/{name} {words[0] if len(words) > 1 else ''}".rstrip(), words[-1])
+        table.add_row('""" … """', "Send several lines as one message, as a backslash at a line's end does.")
+        table.add_row("Ctrl-C", "Stop the answer; at the prompt, twice, leave. Ctrl-D leaves at once.")
+        self._terminal.notice(table)
+
+    def _system(self, text: str) -> None:
+        """[TEXT]: Set the system prompt of the next answers, "" for none; show it."""
+        if text:
+            self._conversation.instruct("" if text in ('""', "''") else text)
+        self._terminal.notice(f"System prompt: {self._conversation.system or 'none but what the template may have'}")
+
+    def _reset(self, _: str) -> None:
+        """Forget the conversation, not the system prompt."""
+        self._conversation.reset()
+        self._terminal.notice("The conversation begins anew.")
+
+    def _stats(self, _: str) -> None:
+        """Show what the last answer cost, and how full the context is."""
+        if self._last is None:
+            self._terminal.notice("There is no answer yet.")
+            return
+        engine = self._frontend.engine
+        self._terminal.notice(
+            describe(self._last, engine.backend.fallback, engine.costs, engine.backend.kernels),
+            f"context     {self._last.prompt_tokens + self._last.output_tokens} of {self._frontend.max_model_len} "
+            f"tokens; {_counted(len(self._conversation.turns), 'turn')}, {self._conversation.unread} no longer read",
+        )
+
+    def _choose_method(self, name: str) -> None:
+        """[NAME]: Choose how to speculate, or list the methods with what each brought."""
+        methods = self._frontend.engine.methods
+        offered = [_AUTO, _PLAIN, *(name for name, method in methods.items() if not method.takes_hypothesis)]
+        if name and name not in offered:
+            raise RequestError(f"/method {name}: expected one of {', '.join(offered)}")
+        if name:
+            self._method = name
+            own = {_AUTO: self._frontend.speculative, _PLAIN: PLAIN}
+            self._conversation.speculative = own.get(name) or Speculative(method=name)
+            self._terminal.notice(f"Method: {name}")
+            return
+        table = Table(columns=("", "method", "tokens/s", "tokens a step"), align="llr")
+        for name in offered:
+            gain = self._gains.get(name, _Gain())
+            speed = f"{gain.tokens / gain.seconds:.1f}" if gain.seconds else "–"
+            length = f"{gain.tokens / gain.steps:.2f}" if gain.steps else "–"
+            table.add_row("*" if name == self._method else "", name, speed, length)
+        self._terminal.notice(table)
+
+    def _save(self, name: str) -> None:
+        """FILE: Write the conversation as JSON: messages, as OpenAI's API has them."""
+        if not name:
+            raise RequestError("/save: no file; expected /save FILE")
+        path = expanded(name, RequestError)
+        if path.exists() and path.resolve() not in self._saved:
+            raise RequestError(f"/save {name}: it exists already; name another file")
+        text = json.dumps({"messages": self._conversation.messages}, ensure_ascii=False, indent=2)
+        try:
+            path.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise RequestError(f"/save {name}: {error.strerror or error}; name another file") from error
+        self._saved.add(path.resolve())
+        self._terminal.notice(f"Saved {_counted(len(self._conversation.turns), 'turn')} to {path}")
+
+    def _quit(self, _: str) -> None:
+        """Leave."""
+
+    commands: dict[str, Callable[[Session, str], None]] = {  # noqa: RUF012
+        "system": _system,
+        "method": _choose_method,
+        "stats": _stats,
+        "reset": _reset,
+        "save": _save,
+        "help": _help,
+        "quit": _quit,
+    }
+
+
+def _label(chosen: Speculative) -> str:
+    return _PLAIN if chosen.plain else chosen.method or _AUTO
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def _speed(stats: Stats) -> str:
+    """How fast an answer was, and how much speculation brought."""
+    said = f"{_counted(stats.output_tokens, 'token')} at {stats.tokens_per_second:.1f} a second"
+    if not stats.drafted:
+        return f"{said}, none of them drafted."
+    length = stats.output_tokens / stats.steps
+    return f"{said}, {length:.2f} a step: {stats.accepted} of {stats.drafted} draft tokens were accepted."

@@ -1,0 +1,218 @@
+"""A terminal, or a pipe in its place: messages are read from it, answers and notices are written to it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from specexport.contract.errors import RequestError
+from specexport.runtime.values import require_text
+from specexport.tables import Styled, Table
+
+_PROMPT, _CONTINUED = "> ", ". "
+_BLOCK = '"""'
+_MOST = 1000
+"""Messages that the history keeps."""
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
+_VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+"""Control characters as signs: what a model writes must not move the cursor or set the window's title."""
+
+Read = Callable[[str], str]
+"""Shows a prompt and reads what is entered: a line, or several at once. Raises EOFError at the end."""
+
+
+def read_message(read: Read) -> str:
+    r"""A message: what is entered, or all that stands between two \"\"\", or lines that end with a backslash each.
+
+    Raises:
+        EOFError: there is no more.
+        KeyboardInterrupt: Ctrl-C was pressed.
+    """
+    text = read(_PROMPT)
+    with contextlib.suppress(EOFError):  # which the next one meets again
+        if text.lstrip().startswith(_BLOCK):
+            text = text.lstrip().removeprefix(_BLOCK)
+            while _BLOCK not in text:
+                text += "\n" + read(_CONTINUED)
+            return text.replace(_BLOCK, "").strip("\n")
+        while text.endswith("\\"):
+            text = text[:-1] + "\n"
+            text += read(_CONTINUED)
+    return text
+
+
+def from_standard_input(read: Callable[[], str]) -> str:
+    """What is read from standard input.
+
+    Raises:
+        RequestError: it is no text.
+    """
+    try:
+        text = read()
+    except UnicodeDecodeError as error:
+        byte, encoding = error.object[error.start], error.encoding.upper()
+        raise RequestError(
+            f"standard input: the byte 0x{byte:02x} is not {encoding}; send text in {encoding}"
+        ) from error
+    require_text(text, "standard input")
+    return text
+
+
+class Terminal:
+    """Where a conversation is held. Answers go to standard output, all else to standard error.
+
+    Attributes:
+        interactive: whether messages are typed; otherwise they come from a pipe or a file, one a line.
+        underlines: whether what is written to standard output may be underlined.
+
+    Args:
+        history: the file that keeps messages for later sessions; None for none.
+        words: what can be completed at the start of a message.
+    """
+
+    def __init__(self, history: Path | None = None, words: Sequence[str] = ()) -> None:
+        self.interactive = sys.stdin.isatty()
+        capable = os.environ.get("TERM", "dumb" if os.name == "posix" else "") != "dumb"
+        self.underlines = capable and sys.stdout.isatty()
+        self._coloured = capable and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        self._plain = sys.stdout.isatty()
+        self._read: Read = _piped
+        if self.interactive:
+            kept = _History(history)
+            editable = capable and sys.stdout.isatty() and importlib.util.find_spec("prompt_toolkit") is not None
+            self._read = _edited(kept, words) if editable else _typed(kept)
+            if capable and not editable and sys.stdout.isatty():
+                self.notice("A line editor with completion comes with: pip install 'specexport[chat]'")
+
+    def message(self) -> str:
+        """The next message; see :func:`read_message`."""
+        return read_message(self._read)
+
+    def write(self, text: str, *, underlined: bool = False) -> None:
+        """Writes a part of an answer."""
+        shown = text.translate(_VISIBLE) if self._plain else text
+        if underlined and shown:
+            shown = f"\x1b[4m{shown}\x1b[24m" if self.underlines else f"[{shown}]"
+        sys.stdout.write(shown)
+        sys.stdout.flush()
+
+    def notice(self, *parts: str | Styled | Table) -> None:
+        """Says what is no answer."""
+        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+        for part in parts:
+            shown = Styled(part, "dim") if isinstance(part, str) else part
+            print(shown.drawn(width, self._coloured), file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def interrupting(self, stop: Callable[[], object]) -> Iterator[Callable[[], bool]]:
+        """Lets Ctrl-C call ``stop`` where messages are typed; gives a function that says whether it did."""
+        pressed = False
+
+        def press(*_: object) -> None:
+            nonlocal pressed
+            pressed = True
+            stop()
+
+        before: Any = signal.signal(signal.SIGINT, press) if self.interactive else None
+        try:
+            yield lambda: pressed
+        finally:
+            if self.interactive:
+                signal.signal(signal.SIGINT, before)
+
+
+class _History:
+    """Messages of earlier sessions, a JSON string a line, which their user alone may read."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.messages: list[str] = []
+        if path is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            self.messages = [str(json.loads(line)) for line in lines[-_MOST:]]
+            if len(lines) > 2 * _MOST:
+                path.write_text("".join(f"{line}\n" for line in lines[-_MOST:]), encoding="utf-8")
+
+    def add(self, message: str) -> None:
+        if self._path is None or not message.strip():
+            return
+        with contextlib.suppress(OSError):  # a session is worth more than its history
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            with os.fdopen(file, "a", encoding="utf-8") as written:
+                written.write(json.dumps(message) + "\n")
+
+
+def _piped(_: str) -> str:
+    line = from_standard_input(sys.stdin.readline)
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")
+
+
+def _typed(history: _History) -> Read:
+    """Python's own ``input``, with readline where it is there."""
+    with contextlib.suppress(ImportError):
+        import readline
+
+        for message in history.messages:
+            readline.add_history(message)
+
+    def read(prompt: str) -> str:
+        if not sys.stdout.isatty():  # input() would write it among the answers
+            print(prompt, end="", file=sys.stderr, flush=True)
+            return _piped(prompt)
+        line = input(prompt)
+        history.add(line)
+        return line
+
+    return read
+
+
+def _edited(history: _History, words: Sequence[str]) -> Read:
+    """prompt_toolkit's editor: Enter sends, Alt-Enter begins a line, Ctrl-C clears what is there."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.filters import Condition
+    from prompt_toolkit.history import InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _break(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(
+        history=InMemoryHistory(history.messages),
+        completer=WordCompleter(list(words), sentence=True),
+        complete_while_typing=Condition(lambda: session.default_buffer.text.startswith("/")),
+        key_bindings=keys,
+        multiline=True,
+        prompt_continuation=_CONTINUED,
+    )
+
+    @keys.add("c-c", filter=Condition(lambda: bool(session.default_buffer.text)))
+    def _clear(event: KeyPressEvent) -> None:
+        event.current_buffer.reset()
+
+    def read(prompt: str) -> str:
+        text: str = session.prompt(prompt)
+        history.add(text)
+        return text
+
+    return read

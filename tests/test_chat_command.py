@@ -1,0 +1,346 @@
+"""``specexport chat``: at a real pseudo-terminal, from a pipe, and what it says equals ``LLM.chat``'s answers."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specexport import LLM, SamplingParams
+from specexport.cli import main
+from specexport.contract.errors import RequestError
+from specexport.conversation import Conversation
+from specexport.frontend import Frontend
+from specexport.terminal import read_message
+from tests.serving import with_chat_template
+from tests.typed import ALT_ENTER, CTRL_C, CTRL_D, ENTER, UP, Typed, typed
+
+GREEDY = ["--temperature", "0", "--threads", "1", "--no-calibrate"]
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
+)
+QUESTIONS = ["one two three", "four", "five six"]
+
+
+@pytest.fixture(scope="module")
+def folder(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("chat") / "tiny")
+
+
+def answers(folder: Path, questions: list[str], most: int, system: str = "") -> list[str]:
+    """What ``LLM.chat`` answers, turn by turn."""
+    messages = [{"role": "system", "content": system}] if system else []
+    with LLM(bundle=folder, threads=1) as llm:
+        for question in questions:
+            messages.append({"role": "user", "content": question})
+            (output,) = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=most), use_tqdm=False)
+            messages.append({"role": "assistant", "content": output.outputs[0].text})
+    return [message["content"] for message in messages if message["role"] == "assistant"]
+
+
+def piped(
+    text: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of a chat whose messages come from a pipe."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    code = main(["chat", *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+# --- at a terminal ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("editor", [True, False])
+def test_turns_at_a_terminal_say_what_llm_chat_says(folder: Path, tmp_path: Path, editor: bool) -> None:
+    """With prompt_toolkit, and in a dumb terminal of 40 columns without colours."""
+    plain = {} if editor else {"TERM": "dumb", "NO_COLOR": "1"}
+    cache = {"SPECEXPORT_CACHE": str(tmp_path / "cache")}
+    words = ["chat", str(folder), *GREEDY, "-n", "24", "--system", "Be brief."]
+    expected = answers(folder, QUESTIONS, 24, "Be brief.")
+    with typed(words, columns=80 if editor else 40, cwd=tmp_path, **cache, **plain) as chat:
+        chat.expect("/help lists")
+        for question in QUESTIONS:
+            ask(chat, question)
+        chat.expect(">")
+        enter(chat, "/save chat.json")
+        chat.expect("Saved 3 turns")
+        chat.expect(">")
+        enter(chat, "/quit")
+        assert chat.ended() == 0
+    saved = json.loads((tmp_path / "chat.json").read_text(encoding="utf-8"))["messages"]
+    assert [message["content"] for message in saved if message["role"] == "assistant"] == expected
+    assert saved[0] == {"role": "system", "content": "Be brief."}
+    for answer in expected:
+        assert printable(answer) in re.sub(r"[^ -~]", "", chat.text)
+    if not editor:
+        assert "\x1b" not in chat.raw
+        notices = [line for line in chat.text.splitlines() if not any(letter in line for letter in ">�")]
+        assert max(map(len, notices)) <= 40
+    # What was typed is there in the next session, for its user alone.
+    history = tmp_path / "cache" / "chat-history.jsonl"
+    assert [json.loads(line) for line in history.read_text().splitlines()] == [*QUESTIONS, "/save chat.json", "/quit"]
+    assert history.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_editor_has_history_and_several_lines(folder: Path, tmp_path: Path) -> None:
+    words = ["chat", str(folder), *GREEDY, "-n", "4"]
+    for session in range(2):
+        with typed(words, cwd=tmp_path, SPECEXPORT_CACHE=str(tmp_path)) as chat:
+            chat.expect(">")
+            if session:
+                chat.type(UP + UP)  # past the command
+                chat.expect("two")
+                enter(chat, "")
+            else:
+                enter(chat, f"one{ALT_ENTER}two")
+            chat.expect("a second")
+            chat.expect(">")
+            enter(chat, f"/save {session}.json")
+            chat.expect("Saved 1 turn")
+            leave(chat)
+    said = [json.loads((tmp_path / f"{session}.json").read_text())["messages"] for session in range(2)]
+    assert said[0] == said[1]
+    assert said[0][0]["content"] == "one\ntwo"
+
+
+def test_ctrl_c_stops_the_answer_and_then_leaves(folder: Path, tmp_path: Path) -> None:
+    words = ["chat", str(folder), *GREEDY, "--no-speculation"]
+    with typed(words, cwd=tmp_path, SPECEXPORT_CACHE=str(tmp_path)) as chat:
+        chat.expect(">")
+        chat.type("half a message")
+        chat.expect("half a message")
+        chat.type(CTRL_C)  # clears it
+        enter(chat, "one")
+        chat.expect("one")
+        chat.expect("\n")
+        assert len(chat.expect("e")) < 400  # an answer of hundreds of tokens has begun
+        chat.type(CTRL_C)
+        chat.expect("Stopped. ")
+        chat.expect(">")
+        enter(chat, "/stats")  # still there, and the part of the answer is a turn
+        chat.expect("1 turn, 0 no longer read")
+        chat.expect(">")
+        chat.type(CTRL_C)
+        chat.expect("Ctrl-C again leaves")
+        chat.expect(">")
+        chat.type(CTRL_C)
+        assert chat.ended() == 130
+
+
+def test_without_the_extra_a_line_says_how_to_install_it(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['prompt_toolkit'] = None", encoding="utf-8")
+    path = os.pathsep.join(filter(None, [str(tmp_path), *sys.path]))
+    with typed(["chat", str(folder), *GREEDY, "-n", "4"], PYTHONPATH=path, SPECEXPORT_CACHE=str(tmp_path)) as chat:
+        chat.expect("pip install 'specexport[chat]'")
+        ask(chat, "one")
+        ask(chat, '"""one' + ENTER + 'two"""')
+        leave(chat)
+    assert chat.text.count("pip install") == 1
+
+
+def test_accepted_drafts_are_underlined(folder: Path, tmp_path: Path) -> None:
+    words = ["chat", str(folder), *GREEDY, "-n", "24", "--show-drafts"]
+    with typed(words, NO_COLOR="1", SPECEXPORT_CACHE=str(tmp_path)) as chat:
+        said = ask(chat, "one two three")
+        drafted = int(re.search(r"(\d+) of \d+ draft tokens", said)[1])  # type: ignore[index]
+        leave(chat)
+    underlined = re.findall(r"\x1b\[4m(.*?)\x1b\[24m", chat.raw, re.DOTALL)
+    assert 0 < len(underlined) <= drafted  # a token may hold no whole character
+    (answer,) = answers(folder, ["one two three"], 24)
+    assert printable("".join(underlined)) != printable(answer)
+    assert printable(answer) in re.sub(r"[^ -~]", "", chat.text)
+
+
+# --- from a pipe ------------------------------------------------------------------------------------------------------
+
+
+def test_each_line_of_a_pipe_is_a_message(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = 'one two three\n\nfour\n"""\nfive\nsix\n"""\nseven \\\neight'
+    code, out, err = piped(text, [str(folder), *GREEDY, "-n", "16"], monkeypatch, capsys)
+    expected = answers(folder, ["one two three", "four", "five\nsix", "seven \neight"], 16)
+    assert (code, out) == (0, "".join(f"{answer}\n" for answer in expected))
+    assert err.count(" a second, ") == 4
+    assert "\x1b" not in out + err
+
+
+def test_commands_change_what_follows(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "chat.json"
+    text = (
+        "/stats\n/system Be brief.\none two three\n/reset\n/method plain\none two three\n/method\n/stats\n/system\n"
+        f'/save {file}\n/save {file}\n/system ""\n/help\n /reset\n/etc/passwd\n/bye\nnever\n'
+    )
+    code, out, err = piped(text, [str(folder), *GREEDY, "-n", "8"], monkeypatch, capsys)
+    (expected,) = answers(folder, ["one two three"], 8, "Be brief.")
+    assert code == 0
+    assert out.startswith(f"{expected}\n{expected}\n")  # plainly, too
+    assert out.count("\n") - out.count(expected) * expected.count("\n") >= 4  # " /reset" and a path are messages
+    assert "There is no answer yet." in err
+    assert re.search(r"^\* +plain +[\d.]+ +1\.00$", err, re.MULTILINE)
+    assert re.search(r"^ +auto +[\d.]+ +[\d.]+$", err, re.MULTILINE)
+    assert re.search(r"^ +ngram +– +–$", err, re.MULTILINE)
+    assert "hypothesis" not in err
+    assert "from the prefix cache" in err
+    assert "System prompt: Be brief." in err and "System prompt: none" in err
+    assert "/system [TEXT]" in err
+    turns = json.loads(file.read_text(encoding="utf-8"))["messages"]
+    assert [message["role"] for message in turns] == ["system", "user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("/fly\n", "/fly: no such command; /help lists them"),
+        ("/method magic\n", "/method magic: expected one of auto, plain, draft_model"),
+        ("/save\n", "expected /save FILE"),
+        ("/save {exists}\n", "it exists already; name another file"),
+        ("/save {exists}/inside\n", "name another file"),
+        ("word " * 3000 + "\n", "the context holds 512 tokens"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    folder: Path, text: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = text.format(exists=folder / "specexport.json")
+    code, out, err = piped(text, [str(folder), *GREEDY], monkeypatch, capsys)
+    assert (code, out) == (1, "")
+    assert said in err
+    assert err.startswith("specexport: error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--method", "magic"], "method is 'magic'"),
+        (["--method", "ngram", "--no-speculation"], "--method was given with --no-speculation"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--threads", "0"], "--threads is 0"),
+        (["--max-model-len", "4096"], "max_model_len is 4096"),
+    ],
+)
+def test_wrong_flags_are_named(
+    folder: Path, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = piped("", [str(folder), *words], monkeypatch, capsys)
+    assert (code, out) == (1, "")
+    assert said in err
+
+
+def test_a_model_that_knows_no_messages_is_named(
+    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = piped("one\n", [str(bundle("llama-near")), *GREEDY], monkeypatch, capsys)
+    assert code == 1
+    assert "the model has no chat template" in err
+    assert "specexport run" in err
+
+
+def test_run_answers_a_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(folder), "--chat", "--prompt", "one two three", "-n", "16", *GREEDY]) == 0
+    assert capsys.readouterr().out == f"{answers(folder, ['one two three'], 16)[0]}\n"
+    assert main(["run", str(folder), "--chat", "--prompt", "one", "--json", "--ignore-eos", *GREEDY]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["stats"]["prompt_tokens"] + len(result["token_ids"]) == 512  # to the end of the context
+    assert main(["run", str(folder), "--chat", "--prompt", "one", "--prompt-embeds", "x.npy"]) == 1
+    assert "--prompt-embeds was given with --chat" in capsys.readouterr().err
+
+
+# --- what outgrows the context ----------------------------------------------------------------------------------------
+
+
+def test_a_conversation_outgrows_its_context(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "".join(f"message number {number}\n" for number in range(24)) + "/stats\n"
+    words = [str(folder), *GREEDY, "-n", "8", "--system", "Be brief."]
+    code, _, err = piped(text, words, monkeypatch, capsys)
+    assert code == 0
+    assert "has outgrown the context of 512 tokens: the model no longer reads its first " in err
+    assert 1 <= err.count("outgrown") < 6  # turns are left out several at once, so that the prefix cache serves
+    assert re.search(r"24 turns, [1-9]\d* no longer read", err)
+
+
+def test_the_last_turns_and_the_system_prompt_stay(folder: Path) -> None:
+    frontend = Frontend.open(bundle=folder, threads=1, max_model_len=256)
+    try:
+        conversation = Conversation(frontend, frontend.params(None, temperature=0.0), system="Be brief.")
+        for number in range(20):
+            conversation.add(f"question {number}", f"answer {number}")
+        with conversation.stream("the last") as stream:
+            read = frontend.engine.tokenizer.decode(stream.tokens)
+            assert "system: Be brief." in read and "answer 19" in read and "the last" in read
+            assert "question 0" not in read
+            assert len(stream.tokens) <= 128
+        assert 0 < conversation.unread < 20
+        unread = conversation.unread
+        with pytest.raises(RequestError, match="the context holds 256"):
+            conversation.stream("much " * 200)
+        assert conversation.unread == unread  # that question is no part of it
+        conversation.reset()
+        with conversation.stream("anew") as stream:
+            assert "answer" not in frontend.engine.tokenizer.decode(stream.tokens)
+    finally:
+        frontend.close()
+
+
+def test_a_template_without_system_prompts_refuses_one_at_once(
+    bundle: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strict = with_chat_template(bundle("llama-near"), tmp_path / "strict", NO_SYSTEM + "{{ messages[-1].content }}")
+    for text, words in (("one\n/system Be brief.\n", []), ("one\n", ["--system", "Be brief."])):
+        code, out, err = piped(text, [str(strict), *GREEDY, "-n", "4", *words], monkeypatch, capsys)
+        assert code == 1
+        assert "refuses them: no system role" in err
+        assert bool(out) is not bool(words)
+
+
+def test_messages_of_several_lines() -> None:
+    def read(*lines: str) -> str:
+        given = iter(lines)
+
+        def one(_: str) -> str:
+            try:
+                return next(given)
+            except StopIteration:
+                raise EOFError from None
+
+        return read_message(one)
+
+    assert read("a") == "a"
+    assert read("a\\", "b\\", "c") == "a\nb\nc"
+    assert read('"""a', "", "b", '"""') == "a\n\nb"
+    assert read('"""a"""') == "a"
+    assert read('"""a', "b") == "a\nb"  # the end is an end
+    with pytest.raises(EOFError):
+        read()
+
+
+def enter(chat: Typed, message: str) -> None:
+    chat.type(message + ENTER)
+
+
+def ask(chat: Typed, question: str) -> str:
+    """Asks, and waits for the answer's end: all that was written meanwhile."""
+    chat.expect(">")
+    enter(chat, question)
+    return chat.expect("a second") + chat.expect("\n")
+
+
+def leave(chat: Typed) -> None:
+    chat.expect(">")
+    chat.type(CTRL_D)
+    assert chat.ended() == 0
+
+
+def printable(text: str) -> str:
+    return re.sub(r"[^ -~]", "", text)
