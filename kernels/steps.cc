@@ -961,7 +961,7 @@ std::unique_ptr<Step> make_step(const Graph& graph, const Node& node) {
   std::unique_ptr<Step> step = it->second.make(graph, node);
   step->inputs = node.inputs;
   step->outputs = node.outputs;
-  step->name = node.name;
+  step->name = node.name.empty() ? node.type : node.name;
   return step;
 }
 
