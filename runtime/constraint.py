@@ -328,7 +328,9 @@ def _json_grammar(schema: str) -> str:
     read = llguidance.LLMatcher.grammar_from_json_schema
     try:
         stated = json.loads(schema)
-    except (ValueError, RecursionError):
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    except RecursionError:
         return read(schema)  # which says what is wrong with it
     if stated is True:
         stated, schema = {}, "{}"
