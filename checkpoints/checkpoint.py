@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -32,6 +33,7 @@ from specexport.graphs.experts import EXPERTS_NAME
 from specexport.graphs.recurrent import StateProbe, recurrent, take_over
 from specexport.graphs.rotary import freeze_frequencies
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model")
 """Files of sentencepiece's; some are tiktoken's by the same name."""
 
@@ -218,7 +220,11 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
     try:
         loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # from missing files to malformed JSON
-        raise BuildError(_missing_reader(path) or f"{path}: its tokenizer could not be loaded: {error}") from error
+        broken = next((why for name in _TOKENIZER_FILES if (why := _not_an_object(path / name)) is not None), None)
+        said = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise BuildError(
+            _missing_reader(path) or broken or f"{path}: its tokenizer could not be loaded: {said}"
+        ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise BuildError(
@@ -232,6 +238,17 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
     splits = bool(loaded.split_special_tokens)
     templates = chat_templates(path, loaded)
     return TokenizerFiles(backend, templates, special, end if isinstance(end, int) else None, splits)
+
+
+def _not_an_object(path: Path) -> str | None:
+    """What is wrong with a file that should hold a JSON object; None where it does, or is not there."""
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        return f"{path}: not JSON: {error}"
+    return None if isinstance(found, dict) else f"{path}: holds {type(found).__name__}; expected an object"
 
 
 def _missing_reader(folder: Path) -> str | None:

@@ -52,6 +52,8 @@ def locate(source: str, *, weights: bool = True) -> Path:
         except BuildError as error:
             raise BuildError(f"{path / ADAPTER}: base_model_name_or_path: {error}") from error
         path = _beside(path, base)
+    if not (path / CONFIG).is_file() and (path / "specexport.json").is_file():
+        raise BuildError(f"{path}: a bundle, which is built already; expected a Hugging Face model folder or a hub id")
     if not (path / CONFIG).is_file():
         raise BuildError(f"{path}: neither {CONFIG} nor specexport.json; expected a model folder or a bundle")
     if weights and not any(path.glob("*.safetensors")) and not (path / _PICKLED).is_file():

@@ -130,7 +130,7 @@ def _fill(
     end = tokenizer.eos_token_id
     if end is not None and end >= model.vocab_size:
         end = None
-    other = other_template(path, tokenizer.chat_templates)
+    named = other_template(path, tokenizer.chat_templates)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         specexport_version=__version__,
@@ -158,7 +158,7 @@ def _fill(
         ),
         files=_file_entries(folder, stages.files, progress),
         program=program,
-        notes=(*setting_notes(path, end, target.eos_token_ids), *([] if other is None else [other])),
+        notes=(*setting_notes(path, end, target.eos_token_ids), *(() if named is None else (named,))),
     )
     write_manifest(folder, manifest)
     return read_manifest(folder)

@@ -15,7 +15,7 @@ from typing import Any
 
 from specexport.contract.errors import BundleError, RequestError
 from specexport.contract.manifest import DEFAULT_TEMPLATE
-from specexport.runtime.values import is_sequence, shown
+from specexport.runtime.values import is_sequence, require_text, shown
 
 Message = Mapping[str, Any]
 """``role`` and ``content`` (text, or parts of text), and whatever else the template knows: what JSON can say."""
@@ -106,6 +106,7 @@ class ChatTemplate:
             line = json.dumps([chosen, given, others])
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"messages: not what JSON can say: {error}", param="messages") from error
+        _require_texts({"messages": given["messages"], **others}, "", None)
         with self._lock:
             match self._answer(line):
                 case {"text": str(text)}:
@@ -165,9 +166,24 @@ def _plain(at: int, message: Message) -> dict[str, Any]:
             f"messages.{at} is {type(message).__name__}; expected a mapping with role and content", param="messages"
         )
     known = {name: value for name, value in message.items() if value is not None}
-    if isinstance(content := known.get("content"), (list, tuple)):
+    if isinstance(content := known.get("content", ""), (list, tuple)):
         known["content"] = [_part(f"messages.{at}.content.{index}", part) for index, part in enumerate(content)]
+    elif not isinstance(content, str):
+        raise RequestError(
+            f"messages.{at}.content is {shown(content)}; expected a text, or a list of parts", param="messages"
+        )
     return known
+
+
+def _require_texts(value: Any, place: str, param: str | None) -> None:
+    """Refuses half characters anywhere in what JSON can say."""
+    if isinstance(value, str):
+        require_text(value, place, param)
+    elif isinstance(value, (Mapping, list, tuple)):
+        for key, held in value.items() if isinstance(value, Mapping) else enumerate(value):
+            inside = f"{place}.{key}" if place else str(key)
+            _require_texts(held, inside, param or inside)
+            _require_texts(key, f"a key of {place or 'chat_template_kwargs'}", param)
 
 
 def _part(place: str, part: Any) -> dict[str, Any]:

@@ -34,6 +34,8 @@ Ints = npt.NDArray[np.int64]
 
 MAX_SCHEMA = 1 << 16
 """Characters of a JSON schema."""
+_SAID = 300
+"""Most characters of what llguidance says in an error."""
 _WHITESPACE = r"[ ]|\n[ \t]{0,16}"
 """Between JSON's tokens, unless the schema's ``x-guidance`` says otherwise: without a bound it might never end."""
 _LARK = re.compile(
@@ -111,12 +113,12 @@ class Grammars:
                 else llguidance.LLMatcher.grammar_from_lark(self._lark(text))
             )
         except ValueError as error:  # such as an escape that is half a character
-            why = str(error).splitlines()[0]
+            why = _one_line(str(error))
             raise RequestError(f"the {what} cannot be used: {why}", param=param) from error
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            why = matcher.get_error().splitlines()[0]
+            why = _one_line(matcher.get_error())
             raise RequestError(f"the {what} cannot be used: {why}", param=param)
         ends = frozenset([*self._eos, *stop_token_ids])
         return Constraint(matcher, self._vocab_size, ends, what, param)
@@ -286,7 +288,7 @@ class Constraint:
             RequestError: the grammar has become too complex to follow.
         """
         if self._matcher.is_error():
-            why = self._matcher.get_error().splitlines()[0]
+            why = _one_line(self._matcher.get_error())
             raise RequestError(f"the {self._what} cannot be followed: {why}", param=self._param)
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -321,6 +323,11 @@ class Constraint:
         return allowed
 
 
+def _one_line(why: str) -> str:
+    """What llguidance says, of several lines."""
+    return " ".join(why.split())[:_SAID]
+
+
 def _json_grammar(schema: str) -> str:
     """The grammar of JSON that fits a schema, as llguidance has it."""
     import llguidance
@@ -328,7 +335,9 @@ def _json_grammar(schema: str) -> str:
     read = llguidance.LLMatcher.grammar_from_json_schema
     try:
         stated = json.loads(schema)
-    except (ValueError, RecursionError):
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    except RecursionError:
         return read(schema)  # which says what is wrong with it
     if stated is True:
         stated, schema = {}, "{}"

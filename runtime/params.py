@@ -113,12 +113,13 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", {plain(key): plain(value) for key, value in (added or {}).items()})
         if isinstance(self.json_schema, Mapping):
             try:
-                object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
+                object.__setattr__(self, "json_schema", json.dumps(self.json_schema, default=_number))
             except (TypeError, ValueError, RecursionError) as error:
                 raise RequestError(f"json_schema: not what JSON can say: {error}", param="json_schema") from error
         for name in ("json_schema", "grammar"):
             value = getattr(self, name)
-            _require(name, value, value is None or isinstance(value, str), "a text")
+            expected = "a mapping, or its JSON as a text" if name == "json_schema" else "a text"
+            _require(name, value, value is None or isinstance(value, str), expected)
             require_text(value or "", name, name)
         most = self.max_tokens
         _require("max_tokens", most, most is None or (_whole(most) and most >= 0), "a whole number >= 0, or None")
@@ -221,3 +222,11 @@ def _finite(value: object) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # of a whole number that no float holds
         return False
+
+
+def _number(value: Any) -> Any:
+    """What JSON can say of a value that it does not know: numbers and arrays of NumPy and torch."""
+    found = plain(value)
+    if found is value:
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return found

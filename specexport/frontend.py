@@ -208,10 +208,11 @@ class Frontend:
         params = params or self.engine.defaults()
         read = self.tokens(prompt)
         room = self.max_model_len - len(read)
-        if room <= 0 and params.max_tokens != 0:
+        if room < (params.max_tokens != 0):
+            included = "" if params.max_tokens == 0 else ", output included"
             raise ContextLengthError(
-                f"the prompt has {len(read)} tokens, but the context holds {self.max_model_len}, output included; "
-                "shorten the prompt",
+                f"the prompt has {len(read)} tokens, but the context holds {self.max_model_len}{included}; shorten the "
+                "prompt",
                 param="prompt",
             )
         chosen = Speculative.of(speculative or self.speculative)

@@ -138,6 +138,7 @@ def test_parts_may_be_named_as_responses_name_them() -> None:
         ([{"type": "text", "text": "a"}, {"type": "image"}], "messages.0.content.1: a part of the type 'image'"),
         ([{"type": "text"}], "messages.0.content.0: a part of the type 'text'; expected {'type': 'text', 'text'"),
         ([5], "messages.0.content.0: a part of the type 'int'"),
+        (5, "messages.0.content is 5; expected a text, or a list of parts"),
     ],
 )
 def test_what_is_no_text_is_refused_by_its_type(content: Any, said: str) -> None:
@@ -310,7 +311,7 @@ def test_conversations_from_several_threads_each_get_their_own() -> None:
 
 def test_what_json_cannot_say_is_named() -> None:
     with pytest.raises(RequestError, match=r"messages: not what JSON can say: .*set"):
-        ChatTemplate("fine", {}).render([{"content": {1}}])
+        ChatTemplate("fine", {}).render([{"role": {1}}])
 
 
 def test_a_broken_template_names_its_line() -> None:
@@ -319,8 +320,19 @@ def test_a_broken_template_names_its_line() -> None:
 
 
 def test_half_a_character_is_no_text() -> None:
-    with pytest.raises(RequestError, match="fails on them: UnicodeEncodeError"):
-        ChatTemplate("{{ messages[0].content }}", {}).render([{"content": "\ud800"}])
+    half, made = "a\ud800", ChatTemplate("{{ messages[0].content }}{{ tools }}", {})
+    for messages, variables, place in (
+        ([{"content": half}], {}, "messages.0.content"),
+        (
+            [{"content": [{"type": "text", "text": "b"}, {"type": "text", "text": half}]}],
+            {},
+            "messages.0.content.1.text",
+        ),
+        ([{"content": "", half: 1}], {}, "a key of messages.0"),
+        ([{"content": ""}], {"tools": [{"function": {"description": half}}]}, "tools.0.function.description"),
+    ):
+        with pytest.raises(RequestError, match=rf"{place}: U\+D800, half of a character, at position 1"):
+            made.render(messages, variables)
 
 
 def test_what_a_template_says_is_one_short_line() -> None:

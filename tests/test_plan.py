@@ -235,6 +235,15 @@ def test_a_bundles_plan_says_what_drafts(bundle: Callable[[str], Path], capsys: 
         assert line in shown and "fp32" in shown and "as built" in shown
 
 
+def test_a_bundle_is_no_model_to_draft_with(
+    tied: Path, bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(bundle("llama-near"))
+    for words in (["suggest", str(tied), "--draft", folder], ["build", "--target", folder, "-o", "never"]):
+        assert main(words) == 1
+        assert f"{folder}: a bundle, which is built already" in capsys.readouterr().err
+
+
 def test_suggest_takes_a_bundle(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder = bundle("llama-near")
     for words in (["--target", str(folder)], [str(folder)]):

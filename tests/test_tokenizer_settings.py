@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from specexport.checkpoints.checkpoint import load_tokenizer
 from specexport.checkpoints.settings import setting_notes
 from specexport.cli import main
+from specexport.contract.errors import BuildError
 from specexport.contract.methods.universal_draft import UniversalDraft
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
@@ -139,6 +141,25 @@ def test_it_is_named_where_transformers_does_not_stop_there(named: list[int], bu
     assert f'tokenizer_config.json: eos_token is "{END}"' in str(notes[0])
     assert ("1 alone" if named else "no token") in str(notes[0])
     assert not [note for note in setting_notes(built[0], 320, [1, 320]) if note.key == "eos_token"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json: not JSON: "),
+        ("tokenizer.json", "[]", r"tokenizer\.json: holds list; expected an object"),
+        ("special_tokens_map.json", "5", r"special_tokens_map\.json: holds int; expected an object"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "could not be loaded: no 'template'"),
+    ],
+)
+def test_a_tokenizers_file_that_is_broken_is_named(
+    built: Built, tmp_path: Path, file: str, content: str, said: str
+) -> None:
+    folder = shutil.copytree(built[0], tmp_path / "model")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / file).write_text(content, encoding="utf-8")
+    with pytest.raises(BuildError, match=said):
+        load_tokenizer(folder)
 
 
 # --- what is named ----------------------------------------------------------------------------------------------------

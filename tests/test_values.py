@@ -167,6 +167,8 @@ def test_numbers_of_numpy_are_numbers(engine: Callable[[str], Engine]) -> None:
     )
     assert params == same
     assert engine(NAME).generate(IDS, params).token_ids == engine(NAME).generate(IDS, same).token_ids
+    schema = SamplingParams(json_schema={"enum": [np.int64(3), np.float32(0.5)], "items": np.array([1, 2])})  # type: ignore[arg-type]
+    assert schema.json_schema == '{"enum": [3, 0.5], "items": [1, 2]}'
     for field, value in (
         ("max_tokens", np.float64(6)),
         ("top_k", np.float32(1.5)),

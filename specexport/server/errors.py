@@ -21,6 +21,8 @@ _PARAMS = {
     "num_speculative_tokens": "speculative.num_speculative_tokens",
 }
 """Parameters of the engine that the API has under other names."""
+_EXPECTED = "Input should be "
+"""What pydantic says of a wrong type."""
 _SHOWN = 300
 """Most characters of a validation message: a request's own text is not sent back whole."""
 
@@ -80,15 +82,30 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def _validation_error(errors: Sequence[Any]) -> ApiError:
-    """Of several things that are wrong the first is named; of a choice of types, the one that came furthest."""
-    first = max(errors, key=lambda error: len(error["loc"]))
+    """Of several things that are wrong the first is named; of a choice of types, the one that came furthest, and of
+    those one of the right type, or all of them.
+    """
+    first = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
-    # Among the parts of a place are the names of types that a field may have; those of fields are identifiers.
-    where = [str(part) for part in first["loc"][1:] if isinstance(part, int) or (part.isidentifier() and part != "str")]
-    if not where:
+    field = _field(first)
+    if not field:
         return ApiError(400, "the body is missing or not a JSON object", code="invalid_json")
-    field = ".".join(where)
-    message = "not known; leave it out" if first["type"] == "extra_forbidden" else str(first["msg"])
-    message = f"{field}: {message.removeprefix('Value error, ')}"
-    return ApiError(400, message[:_SHOWN], param=field, code=str(first["type"]))
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "not known; leave it out"
+    elif first["type"] == "string_unicode":
+        message = "holds half a character, which is no text"
+    elif first["type"].endswith("_type"):
+        same = (error for error in errors if len(error["loc"]) == len(first["loc"]) and _field(error) == field)
+        message = _EXPECTED + " or ".join(dict.fromkeys(str(error["msg"]).removeprefix(_EXPECTED) for error in same))
+    return ApiError(400, f"{field}: {message}"[:_SHOWN], param=field, code=str(first["type"]))
+
+
+def _field(error: Any) -> str:
+    """Where an error is.
+
+    Among the parts of a place are the names of types that a field may have; those of fields are identifiers.
+    """
+    parts = error["loc"][1:]
+    return ".".join(str(part) for part in parts if isinstance(part, int) or (part.isidentifier() and part != "str"))
