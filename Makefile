@@ -1,4 +1,4 @@
-# Two commands do all the set-up: `make demo` and `make test`.
+# Three commands do all the set-up: `make demo`, `make chat` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,10 +9,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # The tests of the loop: proposing from text, trees, acceptance, the step, the scheduler.
 QUICK := $(patsubst %,tests/test_%.py,tree sampling text engine batch budget scheduler losslessness lookup lookahead hypothesis)
 
-.PHONY: demo test quick lint types package kernels wheels unit gpu-dry-run fuzz clients ray triton compat aarch64 bench losslessness clean
+.PHONY: demo chat test quick lint types package kernels wheels unit gpu-dry-run fuzz clients ray triton compat aarch64 bench losslessness clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
+
+# SmolLM2-135M-Instruct: 93 MB to download, a minute or two to build.
+chat: $(VENV)/.demo
+	$(BIN)/python scripts/chat.py
 
 test: lint types unit
 
@@ -106,7 +110,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) -e '.[cpu,export]'
+	$(PIP) -e '.[cpu,export,chat]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt

@@ -1,8 +1,9 @@
-"""The page at ``/``, in a real browser, and what streams tell it of their steps."""
+"""The page at ``/``, in a real browser: conversations, texts, and what streams tell it of their steps."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ PROMPT = "one two three"
 GREEDY = {"temperature": 0, "max_tokens": 64, "ignore_eos": True, "include_speculation": True}
 STEPS = {"stream": True, "include_steps": True, "stream_options": {"include_usage": True}}
 TAB, ENTER, ESCAPE, END, LEFT = 9, 13, 27, 35, 37
+FILES = {"/", "/page.css", "/markdown.js", "/tree.js", "/pane.js", "/page.js"}
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +39,22 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(tiny: Served, window: Browser) -> Browser:
-    """The page, loaded anew, in a window of a desk's size."""
+def talk(tiny: Served, window: Browser) -> Browser:
+    """The page, loaded anew, in a window of a desk's size: for a conversation, as there is a chat template."""
     window.shape(1100, 900)
     window.asked.clear()
     window.complaints.clear()
     window.open(f"{tiny.url}/")
     window.until("find('model').textContent.includes('context of 512')")
+    window.run("find('temperature').value = 0; find('max-tokens').value = 24")
     return window
+
+
+@pytest.fixture
+def page(talk: Browser) -> Browser:
+    """The page for a text to continue."""
+    talk.run("find('mode').value = 'text'; find('mode').dispatchEvent(new Event('change'))")
+    return talk
 
 
 # --- what a stream says of its steps ----------------------------------------------------------------------------------
@@ -137,8 +147,9 @@ def test_steps_are_told_only_where_they_can_be(tiny: Served) -> None:
 
 
 def test_the_page_may_load_nothing_from_elsewhere(tiny: Served) -> None:
-    for path, kind in (("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "text/javascript")):
-        answer = httpx.get(tiny.url + path)
+    kinds = {"/": "text/html", "css": "text/css", "js": "text/javascript"}
+    for path in FILES:
+        answer, kind = httpx.get(tiny.url + path), kinds[path.rpartition(".")[2]]
         assert answer.status_code == 200
         assert answer.headers["content-type"] == f"{kind}; charset=utf-8"
         assert answer.headers["x-content-type-options"] == "nosniff"
@@ -155,7 +166,7 @@ def test_the_page_may_load_nothing_from_elsewhere(tiny: Served) -> None:
         }
         assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
         assert "https://" not in answer.text
-    assert not set(httpx.get(f"{tiny.url}/openapi.json").json()["paths"]) & {"/", "/page.css", "/page.js"}
+    assert not set(httpx.get(f"{tiny.url}/openapi.json").json()["paths"]) & FILES
 
 
 def test_a_key_is_needed_for_all_but_the_page_and_it_can_be_left_out(bundle: Callable[[str], Path]) -> None:
@@ -195,7 +206,7 @@ def test_the_page_shows_who_proposed_what(tiny: Served, page: Browser) -> None:
         "[...one.querySelectorAll('dd')].map((dd) => dd.textContent))"
     )
     assert [float(fast[0]) > 0, float(fast[1]) > 1, fast[2].endswith("%"), fast[3]] == [True, True, True, "64"]
-    assert plain[1:] == ["1.00", "none drafted", "64"]
+    assert plain[1:] == ["1.00", "none", "64"]
     assert page.run("find('status').textContent").endswith("The texts are the same.")
     # Colours tell positions apart, and so do underlines and numbers.
     looks = page.run(
@@ -208,9 +219,7 @@ def test_the_page_shows_who_proposed_what(tiny: Served, page: Browser) -> None:
     page.run("find('positions').click()")
     assert page.run("getComputedStyle(document.querySelector('.step > .p2'), '::after').content") == "none"
     assert page.complaints == []
-    assert {url.removeprefix(tiny.url) for url in page.asked} == {
-        "/", "/page.css", "/page.js", "/v1/models", "/v1/completions"
-    }  # fmt: skip
+    assert {url.removeprefix(tiny.url) for url in page.asked} == {*FILES, "/v1/models", "/v1/completions"}
 
 
 @needs_browser
@@ -243,6 +252,26 @@ def test_a_steps_tree_is_shown_to_mouse_and_keyboard(tiny: Served, page: Browser
     page.press("ArrowLeft", LEFT)
     shows(len(steps) - 2)
     assert f"step {len(steps) - 1}:" in page.run("find('status').textContent")
+    # In the tree: from the text to its first accepted child and back, to siblings, to the end; and to the next step.
+    page.run(f"document.querySelector('.step:nth-child({at + 1})').click(); find('tree').focus()")
+    step, first = steps[at], steps[at]["path"][0]
+    visited = []
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowLeft", "End", "Home", "ArrowRight", "ArrowDown"):
+        page.press(key, 0)
+        visited.append(page.run("trees.node"))
+        assert page.run("document.querySelectorAll('#tree g.current').length") == 1
+    own = len(step["parents"])
+    assert visited[:6] == [first, step["path"][1], first, 0, own, 0]
+    assert visited[6] == first and step["parents"][visited[7]] in (0, *step["parents"])
+    page.press("Home", 0)
+    page.press("ArrowRight", 0)
+    assert page.run("find('node').textContent").endswith("draft token at position 1, accepted.")
+    rejected = next(node for node in range(1, len(step["parents"])) if node not in step["path"])
+    page.run(f"trees.move({rejected})")
+    assert page.run("find('node').textContent").endswith("rejected.")
+    page.press("PageDown", 0)
+    shows(at + 1)
+    assert page.run("document.activeElement.id") == "tree"
     assert page.complaints == []
 
 
@@ -250,6 +279,7 @@ def test_a_steps_tree_is_shown_to_mouse_and_keyboard(tiny: Served, page: Browser
 def test_keys_run_and_stop(tiny: Served, page: Browser) -> None:
     page.run("find('prompt').focus(); find('max-tokens').value = 480; find('drafts').value = 0")
     page.call("Input.insertText", text=PROMPT)
+    page.press("Enter", ENTER, "\r")  # a line's end
     page.press("Enter", ENTER, "\r", modifiers=2)
     page.until("document.querySelectorAll('.step').length > 0 || find('status').textContent.startsWith('Done')")
     page.press("Escape", ESCAPE)
@@ -275,7 +305,7 @@ def test_every_control_has_a_name_and_a_phone_shows_all(page: Browser) -> None:
         page.until("find('status').textContent.startsWith('Done')")
         page.run("document.querySelector('.step:last-child').focus()")
         assert page.run("document.documentElement.scrollWidth") == 320
-        heights = "[...document.querySelectorAll('#form button')].map((one) => one.getBoundingClientRect().height)"
+        heights = "[...document.querySelectorAll('#form button')].map((one) => one.offsetHeight).filter(Boolean)"
         assert min(page.run(heights)) >= 40
         for mark in (".p1", ".p2", ".p3", "#status", ".legend", ".hint"):
             colours = page.run(
@@ -292,19 +322,212 @@ def test_the_page_asks_for_a_key_and_keeps_it_to_itself(bundle: Callable[[str], 
     window.shape(1100, 900)
     with served(bundle("llama-near"), api_keys=["secret"]) as running:
         window.open(f"{running.url}/")
-        window.until("!find('key-form').hidden && !find('error').hidden")
-        assert "API key" in window.run("find('error').textContent")
+        window.until("!find('key-form').hidden")
+        assert window.run("find('key-note').textContent") == "The server asks for an API key."
+        assert window.run("find('error').hidden && document.activeElement.id === 'key'")
         for given, hidden in (("wrong", False), ("secret", True)):
-            window.run(f"find('model').textContent = '…'; find('error').hidden = true; find('key').value = '{given}'")
+            window.run(f"find('key-note').textContent = ''; find('key').value = '{given}'")
             window.run("find('key-form').querySelector('button').click()")
-            window.until("!find('error').hidden || find('model').textContent !== '…'")
+            window.until("find('key-note').textContent || find('model').textContent !== '…'")
             assert window.run("find('key-form').hidden") is hidden
+            assert hidden or window.run("find('key-note').textContent") == "The server does not accept this key."
+        # Without a chat template it is a text that is continued.
+        assert window.run("[find('mode').value, find('modes').hidden, find('run').textContent]") == [
+            "text",
+            True,
+            "Run",
+        ]
+        assert window.run("getComputedStyle(find('system')).display") == "none"
         run(window, PROMPT)
         window.until("find('status').textContent.startsWith('Done')")
+        window.run("key = 'old'")  # another key is asked for, not an error shown
+        run(window, PROMPT)
+        window.until("!find('key-form').hidden")
+        assert window.run("find('error').hidden")
         kept = window.run(
             "[localStorage.length, sessionStorage.length, document.cookie, find('key').value, location.search]"
         )
         assert kept == [0, 0, "", "", ""]
+
+
+@needs_browser
+def test_panes_are_aligned_on_a_phone_and_on_a_desk(page: Browser) -> None:
+    page.run("find('max-tokens').value = 32; find('beside').click()")
+    run(page, PROMPT)
+    page.until("find('status').textContent.startsWith('Done')")
+    edges = (
+        "[...document.querySelectorAll('section')].map((one) => [one, ...one.querySelectorAll('h2, dd, .output')]"
+        ".map((part) => { const box = part.getBoundingClientRect(); return [box.left, box.width, box.top] }))"
+    )
+    for width, side in ((390, False), (1100, True)):
+        page.shape(width, 900, mobile=not side)
+        fast, plain = page.run(edges)
+        assert page.run("document.documentElement.scrollWidth") == width
+        if side:
+            assert [top for *_, top in fast] == [top for *_, top in plain]
+            assert fast[0][0] < plain[0][0]
+        else:
+            assert [part[:2] for part in fast] == [part[:2] for part in plain]
+            assert fast[0][2] < plain[0][2]
+
+
+@needs_browser
+def test_a_conversation(tiny: Served, talk: Browser) -> None:
+    talk.run("find('system').value = 'Be brief.'")
+    said: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
+    for question in (PROMPT, "four"):
+        said.append({"role": "user", "content": question})
+        talk.run("find('prompt').focus()")
+        talk.call("Input.insertText", text=question)
+        talk.press("Enter", ENTER, "\r")
+        done(talk)
+        said.append({"role": "assistant", "content": answer(tiny, said)})
+    shown = "turns.flatMap((turn) => [turn.question, turn.answer])"
+    assert talk.run(shown) == [message["content"] for message in said[1:]]
+    assert talk.run("find('prompt').value") == ""
+    assert talk.run("[...document.querySelectorAll('.said')].map((one) => one.textContent)") == [PROMPT, "four"]
+    # What streams is Markdown; the switch shows tokens and trees instead.
+    displayed = "['markdown', 'output'].map((name) => getComputedStyle(document.querySelector(`.${name}`)).display)"
+    assert talk.run(displayed) == ["block", "none"]
+    talk.run("find('tokens').click()")
+    assert talk.run(displayed) == ["none", "block"]
+    assert talk.run("document.querySelector('.output').textContent") == said[2]["content"]
+    # Copy, edit, try again, and plain decoding beside it.
+    talk.run("navigator.clipboard.writeText = async (text) => { window.copied = text }")
+    talk.run("document.querySelector('section .copy').click()")
+    talk.until("window.copied !== undefined")
+    assert talk.run("window.copied") == said[2]["content"]
+    talk.run("document.querySelector('.edit').click()")
+    assert talk.run("[find('prompt').value, turns.length]") == [PROMPT, 2]
+    talk.press("Escape", ESCAPE)
+    assert talk.run("[find('prompt').value, turns.length, find('asking').textContent]") == ["", 2, "Message"]
+    talk.run("document.querySelector('.edit').click(); find('prompt').value = 'five'; find('run').click()")
+    done(talk)
+    edited = [said[0], {"role": "user", "content": "five"}]
+    assert talk.run(shown) == ["five", answer(tiny, edited)]
+    talk.run("find('beside').click(); document.querySelector('.retry').click()")
+    done(talk)
+    assert talk.run(shown) == ["five", answer(tiny, edited)]
+    assert talk.run("find('status').textContent").endswith("The texts are the same.")
+    assert talk.run("document.querySelectorAll('section').length") == 2
+    talk.run("find('reset').click()")
+    assert talk.run("[turns.length, find('turns').children.length]") == [0, 0]
+    assert talk.complaints == []
+
+
+@needs_browser
+def test_settings_reach_the_server(tiny: Served, talk: Browser) -> None:
+    talk.run(
+        "find('temperature').value = 0.9; find('top-p').value = 0.8; find('seed').value = 7; find('drafts').value = 0"
+    )
+    run(talk, PROMPT)
+    done(talk)
+    sampled = {"temperature": 0.9, "top_p": 0.8, "seed": 7, "speculative": {"num_speculative_tokens": 0}}
+    said = [{"role": "user", "content": PROMPT}]
+    assert talk.run("turns[0].answer") == answer(tiny, said, **sampled)
+    assert talk.run("turns[0].answer") != answer(tiny, said, **sampled | {"seed": 8})
+
+
+@needs_browser
+def test_every_method_is_offered_with_what_it_brought(tiny: Served, talk: Browser) -> None:
+    card = httpx.get(f"{tiny.url}/v1/models").json()["data"][0]
+    assert (card["chat"], card["predictions"]) == (True, True)
+    offered = ["", "plain", *(method["name"] for method in card["methods"]), "expected"]
+    assert talk.run("[...find('method').options].map((one) => one.value)") == offered
+    texts = set()
+    for method in ("plain", *offered):
+        choose = f"find('method').value = '{method}'; find('method').dispatchEvent(new Event('change'))"
+        talk.run(f"find('reset').click(); {choose}")
+        run(talk, PROMPT)
+        done(talk)
+        texts.add(talk.run("turns[0].answer"))
+        talk.run("find('expected').value = turns[0].answer")
+    assert len(texts) == 1
+    for label in talk.run("[...find('method').options].map((one) => one.textContent)"):
+        assert re.search(r": [\d.]+ tokens/s, [\d.]+ a step", label), label
+        assert label.endswith("x plain") is not label.startswith("plain decoding")
+    taken = talk.run("[gains.plain, gains.expected].map((gain) => gain.tokens / gain.steps)")
+    assert taken[0] == 1 < taken[1]
+    # An expected answer is a chat's alone.
+    talk.run("find('mode').value = 'text'; find('mode').dispatchEvent(new Event('change'))")
+    assert talk.run("[find('method').value, find('expecting').hidden]") == ["", True]
+
+
+@needs_browser
+def test_a_stopped_answer_is_kept_and_a_refused_question_given_back(tiny: Served, talk: Browser) -> None:
+    talk.run("find('max-tokens').value = ''; find('drafts').value = 0")
+    run(talk, PROMPT)
+    talk.until("document.querySelectorAll('.step').length > 2 || find('status').textContent.startsWith('Done')")
+    talk.run("find('stop').click()")
+    done(talk)
+    tiny.idle()
+    assert talk.run("turns.length === 1 && turns[0].answer.length > 0")
+    talk.run("find('drafts').value = 99")
+    run(talk, "four")
+    talk.until("!find('error').hidden")
+    assert talk.run("[turns.length, find('prompt').value]") == [1, "four"]
+
+
+@needs_browser
+def test_a_conversation_that_outgrows_the_context_goes_on(talk: Browser) -> None:
+    for number in range(8):
+        run(talk, f"{number} " + "word " * 30)
+        done(talk)
+    assert talk.run("[turns.length, find('error').hidden]") == [8, True]
+    assert 0 < talk.run("unread") < 8
+    assert "no longer reads what is above" in talk.run("find('outgrown').textContent")
+    assert talk.run("[...find('turns').children].indexOf(find('outgrown')) > 0")
+    assert talk.run("messages('x').length") < 16
+
+
+COPY = '<button type="button" class="copy">Copy</button>'
+MARKDOWN = {
+    "# One\n## Two #": "<h3>One</h3><h4>Two</h4>",
+    "a **b** *c* __d__ _e_ ~~f~~": "<p>a <strong>b</strong> <em>c</em> <strong>d</strong> <em>e</em> <del>f</del></p>",
+    "`g <h>` 2*3*4 snake_case_name": "<p><code>g &lt;h&gt;</code> 2*3*4 snake_case_name</p>",
+    "one\ntwo\n\nthree \\*four\\*": "<p>one\ntwo</p><p>three *four*</p>",
+    "- a\n- b\n  - c\n\n  d\n- e": "<ul><li>a</li><li>b<ul><li>c</li></ul><p>d</p></li><li>e</li></ul>",
+    "3. a\n4. b": '<ol start="3"><li>a</li><li>b</li></ol>',
+    "> a\n> > b": "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>",
+    "```py\nif a:\n    <b>\n```\nc": '<div class="code"><pre><code data-language="py">if a:\n    &lt;b&gt;</code></pre>'
+    f"{COPY}</div><p>c</p>",
+    "```\nunfinished": f'<div class="code"><pre><code>unfinished</code></pre>{COPY}</div>',
+    "---": "<hr>",
+    "a | b\n--|:-:\n1 | 2 \\| 3": '<div class="table"><table><thead><tr><th class="left">a</th>'
+    '<th class="center">b</th></tr></thead><tbody><tr><td class="left">1</td><td class="center">2 | 3</td></tr></tbody>'
+    "</table></div>",
+    "<b onclick=x>y</b> <script>z()</script>": "<p>&lt;b onclick=x&gt;y&lt;/b&gt; &lt;script&gt;z()&lt;/script&gt;</p>",
+    "[a](javascript:b) ![c](data:x) [d](JavaScript:x)": "<p>[a](javascript:b) ![c](data:x) [d](JavaScript:x)</p>",
+    "[**a**](https://b.c/d_(e))": '<p><a href="https://b.c/d_(e)" target="_blank" rel="noopener noreferrer nofollow" '
+    'title="https://b.c/d_(e)"><strong>a</strong></a></p>',
+}
+
+
+@needs_browser
+def test_markdown_is_read_and_nothing_in_it_runs(talk: Browser) -> None:
+    def read(text: str) -> str:
+        made = f"const box = document.createElement('div'); box.append(markdown({json.dumps(text)}))"
+        html: str = talk.run(f"(() => {{ {made}; return box.innerHTML }})()")
+        return html
+
+    assert {text: read(text) for text in MARKDOWN} == MARKDOWN
+    assert '<a href="http://a.b/c"' in read("see http://a.b/c.") and read("see http://a.b/c.").endswith("</a>.</p>")
+    # However odd a text is, it is there, and soon.
+    for odd in (">", "- a ", "*", "`", "[", "|-", "**a ", "\n- a", "[a](", "\n> ", "  "):
+        assert read(odd * 3000 + "end").count("end") == 1
+
+
+def done(page: Browser) -> None:
+    """Waits until an answer ends."""
+    page.until("!aborter && find('status').textContent !== 'Running.'")
+
+
+def answer(server: Served, messages: list[dict[str, str]], **own: Any) -> str:
+    """What the API answers, of at most 24 tokens."""
+    body = {"messages": messages, "max_tokens": 24, "temperature": 0} | own
+    said = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+    content: str = said["choices"][0]["message"]["content"]
+    return content
 
 
 def run(page: Browser, prompt: str) -> None:

@@ -131,7 +131,14 @@ def create_app(
     ]
 
     def card(name: str) -> ModelCard:
-        return ModelCard(id=name, created=service.created, max_model_len=frontend.max_model_len, methods=methods)
+        return ModelCard(
+            id=name,
+            created=service.created,
+            max_model_len=frontend.max_model_len,
+            methods=methods,
+            chat=frontend.engine.chat_template is not None,
+            predictions=any(method.takes_hypothesis for method in frontend.engine.methods.values()),
+        )
 
     def generated(model: type[Any]) -> dict[str, Any]:
         """The settings of a route whose answer may be streamed."""

@@ -1,4 +1,4 @@
-"""The page at ``/``: a prompt, its text as it streams, and who proposed each token of it."""
+"""The page at ``/``: a conversation, or a text, as it streams, and who proposed each token of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ASSETS = Path(__file__).parent / "assets"
 _FILES = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in ("markdown", "tree", "pane", "page")},
 }
 PATHS = tuple(_FILES)
 """What a browser asks for without an API key: the page asks for one itself."""

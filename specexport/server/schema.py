@@ -597,6 +597,8 @@ class ModelCard(BaseModel):
     owned_by: str = "specexport"
     max_model_len: int
     methods: list[MethodCard] = Field(description="Those that need no hypothesis, the default first.")
+    chat: bool = Field(description="Whether it has a chat template, so that it answers messages.")
+    predictions: bool = Field(description="Whether a chat may bring a prediction.")
 
 
 class ModelList(BaseModel):

@@ -1,23 +1,31 @@
 "use strict";
 
-const DEEPEST_COLOUR = 6;
-const SVG = "http://www.w3.org/2000/svg";
-const COLUMN = 128, ROW = 32, BOX = 104, LETTERS = 13; // pixels of a tree's columns, rows and boxes; letters in a box
 const find = (id) => document.getElementById(id);
+const AUTO = "", PLAIN = "plain", EXPECTED = "expected";
+const NAMES = { [AUTO]: "what pays", [PLAIN]: "plain decoding", [EXPECTED]: "an expected answer" };
+const ROOM = 0.75; // how full the context may be before a conversation's first turns are left out
 
 let key = ""; // in this page's memory alone
 let aborter = null;
+let model = null; // what the server says of it
+let turns = []; // of a conversation: question, answer, element
+let unread = 0; // how many of the first turns are not sent any more
+let editing = null; // the number of the turn that the prompt replaces
+let used = 0; // tokens of the context that the last turn took
+const gains = {}; // tokens, steps and seconds by method
 
-/** Calls the server; throws an Error with its message if it refuses. */
+const chatting = () => find("mode").value === "chat";
+
+/** Calls the server; throws an Error with its message, status and code if it refuses. */
 async function call(path, body) {
   const headers = { "Content-Type": "application/json" };
   if (key) headers.Authorization = `Bearer ${key}`;
   const options = body ? { method: "POST", body: JSON.stringify(body), signal: aborter.signal } : {};
   const answer = await fetch(path, { ...options, headers });
   if (answer.ok) return answer;
-  find("key-form").hidden = answer.status !== 401;
-  const told = await answer.json().catch(() => null);
-  throw new Error(told?.error?.message ?? `the server answered ${answer.status}`);
+  const told = (await answer.json().catch(() => null))?.error;
+  const error = new Error(told?.message ?? `the server answered ${answer.status}`);
+  throw Object.assign(error, { status: answer.status, code: told?.code });
 }
 
 /** The objects of a stream of server-sent events, up to [DONE]. */
@@ -39,209 +47,166 @@ async function* events(answer) {
   }
 }
 
-/** A column with an output and its figures. */
-class Pane {
-  constructor(title) {
-    this.root = find("pane").content.cloneNode(true).firstElementChild;
-    this.root.querySelector("h2").textContent = title;
-    this.output = this.root.querySelector(".output");
-    this.output.setAttribute("aria-label", `${title}: output`);
-    this.output.addEventListener("keydown", (event) => this.move(event));
-    find("panes").append(this.root);
-    this.text = "";
-    this.steps = 0;
-    this.first = this.last = null; // when the first and the last step ended, in seconds
-    this.counted = 0; // tokens of the first step, whose time is the prompt's
-    this.usage = null;
-  }
-
-  get speed() {
-    const seconds = this.last - this.first;
-    return seconds > 0 ? (this.usage.completion_tokens - this.counted) / seconds : 0;
-  }
-
-  show(name, value) {
-    this.root.querySelector(`.${name}`).textContent = value;
-  }
-
-  /** Adds what a chunk says. */
-  add(event) {
-    this.usage = event.usage ?? this.usage;
-    for (const choice of event.choices) {
-      this.last = choice.step?.seconds ?? this.last; // the server's clock: several steps may come at once
-      this.text += choice.text ?? choice.delta?.content ?? "";
-      if (choice.step?.tokens.length) this.addStep(choice.step);
-      if (this.first === null) {
-        this.first = this.last;
-        this.counted = this.usage.completion_tokens;
-      }
-    }
-    const spoken = this.usage.speculation;
-    this.show("speed", this.speed ? this.speed.toFixed(1) : "–");
-    this.show("length", spoken.acceptance_length.toFixed(2));
-    const share = spoken.num_draft_tokens ? (100 * spoken.num_accepted_tokens) / spoken.num_draft_tokens : 0;
-    this.show("accepted", spoken.num_draft_tokens ? `${share.toFixed(0)} %` : "none drafted");
-    this.show("count", this.usage.completion_tokens);
-  }
-
-  addStep(step) {
-    const number = (this.steps += 1);
-    const span = document.createElement("span");
-    span.className = "step";
-    span.tabIndex = number === 1 ? 0 : -1; // one of the steps can be reached by Tab, the others by arrow keys
-    for (const [text, position] of step.tokens) {
-      if (!text) continue;
-      const token = document.createElement("span");
-      token.textContent = text;
-      if (position) {
-        token.className = `p${Math.min(position, DEEPEST_COLOUR)}`;
-        token.dataset.position = position;
-        token.title = `accepted draft token, position ${position}`;
-      } else token.title = "the target's own token";
-      span.append(token);
-    }
-    const said = `${this.root.querySelector("h2").textContent}, step ${number}: ${summary(step)}`;
-    const choose = () => {
-      document.querySelectorAll(".chosen").forEach((other) => other.classList.remove("chosen"));
-      span.classList.add("chosen");
-      find("caption").textContent = said;
-      find("tree").replaceChildren(drawn(step));
-      find("tree").setAttribute("aria-label", `Token tree of ${said}`);
-    };
-    span.addEventListener("pointerenter", choose);
-    span.addEventListener("click", choose);
-    span.addEventListener("focus", () => {
-      choose();
-      find("status").textContent = said;
-    });
-    this.output.append(span);
-  }
-
-  /** Arrow keys, Home and End go from step to step. */
-  move(event) {
-    const spans = [...this.output.children];
-    const at = spans.indexOf(document.activeElement);
-    const to = { ArrowRight: at + 1, ArrowDown: at + 1, ArrowLeft: at - 1, ArrowUp: at - 1, Home: 0, End: spans.length - 1 };
-    const next = spans[to[event.key]];
-    if (at < 0 || !next) return;
-    event.preventDefault();
-    spans[at].tabIndex = -1;
-    next.tabIndex = 0;
-    next.focus();
-  }
+/** The conversation up to a question. */
+function messages(question) {
+  const said = turns.slice(unread).flatMap((turn) => [
+    { role: "user", content: turn.question },
+    { role: "assistant", content: turn.answer },
+  ]);
+  const system = find("system").value.trim();
+  return [...(system ? [{ role: "system", content: system }] : []), ...said, { role: "user", content: question }];
 }
 
-function summary(step) {
-  const drafts = step.parents.length - 1;
-  if (!drafts) return "nothing drafted, a token of the target's own";
-  const words = step.tokens.map(([text, position]) => `${shown(text)} (${position ? `draft ${position}` : "own"})`);
-  return `${drafts} draft tokens verified, ${step.path.length} accepted: ${words.join(" ")}`;
+/** How a request speculates. */
+function speculative(method) {
+  const drafts = method === PLAIN ? 0 : find("drafts").valueAsNumber;
+  const keys = { ...(method && method !== PLAIN && { method }), ...(!Number.isNaN(drafts) && { num_speculative_tokens: drafts }) };
+  if (method === EXPECTED) return { prediction: { type: "content", content: find("expected").value } };
+  return Object.keys(keys).length ? { speculative: keys } : {};
 }
 
-/** A token's text on one line, spaces visible. */
-function shown(text) {
-  const line = text.replace(/ /g, "·").replace(/\n/g, "⏎").replace(/\t/g, "⇥");
-  return line.length > LETTERS ? `${line.slice(0, LETTERS - 1)}…` : line;
-}
-
-function element(name, attributes, ...children) {
-  const made = document.createElementNS(SVG, name);
-  for (const [attribute, value] of Object.entries(attributes)) made.setAttribute(attribute, value);
-  made.append(...children);
-  return made;
-}
-
-/** A step's tree from left to right, with the target's own token behind the last one accepted. */
-function drawn(step) {
-  const parents = [...step.parents];
-  const labels = parents.map((_, node) => (node ? step.drafted[node - 1] : "the text"));
-  const kept = new Set([0, ...step.path]);
-  if (!step.drafted.length) step.path.forEach((node, at) => (labels[node] = step.tokens[at]?.[0])); // others are unknown
-  const own = step.tokens[step.path.length]; // not there if the output ended before
-  if (own) {
-    kept.add(parents.length);
-    parents.push(step.path.at(-1) ?? 0);
-    labels.push(own[0]);
-  }
-  const children = parents.map(() => []);
-  parents.forEach((up, node) => up >= 0 && children[up].push(node));
-  const x = [], y = [];
-  let rows = 0;
-  const place = (node, depth) => {
-    x[node] = COLUMN * depth + COLUMN / 2;
-    children[node].forEach((below) => place(below, depth + 1));
-    // A parent stands in the middle of its children.
-    y[node] = children[node].length ? (y[children[node][0]] + y[children[node].at(-1)]) / 2 : ROW * rows++ + ROW / 2;
-  };
-  place(0, 0);
-  const width = Math.max(...x) + COLUMN / 2, half = COLUMN / 2;
-  const svg = element("svg", { width, height: rows * ROW, viewBox: `0 0 ${width} ${rows * ROW}`, "aria-hidden": "true" });
-  parents.forEach((up, node) => {
-    if (up < 0) return;
-    const d = `M${x[up]} ${y[up]}c${half} 0 ${half} ${y[node] - y[up]} ${COLUMN} ${y[node] - y[up]}`;
-    svg.append(element("path", { d, class: kept.has(node) ? "kept" : "" }));
-  });
-  parents.forEach((_, node) => {
-    const depth = Math.round((x[node] - half) / COLUMN);
-    const drafted = node && node < step.parents.length;
-    const colour = drafted ? ` p${Math.min(depth, DEEPEST_COLOUR)}` : "";
-    const label = element("text", { x: x[node], y: y[node] }, shown(labels[node] ?? "?"));
-    const box = element("rect", { x: x[node] - BOX / 2, y: y[node] - 12, width: BOX, height: 24, rx: 6 });
-    svg.append(element("g", { class: (kept.has(node) ? "kept" : "") + colour }, box, label));
-  });
-  return svg;
-}
-
-/** Decodes the form's prompt into a pane; no method is what pays, no number of drafts as many as pay. */
-async function decode(pane, method, drafts) {
-  const chat = find("mode").value === "chat";
-  const prompt = find("prompt").value;
+/** Decodes a prompt, or the answer to a question, into a pane. */
+async function decode(pane, method, prompt) {
+  const numbers = { max_tokens: "max-tokens", temperature: "temperature", top_p: "top-p", seed: "seed" };
+  const said = Object.entries(numbers).filter(([, id]) => find(id).value !== "").map(([name, id]) => [name, find(id).valueAsNumber]);
   const body = {
-    ...(chat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
-    max_tokens: find("max-tokens").valueAsNumber,
-    temperature: find("temperature").valueAsNumber,
-    ...(find("seed").value && { seed: find("seed").valueAsNumber }),
-    ...((method || drafts !== "") && {
-      speculative: { ...(method && { method }), ...(drafts !== "" && { num_speculative_tokens: Number(drafts) }) },
-    }),
+    ...(chatting() ? { messages: messages(prompt) } : { prompt }),
+    ...Object.fromEntries(said),
+    ...speculative(method),
     stream: true,
     stream_options: { continuous_usage_stats: true },
     include_speculation: true,
     include_steps: true,
   };
-  const answer = await call(chat ? "v1/chat/completions" : "v1/completions", body);
+  const answer = await call(chatting() ? "v1/chat/completions" : "v1/completions", body);
   for await (const event of events(answer)) pane.add(event);
+  pane.render();
+  const gain = (gains[method] ??= { tokens: 0, steps: 0, seconds: 0 });
+  gain.tokens += pane.usage.completion_tokens - pane.counted;
+  gain.steps += pane.steps - 1; // the first step's tokens are not counted either
+  gain.seconds += pane.last - pane.first;
+  showGains();
 }
 
-async function run() {
-  if (aborter || !find("form").reportValidity()) return;
+/** As decode; a conversation that has outgrown the context loses its first turns, which is said. */
+async function fitted(pane, method, prompt) {
+  for (;;) {
+    try {
+      return await decode(pane, method, prompt);
+    } catch (error) {
+      if (!chatting() || error.code !== "context_length_exceeded" || unread === turns.length) throw error;
+      leaveOut();
+    }
+  }
+}
+
+/** Leaves out half of the turns that are read. */
+function leaveOut() {
+  unread += Math.ceil((turns.length - unread) / 2);
+  find("outgrown")?.remove();
+  const note = document.createElement("p");
+  note.id = "outgrown";
+  note.className = "hint";
+  note.textContent = `The conversation has outgrown the context: the model no longer reads what is above this line.`;
+  (turns[unread]?.root ?? turns.at(-1).root.nextSibling)?.before(note);
+}
+
+/** A turn's element. */
+function shownTurn(question) {
+  const root = find("turn").content.cloneNode(true).firstElementChild;
+  root.querySelector(".said").textContent = question;
+  root.querySelector(".copy").addEventListener("click", (event) => copy(question, event.target));
+  root.querySelector(".edit").addEventListener("click", () => edit(turns.findIndex((turn) => turn.root === root)));
+  find("turns").append(root);
+  return root;
+}
+
+/** Takes turns back from a number on, and gives them. */
+function takeBack(from) {
+  const taken = turns.splice(from);
+  taken.forEach((turn) => turn.root.remove());
+  if (unread > turns.length || !turns.length) {
+    unread = Math.min(unread, turns.length);
+    find("outgrown")?.remove();
+  }
+  used = turns.at(-1)?.used ?? 0;
+  return taken;
+}
+
+function edit(number) {
+  if (aborter || number < 0) return;
+  editing = number;
+  find("prompt").value = turns[number].question;
+  find("expected").value = turns[number].answer;
+  find("asking").textContent = `Message ${number + 1}, edited: what follows it is answered anew; Esc leaves it as it was`;
+  find("prompt").focus();
+}
+
+function stopEditing() {
+  editing = null;
+  find("asking").textContent = chatting() ? "Message" : "Prompt";
+}
+
+/** Answers the form's prompt, or a question, as the turn of a number. */
+async function run(question = null, number = null) {
+  if (aborter) return;
+  if (question === null) {
+    if (!find("form").reportValidity()) return;
+    question = find("prompt").value;
+    number = chatting() ? editing ?? turns.length : 0;
+  }
   aborter = new AbortController();
   find("run").disabled = true;
   find("stop").disabled = false;
   find("error").hidden = true;
   find("status").textContent = "Running.";
-  find("panes").replaceChildren();
-  const method = find("method").value;
-  const fast = new Pane(method ? `Speculative: ${method}` : "Speculative");
-  const plain = find("beside").checked ? new Pane("Plain") : null;
+  const chat = chatting(), method = find("method").value, beside = find("beside").checked && method !== PLAIN;
+  const taken = takeBack(number);
+  if (!chat) find("turns").replaceChildren();
+  if (chat && model && used > ROOM * model.max_model_len && unread < turns.length) leaveOut();
+  const root = shownTurn(question), panes = root.querySelector(".panes");
+  if (chat) find("prompt").value = "";
+  stopEditing();
+  const fast = new Pane(method === PLAIN ? "Plain" : method ? `Speculative: ${NAMES[method] ?? method}` : "Speculative", panes);
+  root.querySelector(".retry").addEventListener("click", () => {
+    const at = turns.findIndex((turn) => turn.root === root);
+    find("expected").value ||= fast.text;
+    if (chat ? at >= 0 : true) run(question, chat ? at : 0);
+  });
+  panes.classList.toggle("several", beside);
+  const plain = beside ? new Pane("Plain", panes) : null;
+  plain?.root.querySelector(".retry").remove();
+  let said = "";
   try {
-    await decode(fast, method, find("drafts").value);
-    if (plain) await decode(plain, "", 0); // after the other, so that each has the machine to itself
-    let said = `Done: ${fast.usage.completion_tokens} tokens in ${fast.steps} steps.`;
+    await fitted(fast, method, question);
+    const tokens = fast.usage.completion_tokens;
+    said = `Done: ${tokens} tokens in ${fast.steps} steps.`;
+    used = fast.usage.total_tokens;
+    if (fast.ended === "length" && model && used >= model.max_model_len) said += " The context is full.";
+    if (plain) await decode(plain, PLAIN, question); // after the other, so that each has the machine to itself
     if (plain?.speed) {
       const same = fast.text === plain.text ? "The texts are the same." : "The texts differ.";
       said += ` ${(fast.speed / plain.speed).toFixed(2)} times plain decoding's speed. ${same}`;
     }
-    find("status").textContent = said;
   } catch (error) {
     const stopped = aborter.signal.aborted;
-    find("status").textContent = stopped ? "Stopped." : "";
-    if (!stopped) show(error);
-  } finally {
-    aborter = null;
-    find("run").disabled = false;
-    find("stop").disabled = true;
+    said = stopped ? "Stopped." : "";
+    if (error.status === 401) askForKey(key ? "The server does not accept this key." : "The server asks for an API key.");
+    else if (!stopped) show(error);
   }
+  fast.render();
+  plain?.render();
+  if (chat && (fast.text || fast.ended)) turns.push({ question, answer: fast.text, root, used });
+  else if (chat) {
+    root.remove();
+    turns.push(...taken);
+    find("turns").append(...taken.map((turn) => turn.root));
+    if (!taken.length) find("prompt").value = question;
+  }
+  find("status").textContent = said;
+  aborter = null;
+  find("run").disabled = false;
+  find("stop").disabled = true;
 }
 
 function show(error) {
@@ -249,20 +214,61 @@ function show(error) {
   find("error").hidden = false;
 }
 
-/** Whether a method can be chosen. */
-function known(method) {
-  return [...find("method").options].some(({ value }) => value === method);
+function askForKey(note) {
+  find("key-form").hidden = false;
+  find("key-note").textContent = note;
+  find("key").focus();
 }
 
-/** Says what is served and offers its methods, or asks for a key. */
+/** What each method brought, in the list of methods. */
+function showGains() {
+  const plain = gains[PLAIN];
+  for (const option of find("method").options) {
+    const gain = gains[option.value], name = NAMES[option.value] ?? option.value;
+    option.textContent = name;
+    if (!gain?.seconds) continue;
+    const speed = gain.tokens / gain.seconds;
+    option.textContent += `: ${speed.toFixed(1)} tokens/s, ${(gain.tokens / gain.steps).toFixed(2)} a step`;
+    if (plain?.seconds && gain !== plain) option.textContent += `, ${((speed * plain.seconds) / plain.tokens).toFixed(2)}x plain`;
+  }
+}
+
+/** Makes the page one for conversations, or for text to continue. */
+function setMode(chat) {
+  find("mode").value = chat ? "chat" : "text";
+  document.body.classList.toggle("chat", chat);
+  document.body.classList.toggle("drafts", !chat || find("tokens").checked);
+  find(chat ? "form" : "turns").before(find(chat ? "turns" : "form")); // below what was said, or above what follows
+  find("settings").open = !chat;
+  find("prompt").rows = chat ? 2 : 4;
+  find("run").textContent = chat ? "Send" : "Run";
+  find("keys").textContent = chat ? "Enter sends, Shift+Enter begins a line, Esc stops." : "Ctrl+Enter runs, Esc stops.";
+  find("max-tokens").value = chat ? "" : "128";
+  find("max-tokens").placeholder = chat ? "as fit" : "16";
+  find("temperature").value = chat ? "" : "0";
+  const expected = [...find("method").options].find((option) => option.value === EXPECTED);
+  if (expected) expected.hidden = expected.disabled = !chat;
+  if (find("method").selectedOptions[0]?.disabled) find("method").value = AUTO;
+  find("expecting").hidden = find("method").value !== EXPECTED;
+  takeBack(0);
+  find("turns").replaceChildren();
+  stopEditing();
+}
+
+/** Says what is served and offers what it can do, or asks for a key. */
 async function greet() {
   try {
-    const models = (await (await call("v1/models")).json()).data;
-    find("model").textContent = `${models[0].id}, context of ${models[0].max_model_len} tokens`;
-    for (const { name } of models[0].methods.filter(({ name }) => !known(name))) find("method").append(new Option(name));
+    [model] = (await (await call("v1/models")).json()).data;
+    const names = [AUTO, PLAIN, ...model.methods.map(({ name }) => name), ...(model.predictions ? [EXPECTED] : [])];
+    find("method").replaceChildren(...names.map((name) => new Option(NAMES[name] ?? name, name)));
+    showGains();
+    find("modes").hidden = !model.chat;
+    setMode(model.chat);
     find("error").hidden = find("key-form").hidden = true;
+    find("model").textContent = `${model.id}, context of ${model.max_model_len} tokens`;
   } catch (error) {
-    show(error);
+    if (error.status === 401) askForKey(key ? "The server does not accept this key." : "The server asks for an API key.");
+    else show(error);
   }
 }
 
@@ -274,18 +280,38 @@ find("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   key = find("key").value;
   find("key").value = "";
-  greet();
+  if (model) find("key-form").hidden = true;
+  else greet();
 });
 find("stop").addEventListener("click", () => aborter?.abort());
-find("positions").addEventListener("change", (event) => {
-  document.body.classList.toggle("positions", event.target.checked);
+find("reset").addEventListener("click", () => {
+  if (aborter) return;
+  takeBack(0);
+  stopEditing();
+  find("status").textContent = "";
+  find("prompt").focus();
+});
+find("mode").addEventListener("change", () => setMode(chatting()));
+find("method").addEventListener("change", () => (find("expecting").hidden = find("method").value !== EXPECTED));
+find("tokens").addEventListener("change", (event) => document.body.classList.toggle("drafts", event.target.checked));
+find("positions").addEventListener("change", (event) => document.body.classList.toggle("positions", event.target.checked));
+find("tree").addEventListener("keydown", (event) => trees.pressed(event));
+find("turns").addEventListener("click", (event) => {
+  if (event.target.matches(".code > .copy")) copy(event.target.previousSibling.textContent, event.target);
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") aborter?.abort();
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+  if (event.key === "Escape" && editing !== null && !aborter) {
+    find("prompt").value = "";
+    stopEditing();
+  } else if (event.key === "Escape") aborter?.abort();
+  if (event.key !== "Enter" || event.isComposing) return;
+  // On a phone Enter begins a line, as there is no Shift+Enter.
+  const sends = chatting() && event.target === find("prompt") && !event.shiftKey && !matchMedia("(pointer: coarse)").matches;
+  if (sends || event.ctrlKey || event.metaKey) {
     event.preventDefault();
     run();
   }
 });
 document.body.classList.toggle("positions", find("positions").checked);
+setMode(false);
 greet();

