@@ -18,7 +18,7 @@ import msgspec
 from specexport.contract.errors import UNREADABLE
 from specexport.contract.folders import expanded, home
 
-Found = TypeVar("Found", bound=msgspec.Struct)
+Found = TypeVar("Found")
 
 _UNUSED = 30 * 24 * 3600
 """Seconds after which what was not used again is removed from the cache folder."""
