@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -21,8 +21,10 @@ from specexport.checkpoints.adapters import merged
 from specexport.checkpoints.locate import ADAPTER, locate, unreadable
 from specexport.checkpoints.locate import INDEX as INDEX
 from specexport.checkpoints.locate import SINGLE as SINGLE
+from specexport.checkpoints.gguf.folder import header_of
+from specexport.checkpoints.gguf.tensors import format_of, tensors_of
 from specexport.checkpoints.outline import ModelOutline, Parameter
-from specexport.checkpoints.quantized import Kind, QuantizedTensor, Scales, dequantized, quantization
+from specexport.checkpoints.quantized import Kind, dequantized, quantization
 from specexport.checkpoints.quiet import quiet
 from specexport.checkpoints.stored import CONFIG, StoredTensor, stored_tensors
 from specexport.checkpoints.streamed import StandIns
@@ -195,19 +197,21 @@ def stored_table(folder: Path, *, head: bool) -> StoredTensor:
     return found
 
 
-def quantized_in(folder: Path) -> tuple[str, Kind] | None:
+def quantized_in(folder: Path) -> tuple[str, Kind | Literal["stored"]] | None:
     """The format that a checkpoint's matrices are quantized in, and the precision that holds them as they are.
 
     Raises:
         BuildError: nothing here reads the format.
     """
+    if (header := header_of(folder)) is not None:
+        return format_of(header), "stored"
     path = folder / CONFIG
     return quantization(path, _document(path, _MAX_BYTES))
 
 
 def load_causal_lm(
     folder: Path, config: Any, *, streamed: bool = False, **how: Any
-) -> tuple[Any, dict[str, Any], dict[str, Scales | None]]:
+) -> tuple[Any, dict[str, Any], dict[str, StoredTensor]]:
     """A model as transformers loads it, from safetensors; quantized matrices become floating-point ones.
 
     Args:
@@ -218,7 +222,7 @@ def load_causal_lm(
         how: more arguments of ``from_pretrained``.
 
     Returns:
-        The model, what transformers says about loading it, and how quantized matrices are made of integers, by name.
+        The model, what transformers says about loading it, and the checkpoint's tensors by name.
 
     Raises:
         BuildError: the files are wrong; transformers raises whatever else there is.
@@ -230,18 +234,16 @@ def load_causal_lm(
         with torch.device("meta"):
             outline = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
         stand_ins = StandIns(outline)
-        scales: dict[str, Scales | None] = {}
+        stored: dict[str, StoredTensor] = {}
         held: dict[str, torch.Tensor] = {}
         for tensor in checkpoint_tensors(folder):
-            if isinstance(tensor, QuantizedTensor):
-                held[tensor.name], scales[tensor.name] = tensor.load()
-            else:
-                held[tensor.name] = stand_ins.held(tensor) if streamed else tensor.read()
+            stored[tensor.name] = tensor
+            held[tensor.name] = stand_ins.held(tensor) if streamed else tensor.read()
         model, loaded = type(outline).from_pretrained(
             None, state_dict=held, config=config, output_loading_info=True, **how
         )
         stand_ins.find(model)
-        return model, loaded, scales
+        return model, loaded, stored
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
@@ -250,6 +252,8 @@ def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
     Of a model that reads pictures or sound as well only those of the language model, under the names that they have in
     a checkpoint of that alone.
     """
+    if (header := header_of(folder)) is not None:
+        return tensors_of(header, _outline(folder))
     path = folder / CONFIG
     document = _document(path, _MAX_BYTES)
     tensors = dequantized(path, document, _files(folder))

@@ -49,12 +49,14 @@ class StoredTensor:
         shape: of it.
         dtype: what safetensors calls its type.
         read: reads it as it is stored.
+        form: tells apart matrices that cannot be joined and still be stored as they are here.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], torch.Tensor]
+    form: str = ""
 
     @property
     def floating(self) -> bool:
