@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specexport.checkpoints.adapters import merged
+from specexport.checkpoints.gguf.folder import header_of
+from specexport.checkpoints.gguf.tensors import format_of, tensors_of
 from specexport.checkpoints.locate import ADAPTER, locate, unreadable
 from specexport.checkpoints.locate import INDEX as INDEX
 from specexport.checkpoints.locate import SINGLE as SINGLE
-from specexport.checkpoints.gguf.folder import header_of
-from specexport.checkpoints.gguf.tensors import format_of, tensors_of
 from specexport.checkpoints.outline import ModelOutline, Parameter
 from specexport.checkpoints.quantized import Kind, dequantized, quantization
 from specexport.checkpoints.quiet import quiet
@@ -242,7 +242,7 @@ def load_causal_lm(
         model, loaded = type(outline).from_pretrained(
             None, state_dict=held, config=config, output_loading_info=True, **how
         )
-        stand_ins.find(model)
+        stand_ins.find(model, stored)
         return model, loaded, stored
 
 

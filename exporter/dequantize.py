@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
-from specexport.exporter.passes.editing import constant, op
+from specexport.exporter.passes.editing import constant, op, replace_value
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,9 @@ class _Nodes:
 
     def factors(self, stored: StoredFactors, name: str, *, turned: bool) -> ir.Value:
         """``[G,N]`` in fp32; made of constants alone, so that engines can fold it."""
-        found = self.wide(stored.coarse, f"{name}.coarse")
+        found = self.wide(stored.coarse, f"{name}.coarse_wide")
         if stored.fine is not None:
-            found = self.op("Mul", [self.wide(stored.fine, f"{name}.fine"), found], f"{name}.products")
+            found = self.op("Mul", [self.wide(stored.fine, f"{name}.fine_wide"), found], f"{name}.products")
             first, second, third = _shape(stored.fine)
             sizes = [first, second * third] if turned else [first * second, third]
             found = self.reshape(found, sizes, f"{name}.all")
@@ -82,7 +81,7 @@ class _Nodes:
         found = self.reshape(coarse, [0, 0, blocks, 1], f"{name}.columns")
         if stored.fine is not None:
             _, count = _shape(stored.fine)
-            fine = self.wide(self.op("Gather", [stored.fine, ids], f"{name}.fine_rows", axis=0), f"{name}.fine")
+            fine = self.wide(self.op("Gather", [stored.fine, ids], f"{name}.fine_rows", axis=0), f"{name}.fine_wide")
             each = self.reshape(fine, [0, 0, blocks, count // blocks], f"{name}.each")
             found = self.reshape(self.op("Mul", [each, found], f"{name}.both"), [0, 0, count, 1], f"{name}.all")
         return found
@@ -114,7 +113,7 @@ def restored(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) -> None:
         sums = nodes.reshape(nodes.op("MatMul", [blocks, ones], "block_sums"), [*kept, depth // block], "sums")
         added = nodes.op("MatMul", [sums, offset], "offsets")
         total = op("Add", [result, added], f"{matrix.name}.total")
-        result.replace_all_uses_with(total.outputs[0], replace_graph_outputs=False)
+        replace_value(result, total.outputs[0])
         total.replace_input_with(0, result)
         graph.insert_after(product, total)
     graph.insert_before(product, nodes.list)

@@ -60,8 +60,7 @@ def kept_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[
         if isinstance(value.const_value, ir.ExternalTensor):
             parameter = large[str(value.const_value.location)]
             value.const_value = _lazy(parameter, str(value.name))
-            if (tensor := streamed.stored(parameter)) is not None:
-                value.meta[FORM] = tensor.form
+            value.meta[FORM] = streamed.form_of(parameter)
     return graph
 
 

@@ -18,7 +18,7 @@ from specexport.checkpoints.stored import StoredTensor
 from specexport.contract import tensors
 from specexport.contract.model import StoredAs
 from specexport.exporter.dequantize import StoredFactors, StoredMatrix, looked_up, restored
-from specexport.exporter.passes.editing import needed_only_for, op, producer
+from specexport.exporter.passes.editing import needed_only_for, op, producer, replace_value
 from specexport.exporter.passes.names import names_in
 from specexport.exporter.quantize import (
     apply_scales,
@@ -300,7 +300,9 @@ class WeightsFile:
             # A tied head reads Transpose(embedding). It is stored as the embedding is, which is in int8 whatever the
             # precision, as rows are looked up; elsewhere again, transposed, so that blocks lie along K.
             by_rows = role == "lookup" or (role == "tied" and not by_column and storage.any_scales)
-            matrix, axis = (array.T, 0) if role == "tied" and not by_rows else (array, int(by_rows or role == "experts"))
+            matrix, axis = (
+                (array.T, 0) if role == "tied" and not by_rows else (array, int(by_rows or role == "experts"))
+            )
             kept = self._kept(value, role, matrix.shape, storage)
             block = None if by_column else _block(matrix.shape[axis], block_size)
             if kept is not None:
@@ -322,7 +324,7 @@ class WeightsFile:
             gathered = role in _GATHERED
             held = self._store(graph, name, matrix, axis, block, width, kept, again=again, gathered=gathered)
             if gathered:
-                _replace(node.outputs[0], looked_up(graph, node, held, pairs=width == "int4"))
+                replace_value(node.outputs[0], looked_up(graph, node, held, pairs=width == "int4"))
             else:
                 for product in [node] if role == "matmul" else list(node.outputs[0].consumers()):
                     restored(graph, held, product)
@@ -489,7 +491,9 @@ class WeightsFile:
         first = self._initializer(graph, name, dtype, coarse.shape, iter([coarse]))
         if fine is None:
             return StoredFactors(first)
-        return StoredFactors(first, self._initializer(graph, f"{name}.fine", ir.DataType.INT8, fine.shape, iter([fine])))
+        return StoredFactors(
+            first, self._initializer(graph, f"{name}.fine", ir.DataType.INT8, fine.shape, iter([fine]))
+        )
 
     def _initializer(
         self, graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: _Chunks
@@ -588,11 +592,3 @@ def _row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.
     rows = max(1, _CHUNK_ELEMENTS // width // multiple) * multiple
     for start in range(0, array.shape[0], rows):
         yield np.ascontiguousarray(array[start : start + rows])
-
-
-def _replace(value: ir.Value, by: ir.Value) -> None:
-    """Has everybody read another value, and those outside the graph under the same name."""
-    returned, name = value.is_graph_output(), value.name
-    value.replace_all_uses_with(by, replace_graph_outputs=True)
-    if returned:
-        value.name, by.name, by.type, by.shape = f"{name}.stored", name, value.type, value.shape

@@ -76,14 +76,15 @@ std::vector<bool> constant_nodes(const Graph& graph, const std::vector<bool>& ba
   return found;
 }
 
-void evaluate(Graph& graph, int value, std::deque<std::vector<float>>& memory) {
+namespace {
+
+void evaluate(Graph& graph, const std::vector<int>& producer, int value, std::deque<std::vector<float>>& memory) {
   Value& y = graph.values[size_t(value)];
   if (y.data) return;
-  const std::vector<int> producer = producers(graph);
   const int n = producer[size_t(value)];
   if (n < 0) throw std::runtime_error("constant " + y.name + " has no data; build the bundle again");
   const Node& node = graph.nodes[size_t(n)];
-  for (int input : node.inputs) evaluate(graph, input, memory);
+  for (int input : node.inputs) evaluate(graph, producer, input, memory);
   const Value& x = graph.values[size_t(node.inputs[0])];
   size_t count = 1;
   for (int64_t size : y.dims) count *= size_t(size);
@@ -123,6 +124,13 @@ void evaluate(Graph& graph, int value, std::deque<std::vector<float>>& memory) {
   }
   y.data = memory.back().data();
   y.bytes = count * sizeof(float);
+}
+
+}  // namespace
+
+void evaluate(Graph& graph, const std::vector<int>& values, std::deque<std::vector<float>>& memory) {
+  const std::vector<int> producer = producers(graph);
+  for (int value : values) evaluate(graph, producer, value, memory);
 }
 
 }  // namespace specexport

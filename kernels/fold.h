@@ -13,7 +13,7 @@ namespace specexport {
 // only casts or transposes them, are left out.
 std::vector<bool> constant_nodes(const Graph& graph, const std::vector<bool>& banned);
 
-// Computes a value that such nodes make, and what it is made of; the numbers lie in `memory`.
-void evaluate(Graph& graph, int value, std::deque<std::vector<float>>& memory);
+// Computes values that such nodes make, and what they are made of; the numbers lie in `memory`.
+void evaluate(Graph& graph, const std::vector<int>& values, std::deque<std::vector<float>>& memory);
 
 }  // namespace specexport

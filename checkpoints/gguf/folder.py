@@ -41,6 +41,7 @@ def header_of(folder: Path) -> Header | None:
     files = sorted(folder.glob("*.gguf"))
     if not files or any(folder.glob("*.safetensors")):
         return None
+    files = [file.readlink() if file.is_symlink() else file for file in files]  # the names that their owner knows
     states = [file.stat() for file in files]
     return _header(tuple((file, state.st_size, state.st_mtime_ns) for file, state in zip(files, states, strict=True)))
 
@@ -63,9 +64,14 @@ def describe(folder: Path) -> None:
         try:
             document, _ = PreTrainedConfig.get_config_dict(folder, gguf_file=header.path.name)
         except Exception as error:  # transformers raises whatever its mapping raises
-            raise BuildError(f"{header.path}: general.architecture {header.architecture!r}: {_reason(error)}") from error
+            raise BuildError(
+                f"{header.path}: general.architecture {header.architecture!r}: {_reason(error)}"
+            ) from error
         document.pop("_model_name_or_path", None)
         document.update(_rope_scaling(header, document))
+        head_dim = header.get(f"{header.architecture}.attention.key_length", int)
+        if head_dim is not None:  # not all that have it are mapped
+            document.setdefault("head_dim", head_dim)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=header.path.name, trust_remote_code=False)
             tokenizer.save_pretrained(folder)

@@ -63,7 +63,9 @@ def tensors_of(header: Header, outline: Any) -> Iterator[StoredTensor]:
         shape = shapes[name]
         if sum(math.prod(place.shape) for place in places) != math.prod(shape):
             found = ", ".join(f"{place.name!r} {list(place.shape)}" for place in places)
-            raise BuildError(f"{header.path}: tensor {found} is to be {list(shape)}, as the metadata says")
+            raise BuildError(
+                f"{header.path}: tensor {found} fits no {list(shape)}, which the metadata asks for; fetch the file again"
+            )
         read = functools.partial(_read, header, processor, names, name, places, shape)
         order = _order(processor, places[0]) if len(places) == 1 and len(shape) == 2 else None
         kind = places[0].kind
@@ -71,9 +73,7 @@ def tensors_of(header: Header, outline: Any) -> Iterator[StoredTensor]:
             yield StoredTensor(name, shape, _FLOATS[kind], read, _FLOATS[kind])
         elif kind in KEPT and order is not None and shape == places[0].shape:
             scales = functools.partial(_scales, places[0], order)
-            yield QuantizedTensor(
-                name, shape, "F32", read, KEPT[kind].form, scales=scales, kind=KEPT[kind].kind
-            )
+            yield QuantizedTensor(name, shape, "F32", read, KEPT[kind].form, scales=scales, kind=KEPT[kind].kind)
         else:
             yield QuantizedTensor(name, shape, "F32", read, kind.name, scales=_none)
 
@@ -104,15 +104,15 @@ def _read(
     parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
     for place in places:
         numbers = _numbers(header, place)
-        done = processor.process(
-            weights=numbers, name=place.name, tensor_key_mapping=names, parsed_parameters=parsed
-        )
+        done = processor.process(weights=numbers, name=place.name, tensor_key_mapping=names, parsed_parameters=parsed)
         if done.name is not None:
             parsed["tensors"][name] = torch.from_numpy(np.ascontiguousarray(done.weights, dtype=np.float32))
     tensor = parsed["tensors"].get(name)
     if tensor is None or tuple(tensor.shape) != shape:
         found = "nothing" if tensor is None else list(tensor.shape)
-        raise BuildError(f"{header.path}: tensor {places[0].name!r} became {found}; expected {list(shape)} for {name!r}")
+        raise BuildError(
+            f"{header.path}: tensor {places[0].name!r} became {found}; expected {list(shape)} for {name!r}"
+        )
     return tensor
 
 
@@ -125,7 +125,9 @@ def _numbers(header: Header, place: TensorPlace) -> npt.NDArray[np.float32]:
             "another quantization of the model"
         ) from error
     if not np.isfinite(numbers).all():
-        raise BuildError(f"{header.path}: tensor {place.name!r} holds numbers that are not finite; fetch the file again")
+        raise BuildError(
+            f"{header.path}: tensor {place.name!r} holds numbers that are not finite; fetch the file again"
+        )
     return np.asarray(numbers, dtype=np.float32).reshape(place.shape)
 
 
