@@ -26,16 +26,13 @@ from specexport.checkpoints.locate import SINGLE as SINGLE
 from specexport.checkpoints.outline import ModelOutline, Parameter
 from specexport.checkpoints.quantized import Kind, dequantized, quantization
 from specexport.checkpoints.quiet import quiet
-from specexport.checkpoints.stored import CONFIG, StoredTensor, stored_tensors
+from specexport.checkpoints.stored import CONFIG, StoredTensor, require_sane, stored_tensors
 from specexport.checkpoints.streamed import StandIns
 from specexport.contract.errors import BuildError
 
 GENERATION = "generation_config.json"
 _MAX_BYTES = 16 << 20
 _MAX_INDEX = 64 << 20
-_MOST_PARTS, _LARGEST, _MAX_INT = 4096, 1 << 24, 1 << 53
-_PARTS = re.compile(r"(^|_)(layers?|experts?|heads?|blocks?|stages?)($|_)")
-_SIZES = re.compile(r"size|dim|vocab|position|embd|inner|ctx")
 _TEXT_PART = "text_config"
 _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_head.": "lm_head.", "mtp.": "mtp."}
 """Where models that read more than text keep their language model, and what a checkpoint of that alone says instead."""
@@ -96,10 +93,7 @@ def read_model_config(folder: Path) -> Any:
     """
     path = folder / CONFIG
     document = _document(path, _MAX_BYTES)
-    for name, value in _integers(document):
-        most = _LARGEST if _SIZES.search(name) else _MOST_PARTS if _PARTS.search(name) else _MAX_INT
-        if abs(value) > most:
-            raise BuildError(f"{path}: {name} is {str(value)[:20]}; expected at most {most}")
+    require_sane(path, document)
     try:
         with quiet():
             return _language_model(AutoConfig.from_pretrained(folder, trust_remote_code=False), document)
@@ -324,16 +318,3 @@ def _document(path: Path, most: int) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BuildError(f"{path}: holds {type(found).__name__}; expected an object")
     return found
-
-
-def _integers(document: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Every whole number, with the name of the field it is in."""
-    left: list[tuple[str, Any]] = list(document.items())
-    while left:  # no recursion: it may be nested as deeply as JSON is read
-        name, value = left.pop()
-        if isinstance(value, dict):
-            left += value.items()
-        elif isinstance(value, list):
-            left += ((name, inner) for inner in value)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
-            yield name, int(value)

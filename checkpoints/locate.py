@@ -260,7 +260,10 @@ def _beside(adapter: Path, base: Path) -> Path:
 
 def _beside_nothing(folder: Path, names: list[str]) -> Path:
     """A folder of the files of a GGUF model alone: what else lies there is of other models."""
-    return _linked(tuple((PurePath(name).name, str((folder / name).absolute())) for name in names))
+    files = [(PurePath(name).name, (folder / name).absolute()) for name in names]
+    states = [file.stat() for _, file in files]
+    stamp = tuple((state.st_size, state.st_mtime_ns, state.st_ino) for state in states)
+    return _linked(tuple((name, str(file)) for name, file in files), stamp)
 
 
 def _matching(folder: Path, *patterns: str) -> list[Path]:
@@ -268,8 +271,9 @@ def _matching(folder: Path, *patterns: str) -> list[Path]:
 
 
 @functools.cache
-def _linked(files: tuple[tuple[str, str], ...]) -> Path:
-    """A folder of links to files, by their places in it; it goes with the process."""
+def _linked(files: tuple[tuple[str, str], ...], stamp: object = None) -> Path:
+    """A folder of links to files, by their places in it; another for another ``stamp``. It goes with the process."""
+    del stamp
     folder = Path(tempfile.mkdtemp(prefix="specexport-checkpoint-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for place, file in files:

@@ -87,7 +87,7 @@ def test_integers_scales_and_offsets_are_those_of_the_file(llama: Path, tmp_path
 
 
 def test_blocks_are_kept_at_the_bits_of_the_file(llama: Path, tmp_path: Path) -> None:
-    """Several types in a file, of which most are kept in the bits that they have; the rest is converted, and said so."""
+    """Several types in a file, of which most are kept in the bits that they have; what is converted is said."""
     others = {
         "attn_v.weight": Type.Q6_K, "ffn_down.weight": Type.Q4_1, "attn_output.weight": Type.Q8_0,
         "token_embd.weight": Type.Q6_K, "blk.1.ffn_up.weight": Type.IQ2_XXS,

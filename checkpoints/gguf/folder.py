@@ -1,4 +1,4 @@
-"""A folder that stands for a GGUF file as a checkpoint: what the file says of its model, as transformers' own files say it.
+"""A folder that stands for a GGUF file as a checkpoint: what the file says, as transformers' own files say it.
 
 The configuration and the tokenizer are made by transformers' mapping of GGUF, so that families follow what it knows.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,8 +20,10 @@ from transformers import AutoTokenizer, PreTrainedConfig
 from specexport.checkpoints.gguf.header import Header, as_library_reader, read_header
 from specexport.checkpoints.locate import CONFIG
 from specexport.checkpoints.quiet import quiet
+from specexport.checkpoints.stored import require_sane
 from specexport.contract.errors import BuildError
 
+_LAYER = re.compile(r"blk\.(\d{1,5})\.")
 _CONTROL = 3
 """The type of a token that is no text."""
 _ENDS = ("eos", "eot", "eom")
@@ -68,6 +71,8 @@ def describe(folder: Path) -> None:
                 f"{header.path}: general.architecture {header.architecture!r}: {_reason(error)}"
             ) from error
         document.pop("_model_name_or_path", None)
+        require_sane(header.path, document)
+        _require_layers(header, document)
         document.update(_rope_scaling(header, document))
         head_dim = header.get(f"{header.architecture}.attention.key_length", int)
         if head_dim is not None:  # not all that have it are mapped
@@ -85,8 +90,18 @@ def describe(folder: Path) -> None:
     (folder / CONFIG).write_text(json.dumps(document), encoding="utf-8")  # last: it says that all is there
 
 
+def _require_layers(header: Header, config: dict[str, Any]) -> None:
+    """Refuses more layers than the file has, which would all be made."""
+    numbered = [int(match[1]) for name in header.tensors if (match := _LAYER.match(name))]
+    layers, there = config.get("num_hidden_layers"), 1 + max(numbered, default=-1)
+    if not isinstance(layers, int) or not 1 <= layers <= there:
+        key = f"{header.architecture}.block_count"
+        raise BuildError(f"{header.path}: {key} is {str(layers)[:20]}; expected 1 to {there}, of which it has tensors")
+
+
 def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    text = " ".join(str(error).split())[:300]
+    return "".join(letter if letter.isprintable() else "?" for letter in text) or type(error).__name__
 
 
 def _generation(header: Header) -> dict[str, Any]:
@@ -137,8 +152,8 @@ def _rope_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any]:
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         return {"rope_scaling": scaling}
     raise BuildError(
-        f"{header.path}: {prefix}.scaling.type is {kind[:40]!r}; expected none, linear or yarn with an original context "
-        "length; build from the model that the file was made of"
+        f"{header.path}: {prefix}.scaling.type is {kind[:40]!r}; expected none, linear or yarn with an original "
+        "context length; build from the model that the file was made of"
     )
 
 

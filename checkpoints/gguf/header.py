@@ -249,8 +249,8 @@ class _Reading:
             size, left = math.prod(shape[:-1]) * row, max(0, len(self._mapped) - begin)
             if offset % alignment or offset > left or size > left - offset:
                 raise BuildError(
-                    f"{self._path}: tensor {name!r} is {size} bytes from {offset} on; expected a multiple of {alignment} "
-                    f"and at most the {left} bytes that the file has for tensors; {_FETCH}"
+                    f"{self._path}: tensor {name!r} is {size} bytes from {offset} on; expected a multiple of "
+                    f"{alignment} and at most the {left} bytes that the file has for tensors; {_FETCH}"
                 )
             data = np.frombuffer(self._mapped, np.uint8, size, begin + offset).reshape(*shape[:-1], row)
             header.tensors[name] = TensorPlace(name, shape, stored, data)

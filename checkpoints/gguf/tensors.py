@@ -56,8 +56,8 @@ def tensors_of(header: Header, outline: Any) -> Iterator[StoredTensor]:
             sources.setdefault(names[place.name], []).append(place)
         elif place.name not in _UNREAD:
             raise BuildError(
-                f"{header.path}: tensor {place.name!r} has no place in transformers' {outline.config.model_type}; expected "
-                "the tensors of a language model of that family alone"
+                f"{header.path}: tensor {place.name!r} has no place in transformers' {outline.config.model_type}; "
+                "expected the tensors of a language model of that family alone"
             )
     for name, places in sources.items():
         shape = shapes[name]

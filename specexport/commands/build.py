@@ -18,6 +18,7 @@ from specexport.commands.inspect import summary
 from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import Method
+from specexport.contract.model import Model
 from specexport.contract.reading import read_manifest
 from specexport.exporter.second_process import SecondProcess
 from specexport.method_flags import add_method_arguments, asked_methods
@@ -57,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     weights.add_argument(
         "--precision",
         choices=_PRECISIONS,
-        help="how matrices are stored; stored: each as the checkpoint has it; fp8 pays only on GPUs of compute capability "
-        "8.9 or higher (default: fp32, or as the checkpoint is quantized)",
+        help="how matrices are stored; stored: each as the checkpoint has it; fp8 pays only on GPUs of compute "
+        "capability 8.9 or higher (default: fp32, or as the checkpoint is quantized)",
     )
     weights.add_argument(
         "--draft-precision",
