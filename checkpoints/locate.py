@@ -97,8 +97,8 @@ def _folder(source: str, revision: str | None, weights: bool) -> Path:
     if of_hub and (source.count("/") == 1 or (source.count("/") > 1 and path.suffix == GGUF)):
         return _fetched(source, revision, weights)
     raise BuildError(
-        f"{source}: no such {'file' if path.suffix == GGUF else 'folder'}; expected a Hugging Face model folder, a GGUF "
-        "file or a hub id (owner/name)"
+        f"{source}: no such {'file' if path.suffix == GGUF else 'folder'}; expected a Hugging Face model folder, a "
+        "GGUF file or a hub id (owner/name)"
     )
 
 
@@ -115,8 +115,8 @@ def only_model(source: str, names: list[str]) -> list[str]:
     if len(splits) > 1:
         listed = ", ".join(sorted(splits.values()))
         raise BuildError(
-            f"{source}: holds {len(splits)} GGUF models; name the one to build: {source.rstrip('/')}/FILE{GGUF}, FILE being "
-            f"one of {listed}"
+            f"{source}: holds {len(splits)} GGUF models; name the one to build: {source.rstrip('/')}/FILE{GGUF}, FILE "
+            f"being one of {listed}"
         )
     return split_files(source, next(iter(splits.values())), names)
 

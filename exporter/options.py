@@ -151,8 +151,8 @@ class BuildOptions:
                 return replace(self, precision="stored")
             if self.precision == "stored":
                 raise BuildError(
-                    f"precision is 'stored' with lowering {self.lowering} and backend {self.backend}, which have no such "
-                    "scales as GGUF; choose another precision, or the native lowering and backend onnxruntime"
+                    f"precision is 'stored' with lowering {self.lowering} and backend {self.backend}, which have no "
+                    "such scales as GGUF; choose another precision, or the native lowering and backend onnxruntime"
                 )
             return replace(self, precision="int8")
         kind = "int8" if self.lowering == "portable" and found[1] == "int4" else found[1]

@@ -46,8 +46,8 @@ class Storage:
         block_size: weights that share a scale; halved for a matrix it does not divide. None, for int8 only, gives each
             column one scale, as opset 20 knows no blocks; rows that are looked up are then stored in fp16.
         rest: how matrices are that a quantized checkpoint has not quantized; None for ``kind``.
-        any_scales: whether scales may be of any kind that a checkpoint has (with zero points or offsets, in fp16, in two
-            levels, of blocks of fp8), and an embedding that is also the head is stored once: for CPUs only, as TensorRT
+        any_scales: whether scales may be of any kind that a checkpoint has (with zero points or offsets, in fp16, in
+            two levels, of blocks of fp8), and an embedding that is also the head is stored once: for CPUs only, as TensorRT
             refuses some, and ONNX Runtime was not tried with them on GPUs.
         branches: whether each expert of a mixture has a branch of its own: for CPUs only, as compiled engines and
             captured graphs know no control flow.

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from specexport.checkpoints.locate import find
+from specexport.checkpoints.locate import GGUF, find
 from specexport.contract.errors import BundleError
 from specexport.contract.folders import expanded, locked, passing_folder, remove, writing
 from specexport.contract.methods import Method
@@ -131,7 +131,10 @@ def _sweep(root: Path) -> None:
 def _content(folder: Path, known: Path) -> dict[str, str]:
     """SHA-256 of a checkpoint's files by their names; remembered until a file changes its size or time."""
     found: dict[str, str] = {}
-    for file in sorted([*folder.iterdir(), *folder.glob(_TEMPLATES)]) if folder.is_dir() else []:
+    files = sorted([*folder.iterdir(), *folder.glob(_TEMPLATES)]) if folder.is_dir() else []
+    # What is beside a model in GGUF was made of it, in this process perhaps.
+    models = [file for file in files if file.suffix == GGUF]
+    for file in files if any(file.suffix == ".safetensors" for file in files) else models or files:
         if not file.name.endswith(_READ) or not file.is_file():
             continue
         name, state = file.relative_to(folder).as_posix(), file.stat()

@@ -31,6 +31,7 @@ def make_gguf(
     others: dict[str, GGMLQuantizationType] | None = None,
     metadata: dict[str, Any] | None = None,
     parts: int = 1,
+    tensors: dict[str, npt.NDArray[np.float32]] | None = None,
 ) -> Path:
     """Writes a checkpoint's model and tokenizer into a GGUF file.
 
@@ -41,6 +42,7 @@ def make_gguf(
         others: of matrices whose names in the file end so.
         metadata: more of it, or other values; None for what is to be left out.
         parts: files that it is split into.
+        tensors: more of them.
 
     Returns:
         The file, or the first.
@@ -66,11 +68,11 @@ def make_gguf(
         f"{prefix}.vocab_size": config["vocab_size"],
         **_tokenizer(checkpoint),
     } | (metadata or {})
-    tensors = load_file(checkpoint / "model.safetensors")
+    path.parent.mkdir(parents=True, exist_ok=True)
     names = gguf.get_tensor_name_map({name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture], layers)
     random = np.random.default_rng(0)
     held: dict[str, tuple[npt.NDArray[Any], GGMLQuantizationType]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
         stem, _, last = name.rpartition(".")
         target = f"{names.get_name(stem)}.{last}"
         array = tensor.float().numpy()
@@ -81,6 +83,7 @@ def make_gguf(
             array = array + 1
         wanted = next((one for end, one in (others or {}).items() if target.endswith(end)), kind)
         held[target] = _blocks(array, wanted, random) if array.ndim > 1 else (array, Type.F32)
+    held |= {name: (array, Type.F32) for name, array in (tensors or {}).items()}
     placed = list(held.items())
     files = [path] if parts == 1 else [
         path.with_name(f"{path.stem}-{number + 1:05}-of-{parts:05}.gguf") for number in range(parts)

@@ -64,7 +64,8 @@ def tensors_of(header: Header, outline: Any) -> Iterator[StoredTensor]:
         if sum(math.prod(place.shape) for place in places) != math.prod(shape):
             found = ", ".join(f"{place.name!r} {list(place.shape)}" for place in places)
             raise BuildError(
-                f"{header.path}: tensor {found} fits no {list(shape)}, which the metadata asks for; fetch the file again"
+                f"{header.path}: tensor {found} fits no {list(shape)}, which the metadata asks for; fetch the file "
+                "again"
             )
         read = functools.partial(_read, header, processor, names, name, places, shape)
         order = _order(processor, places[0]) if len(places) == 1 and len(shape) == 2 else None
@@ -121,8 +122,8 @@ def _numbers(header: Header, place: TensorPlace) -> npt.NDArray[np.float32]:
         numbers: npt.NDArray[np.float32] = gguf.dequantize(place.data, place.kind)
     except NotImplementedError as error:
         raise BuildError(
-            f"{header.path}: tensor {place.name!r} is {place.kind.name}, which the gguf library cannot restore; expected "
-            "another quantization of the model"
+            f"{header.path}: tensor {place.name!r} is {place.kind.name}, which the gguf library cannot restore; "
+            "expected another quantization of the model"
         ) from error
     if not np.isfinite(numbers).all():
         raise BuildError(
