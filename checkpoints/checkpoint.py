@@ -23,7 +23,7 @@ from specexport.checkpoints.config import (
 )
 from specexport.checkpoints.generation import read_generation
 from specexport.checkpoints.locate import locate
-from specexport.checkpoints.quantized import Scales
+from specexport.checkpoints.stored import StoredTensor
 from specexport.checkpoints.templates import chat_templates
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import GenerationDefaults
@@ -58,9 +58,8 @@ class Checkpoint:
         parameters: number of parameters, tied ones counted once.
         eos_token_ids: tokens that end a text.
         generation: the model's own defaults of requests.
-        scales: how matrices that were quantized are made of integers, by name; None where rows that share a scale are
-            not neighbours.
-        quantized_in: the format they were quantized in; empty for none.
+        tensors: the checkpoint's, by name.
+        quantized_in: the format that its matrices are quantized in; empty for none.
     """
 
     source: str
@@ -74,7 +73,7 @@ class Checkpoint:
     parameters: int
     eos_token_ids: tuple[int, ...]
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
-    scales: dict[str, Scales | None] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
     quantized_in: str = ""
     states: dict[int, StateLayer] = field(default_factory=dict)
 
@@ -96,7 +95,7 @@ def load_checkpoint(source: str) -> Checkpoint:
     require_stored(path, config)
     family = str(config.model_type)
     try:
-        model, loaded, scales = load_causal_lm(
+        model, loaded, tensors = load_causal_lm(
             path,
             config,
             streamed=True,
@@ -144,7 +143,7 @@ def load_checkpoint(source: str) -> Checkpoint:
         parameters=sum(p.numel() for p in model.parameters()),
         eos_token_ids=eos,
         generation=generation,
-        scales=scales,
+        tensors=tensors,
         quantized_in=(quantized_in(path) or ("",))[0],
     )
 

@@ -11,29 +11,28 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specexport.checkpoints.adapters import merged
+from specexport.checkpoints.gguf.folder import header_of
+from specexport.checkpoints.gguf.tensors import format_of, tensors_of
 from specexport.checkpoints.locate import ADAPTER, locate, unreadable
 from specexport.checkpoints.locate import INDEX as INDEX
 from specexport.checkpoints.locate import SINGLE as SINGLE
 from specexport.checkpoints.outline import ModelOutline, Parameter
-from specexport.checkpoints.quantized import Kind, QuantizedTensor, Scales, dequantized, quantization
+from specexport.checkpoints.quantized import Kind, dequantized, quantization
 from specexport.checkpoints.quiet import quiet
-from specexport.checkpoints.stored import CONFIG, StoredTensor, stored_tensors
+from specexport.checkpoints.stored import CONFIG, StoredTensor, require_sane, stored_tensors
 from specexport.checkpoints.streamed import StandIns
 from specexport.contract.errors import BuildError
 
 GENERATION = "generation_config.json"
 _MAX_BYTES = 16 << 20
 _MAX_INDEX = 64 << 20
-_MOST_PARTS, _LARGEST, _MAX_INT = 4096, 1 << 24, 1 << 53
-_PARTS = re.compile(r"(^|_)(layers?|experts?|heads?|blocks?|stages?)($|_)")
-_SIZES = re.compile(r"size|dim|vocab|position|embd|inner|ctx")
 _TEXT_PART = "text_config"
 _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_head.": "lm_head.", "mtp.": "mtp."}
 """Where models that read more than text keep their language model, and what a checkpoint of that alone says instead."""
@@ -94,10 +93,7 @@ def read_model_config(folder: Path) -> Any:
     """
     path = folder / CONFIG
     document = _document(path, _MAX_BYTES)
-    for name, value in _integers(document):
-        most = _LARGEST if _SIZES.search(name) else _MOST_PARTS if _PARTS.search(name) else _MAX_INT
-        if abs(value) > most:
-            raise BuildError(f"{path}: {name} is {str(value)[:20]}; expected at most {most}")
+    require_sane(path, document)
     try:
         with quiet():
             return _language_model(AutoConfig.from_pretrained(folder, trust_remote_code=False), document)
@@ -195,19 +191,21 @@ def stored_table(folder: Path, *, head: bool) -> StoredTensor:
     return found
 
 
-def quantized_in(folder: Path) -> tuple[str, Kind] | None:
+def quantized_in(folder: Path) -> tuple[str, Kind | Literal["stored"]] | None:
     """The format that a checkpoint's matrices are quantized in, and the precision that holds them as they are.
 
     Raises:
         BuildError: nothing here reads the format.
     """
+    if (header := header_of(folder)) is not None:
+        return format_of(header), "stored"
     path = folder / CONFIG
     return quantization(path, _document(path, _MAX_BYTES))
 
 
 def load_causal_lm(
     folder: Path, config: Any, *, streamed: bool = False, **how: Any
-) -> tuple[Any, dict[str, Any], dict[str, Scales | None]]:
+) -> tuple[Any, dict[str, Any], dict[str, StoredTensor]]:
     """A model as transformers loads it, from safetensors; quantized matrices become floating-point ones.
 
     Args:
@@ -218,7 +216,7 @@ def load_causal_lm(
         how: more arguments of ``from_pretrained``.
 
     Returns:
-        The model, what transformers says about loading it, and how quantized matrices are made of integers, by name.
+        The model, what transformers says about loading it, and the checkpoint's tensors by name.
 
     Raises:
         BuildError: the files are wrong; transformers raises whatever else there is.
@@ -230,18 +228,16 @@ def load_causal_lm(
         with torch.device("meta"):
             outline = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
         stand_ins = StandIns(outline)
-        scales: dict[str, Scales | None] = {}
+        stored: dict[str, StoredTensor] = {}
         held: dict[str, torch.Tensor] = {}
         for tensor in checkpoint_tensors(folder):
-            if isinstance(tensor, QuantizedTensor):
-                held[tensor.name], scales[tensor.name] = tensor.load()
-            else:
-                held[tensor.name] = stand_ins.held(tensor) if streamed else tensor.read()
+            stored[tensor.name] = tensor
+            held[tensor.name] = stand_ins.held(tensor) if streamed else tensor.read()
         model, loaded = type(outline).from_pretrained(
             None, state_dict=held, config=config, output_loading_info=True, **how
         )
-        stand_ins.find(model)
-        return model, loaded, scales
+        stand_ins.find(model, stored)
+        return model, loaded, stored
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
@@ -250,6 +246,8 @@ def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
     Of a model that reads pictures or sound as well only those of the language model, under the names that they have in
     a checkpoint of that alone.
     """
+    if (header := header_of(folder)) is not None:
+        return tensors_of(header, _outline(folder))
     path = folder / CONFIG
     document = _document(path, _MAX_BYTES)
     tensors = dequantized(path, document, _files(folder))
@@ -320,16 +318,3 @@ def _document(path: Path, most: int) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BuildError(f"{path}: holds {type(found).__name__}; expected an object")
     return found
-
-
-def _integers(document: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Every whole number, with the name of the field it is in."""
-    left: list[tuple[str, Any]] = list(document.items())
-    while left:  # no recursion: it may be nested as deeply as JSON is read
-        name, value = left.pop()
-        if isinstance(value, dict):
-            left += value.items()
-        elif isinstance(value, list):
-            left += ((name, inner) for inner in value)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
-            yield name, int(value)

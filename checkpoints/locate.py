@@ -6,15 +6,18 @@ import atexit
 import functools
 import json
 import os
+import re
 import shutil
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded, home, passing_folder
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GGUF = ".gguf"
+_SPLIT = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.gguf$")
 ADAPTER = "adapter_config.json"
 """What says that a folder holds an adapter as peft saves it, alone or beside the model that it is for."""
 _TOKENIZER = (
@@ -34,18 +37,36 @@ _FEW_LAYERS = 4
 
 
 def locate(source: str, *, weights: bool = True) -> Path:
+    """The local folder of a checkpoint, with its configuration; see :func:`find`.
+
+    Raises:
+        BuildError: see :func:`find`; a GGUF file is damaged, or of a family that transformers does not read.
+    """
+    path = find(source, weights=weights)
+    if not (path / CONFIG).is_file():
+        from specexport.checkpoints.gguf.folder import describe  # imports torch
+
+        describe(path)
+    return path
+
+
+def find(source: str, *, weights: bool = True) -> Path:
     """The local folder of a checkpoint; a hub id is downloaded into the hub's own cache.
 
-    An adapter that lies alone is put beside links to the files of its model, in a folder of this process.
+    A GGUF file, and an adapter that lies alone, are put into a folder of this process: links to the file, or to those
+    of the adapter and its model.
 
     Args:
-        source: a folder, or a hub id.
+        source: a folder, a hub id, a GGUF file, or one of a hub id's: ``owner/name/FILE.gguf``.
         weights: whether they are needed, or only what describes the model.
 
     Raises:
-        BuildError: it is neither a folder with a ``config.json`` and weights nor a reachable hub id.
+        BuildError: it is neither a folder with a ``config.json`` and weights, or with one GGUF model, nor a reachable
+            hub id.
     """
     path = _folder(source, None, weights)
+    if any(path.glob(f"*{GGUF}")) and not any(path.glob("*.safetensors")):
+        return path
     if not (path / CONFIG).is_file() and (path / ADAPTER).is_file():
         try:
             base = _folder(*base_of(path), weights)
@@ -65,16 +86,55 @@ def locate(source: str, *, weights: bool = True) -> Path:
 def _folder(source: str, revision: str | None, weights: bool) -> Path:
     """The folder of a source as it is, ``revision`` being a hub id's."""
     path = expanded(source)
-    if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))):
-        raise BuildError(
-            f"{source}: GGUF files are not read; expected a Hugging Face model folder or a hub id. Build from the "
-            "original that the file was made of: it is rounded once then, and with --precision int4 or int8 as small"
-        )
-    if not path.is_dir():
-        if path.exists() or source.count("/") != 1 or source.startswith((".", "/", "~")):
-            raise BuildError(f"{source}: no such folder; expected a Hugging Face model folder or a hub id (owner/name)")
+    there = sorted(file.name for file in (path if path.is_dir() else path.parent).glob(f"*{GGUF}"))
+    if path.suffix == GGUF and path.is_file():
+        return _beside_nothing(path.parent, split_files(source, path.name, there))
+    if path.is_dir():
+        if there and not any(path.glob("*.safetensors")):
+            return _beside_nothing(path, only_model(source, there))
+        return path
+    of_hub = not source.startswith((".", "/", "~")) and not path.exists()
+    if of_hub and (source.count("/") == 1 or (source.count("/") > 1 and path.suffix == GGUF)):
         return _fetched(source, revision, weights)
-    return path
+    raise BuildError(
+        f"{source}: no such {'file' if path.suffix == GGUF else 'folder'}; expected a Hugging Face model folder, a "
+        "GGUF file or a hub id (owner/name)"
+    )
+
+
+def only_model(source: str, names: list[str]) -> list[str]:
+    """The files of the only GGUF model among some; those that only project pictures or sound are none.
+
+    Raises:
+        BuildError: there are several; lists them.
+    """
+    models = [name for name in names if not PurePath(name).name.startswith("mmproj")]
+    if not models:
+        raise BuildError(f"{source}: found {', '.join(names)}, which is no language model; expected one")
+    splits = {_SPLIT.sub("", name): name for name in reversed(models)}
+    if len(splits) > 1:
+        listed = ", ".join(sorted(splits.values()))
+        raise BuildError(
+            f"{source}: holds {len(splits)} GGUF models; name the one to build: {source.rstrip('/')}/FILE{GGUF}, FILE "
+            f"being one of {listed}"
+        )
+    return split_files(source, next(iter(splits.values())), names)
+
+
+def split_files(source: str, name: str, names: list[str]) -> list[str]:
+    """All the files that a GGUF model was split into, of which one is named.
+
+    Raises:
+        BuildError: some are missing.
+    """
+    match = _SPLIT.search(name)
+    if match is None:
+        return [name]
+    count = int(match["count"])
+    wanted = [f"{name[: match.start()]}-{number + 1:05}-of-{count:05}{GGUF}" for number in range(min(count, 10_000))]
+    if missing := sorted(set(wanted) - set(names)):
+        raise BuildError(f"{source}: the model is in {count} files, and {missing[0]} is missing; fetch it as well")
+    return wanted
 
 
 def unreadable(found: str) -> str:
@@ -101,8 +161,9 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
 def _fetched(source: str, revision: str | None, weights: bool) -> Path:
     """The folder of a hub id: what describes the model, and its weights in one form; nothing of other programs."""
+    source, _, file = source.partition("/")[0] + "/" + source.split("/")[1], "", "/".join(source.split("/")[2:])
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import list_repo_files, snapshot_download
     except ImportError as error:
         raise BuildError(
             f"{source}: no such folder, and fetching a hub id needs the [export] extra; install it with: "
@@ -117,7 +178,23 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
         )
         return Path(folder)
 
+    def fetch_gguf() -> Path | None:
+        """The one GGUF model of the repository, or the one that was named; None where there is none."""
+        names = sorted(name for name in list_repo_files(source, revision=revision) if name.endswith(GGUF))
+        if not names and not file:
+            return None
+        if file and file not in names:
+            listed = ", ".join(names) or "none"
+            raise BuildError(f"{source}: has no file {file}; its GGUF files: {listed}")
+        files = split_files(source, file, names) if file else only_model(source, names)
+        folder = snapshot_download(source, revision=revision, allow_patterns=files, cache_dir=hub_cache())
+        return _beside_nothing(Path(folder), files)
+
     try:
+        if file:
+            named = fetch_gguf()
+            assert named is not None
+            return named
         folder = fetch(*_SETTINGS, *_TOKENIZER)
         needed = [] if (folder / "tokenizer.json").is_file() else [*_VOCABULARY]
         if weights:
@@ -126,13 +203,15 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
         if needed:
             fetch(*needed)
         if not weights:
-            return folder
+            return folder if (folder / CONFIG).is_file() else fetch_gguf() or folder
         if (folder / ADAPTER).is_file() and not (folder / _ADAPTERS[0]).is_file():
             fetch(*_ADAPTERS[1:])
         if (folder / CONFIG).is_file() and not any(folder.glob("*.safetensors")):
             fetch("*.safetensors")
             if not any(folder.glob("*.safetensors")) and _layers(folder / CONFIG) <= _FEW_LAYERS:
                 fetch(_PICKLED)
+        if not any(folder.glob("*.safetensors")) and not (folder / _PICKLED).is_file():
+            return fetch_gguf() or folder
     except BuildError:
         raise
     except Exception as error:  # the hub client raises a dozen unrelated types
@@ -179,14 +258,23 @@ def _beside(adapter: Path, base: Path) -> Path:
     return _linked(tuple(sorted((str(place), str(file.absolute())) for place, file in files.items())))
 
 
+def _beside_nothing(folder: Path, names: list[str]) -> Path:
+    """A folder of the files of a GGUF model alone: what else lies there is of other models."""
+    files = [(PurePath(name).name, (folder / name).absolute()) for name in names]
+    states = [file.stat() for _, file in files]
+    stamp = tuple((state.st_size, state.st_mtime_ns, state.st_ino) for state in states)
+    return _linked(tuple((name, str(file)) for name, file in files), stamp)
+
+
 def _matching(folder: Path, *patterns: str) -> list[Path]:
     return [file for pattern in patterns for file in folder.glob(pattern) if file.is_file()]
 
 
 @functools.cache
-def _linked(files: tuple[tuple[str, str], ...]) -> Path:
-    """A folder of links to files, by their places in it; it goes with the process."""
-    folder = Path(tempfile.mkdtemp(prefix="specexport-adapter-"))
+def _linked(files: tuple[tuple[str, str], ...], stamp: object = None) -> Path:
+    """A folder of links to files, by their places in it; another for another ``stamp``. It goes with the process."""
+    del stamp
+    folder = Path(tempfile.mkdtemp(prefix="specexport-checkpoint-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for place, file in files:
         (folder / place).parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ same integers again, so that the exporter need not round a second time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,31 +34,71 @@ _DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 
 
 @dataclass(frozen=True)
-class Scales:
-    """How a matrix ``[...,K,N]`` of a graph is made of integers: ``scale * (integer - zero)``.
+class Factors:
+    """Numbers ``[...,G,N]`` that are products of fewer numbers and small integers, as a checkpoint holds them.
 
     Attributes:
-        kind: the fewest bits that hold its integers, with their sign; ``fp8`` for float8_e4m3fn numbers.
+        coarse: fp16 or fp32 ``[...,S,N]``, each for ``G/S`` neighbours.
+        fine: int8 ``[...,G,N]``; None where all are 1.
+    """
+
+    coarse: npt.NDArray[np.floating[Any]]
+    fine: npt.NDArray[np.int8] | None = None
+
+    def values(self) -> npt.NDArray[np.float32]:
+        """The products, exact in fp32."""
+        found: npt.NDArray[np.float32] = self.coarse.astype(np.float32)
+        if self.fine is not None:
+            found = np.repeat(found, self.fine.shape[-2] // found.shape[-2], axis=-2) * self.fine
+        return found
+
+    def turned(self) -> Factors:
+        """Those of the transposed matrix, whose last axis is that of the blocks."""
+        fine = None if self.fine is None else np.ascontiguousarray(self.fine.swapaxes(-1, -2))
+        return Factors(np.ascontiguousarray(self.coarse.swapaxes(-1, -2)), fine)
+
+    def of_expert(self, index: int) -> Factors:
+        """Those of a matrix of a stack."""
+        return Factors(self.coarse[index], None if self.fine is None else self.fine[index])
+
+
+@dataclass(frozen=True)
+class Scales:
+    """How a matrix ``[...,K,N]`` of a graph is made of integers: ``scale * (integer - zero) + offset``.
+
+    Attributes:
+        kind: the fewest bits that hold its integers, with their sign unless there are offsets; ``fp8`` for
+            float8_e4m3fn numbers.
         group: neighbouring rows that share their scales; K where each column has one.
-        scale: float32 ``[...,K/group,N]``; none is 0.
+        scale: ``[...,K/group,N]``.
         zero: int8 like ``scale``; None where all are 0.
+        offset: like ``scale``; None where all are 0.
     """
 
     kind: Kind
     group: int
-    scale: npt.NDArray[np.float32]
+    scale: Factors
     zero: npt.NDArray[np.int8] | None = None
+    offset: Factors | None = None
+
+    def of_expert(self, index: int) -> Scales:
+        """Those of a matrix of a stack."""
+        zero = None if self.zero is None else self.zero[index]
+        offset = None if self.offset is None else self.offset.of_expert(index)
+        return replace(self, scale=self.scale.of_expert(index), zero=zero, offset=offset)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QuantizedTensor(StoredTensor):
     """A quantized matrix, by the name and shape that it has in the model.
 
     Attributes:
-        load: reads it in fp32, and what it is made of: None where rows that share a scale are not neighbours.
+        scales: reads what it is made of: None where rows that share a scale are not neighbours.
+        kind: the fewest bits that hold its integers, where that is known without reading it.
     """
 
-    load: Callable[[], tuple[torch.Tensor, Scales | None]]
+    scales: Callable[[], Scales | None]
+    kind: Kind = "int8"
 
 
 class _Weights(msgspec.Struct):
@@ -233,7 +273,7 @@ class _Parts:
 
     def matrix(self, shape: tuple[int, ...], read: Callable[[], _Read]) -> QuantizedTensor:
         """The matrix that numbers, scales and zero points make."""
-        return QuantizedTensor(self.name, shape, "F32", lambda: _load(read())[0], lambda: _load(read()))
+        return QuantizedTensor(self.name, shape, "F32", lambda: _load(read())[0], scales=lambda: _load(read())[1])
 
 
 @dataclass(frozen=True)
@@ -269,8 +309,7 @@ def _load(read: _Read) -> tuple[torch.Tensor, Scales | None]:
     if not in_order:
         return matrix, None
     zero = read.zero if read.zero is not None and read.zero.any() else None
-    scale = np.where(read.scale == 0, np.float32(1), read.scale)  # then its weights are 0 at any scale
-    return matrix, Scales(read.kind, rows // groups, scale, zero)
+    return matrix, Scales(read.kind, rows // groups, Factors(read.scale), zero)
 
 
 def _awq(parts: _Parts) -> QuantizedTensor:

@@ -182,7 +182,7 @@ def split_checkpoint(whole: Checkpoint, rank: int, ranks: int) -> Checkpoint:
     refused = f"{whole.source}: model family '{whole.family}' cannot be split among {ranks} ranks: "
     if whole.states:
         raise BuildError(f"{refused}it has layers without attention")
-    if whole.scales:
+    if whole.quantized_in:
         raise BuildError(f"{refused}its matrices are quantized already ({whole.quantized_in})")
     heads = {layer.heads for layer in whole.cache}
     if uneven := sorted(count for count in heads if count % ranks):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,9 @@ from specexport.contract.errors import UNREADABLE, BuildError
 
 CONFIG = "config.json"
 _MAX_CONFIG = 1 << 20
+_MOST_PARTS, _LARGEST, _MAX_INT = 4096, 1 << 24, 1 << 53
+_PARTS = re.compile(r"(^|_)(layers?|experts?|heads?|blocks?|stages?)($|_)")
+_SIZES = re.compile(r"size|dim|vocab|position|embd|inner|ctx")
 
 _Config = TypeVar("_Config")
 
@@ -40,6 +44,31 @@ def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
         raise BuildError(f"{path}: not a configuration of {what}: {error}") from error
 
 
+def require_sane(path: Path, document: dict[str, Any]) -> None:
+    """Refuses a model's configuration with absurd numbers, before anything is made of it.
+
+    Raises:
+        BuildError: names the file and the field.
+    """
+    for name, value in _integers(document):
+        most = _LARGEST if _SIZES.search(name) else _MOST_PARTS if _PARTS.search(name) else _MAX_INT
+        if abs(value) > most:
+            raise BuildError(f"{path}: {name} is {str(value)[:20]}; expected at most {most}")
+
+
+def _integers(document: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Every whole number, with the name of the field it is in."""
+    left: list[tuple[str, Any]] = list(document.items())
+    while left:  # no recursion: it may be nested as deeply as JSON is read
+        name, value = left.pop()
+        if isinstance(value, dict):
+            left += value.items()
+        elif isinstance(value, list):
+            left += ((name, inner) for inner in value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
+            yield name, int(value)
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor of a file.
@@ -49,12 +78,14 @@ class StoredTensor:
         shape: of it.
         dtype: what safetensors calls its type.
         read: reads it as it is stored.
+        form: tells apart matrices that cannot be joined and still be stored as they are here.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], torch.Tensor]
+    form: str = ""
 
     @property
     def floating(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ LARGE = 1 << 18
 """Numbers of a tensor that stays in its file, at least."""
 NARROW = 16
 """And rows and columns of its matrices."""
-_STORED = "stored_tensor"
+_STORED, _FORM = "stored_tensor", "stored_form"
 
 
 class StandIns:
@@ -47,11 +47,14 @@ class StandIns:
         self._stored[stand_in.data_ptr()] = tensor
         return stand_in
 
-    def find(self, model: torch.nn.Module) -> None:
-        """Notes on each parameter that is a stand-in what it stands for."""
-        for parameter in model.parameters():
+    def find(self, model: torch.nn.Module, tensors: Mapping[str, StoredTensor]) -> None:
+        """Notes on each parameter that is a stand-in what it stands for, and on others in what form they are stored."""
+        for name, parameter in model.named_parameters():
             if not any(parameter.stride()) and parameter.data_ptr() in self._stored:
                 stand_for(parameter, self._stored[parameter.data_ptr()])
+            tensor = tensors.get(name) or tensors.get(name.removeprefix(self._prefix))
+            if tensor is not None and tensor.form:
+                setattr(parameter, _FORM, tensor.form)
 
 
 def stand_for(parameter: torch.Tensor, tensor: StoredTensor) -> None:
@@ -63,6 +66,11 @@ def stored(parameter: torch.Tensor) -> StoredTensor | None:
     """What a parameter stands for; None where it holds its numbers."""
     found: StoredTensor | None = getattr(parameter, _STORED, None)
     return found
+
+
+def form_of(parameter: torch.Tensor) -> str:
+    """In what form the checkpoint stores a parameter; empty where that is of no account."""
+    return str(getattr(parameter, _FORM, ""))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
 Size = Annotated[int, Meta(ge=1, le=2**24)]
 """A dimension of a tensor; bounded, so that a forged manifest cannot ask for absurd allocations unnoticed."""
-StoredAs = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
+StoredAs = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8", "stored"]
 LoweredAs = Literal["native", "portable"]
 """Which operators the graphs are made of: the newest, which write the cache in place, or those of opset 20, which
 return new rows for the runtime to copy."""

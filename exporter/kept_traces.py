@@ -24,6 +24,7 @@ import torch
 from specexport.checkpoints import streamed
 from specexport.contract.folders import locked
 from specexport.exporter.fingerprint import fingerprint
+from specexport.exporter.passes.linear import FORM
 from specexport.runtime.machine import cache_folder
 
 LARGE = 1 << 13
@@ -57,7 +58,9 @@ def kept_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[
                 _write(path, graph)
     for value in graph.graph.initializers.values():
         if isinstance(value.const_value, ir.ExternalTensor):
-            value.const_value = _lazy(large[str(value.const_value.location)], str(value.name))
+            parameter = large[str(value.const_value.location)]
+            value.const_value = _lazy(parameter, str(value.name))
+            value.meta[FORM] = streamed.form_of(parameter)
     return graph
 
 

@@ -39,6 +39,7 @@ class BuildOptions:
         max_batch_size: most requests that run at once; steps are planned for the powers of two up to it.
         precision: how the target's matrices are stored; None for fp32, and for a checkpoint that is quantized already
             for what keeps its own integers. Matrices that it has quantized keep them at the same number of bits.
+            ``stored`` is as the checkpoint stores them, each in what holds it; it is what None is for a GGUF file.
         rest: how matrices are stored that a quantized checkpoint holds in floating point; None for ``precision``.
         draft_precision: how those of what proposes are: a draft, heads, a speculator; None for int4 where ``precision``
             is, else int8. What they round off costs acceptance and never changes what the target says.
@@ -129,7 +130,7 @@ class BuildOptions:
             raise BuildError(f"max_seq_len is {self.max_seq_len}; expected at least 2")
 
     def for_checkpoint(self) -> BuildOptions:
-        """These options with a precision: of a target that is quantized already, its own, if none was asked for.
+        """These options with a precision: of a target that is quantized already, its own, if no other was asked for.
 
         What it has not quantized is then stored as it has it. Lowered portably, int4 becomes int8: opset 20 has no
         integers of four bits.
@@ -137,21 +138,35 @@ class BuildOptions:
         Raises:
             BuildError: the target is not there, or nothing here reads its format.
         """
-        if self.precision is not None:
+        if self.precision not in (None, "stored"):
             return self
         path = locate(self.target)
         found = quantized_in(path)
-        if found is None:
-            return replace(self, precision="fp32")
-        kind = "int8" if self.lowering == "portable" and found[1] == "int4" else found[1]
         halves: dict[object, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-        return replace(self, precision=kind, rest=halves.get(read_model_config(path).dtype, "fp32"))
+        rest = halves.get(read_model_config(path).dtype, "fp32")
+        if found is None:
+            return replace(self, precision=rest if self.precision == "stored" else "fp32")
+        if found[1] == "stored":
+            if self._on_cpu:
+                return replace(self, precision="stored")
+            if self.precision == "stored":
+                raise BuildError(
+                    f"precision is 'stored' with lowering {self.lowering} and backend {self.backend}, which have no "
+                    "such scales as GGUF; choose another precision, or the native lowering and backend onnxruntime"
+                )
+            return replace(self, precision="int8")
+        kind = "int8" if self.lowering == "portable" and found[1] == "int4" else found[1]
+        return replace(self, precision=kind, rest=rest)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.lowering == "native" and self.backend == "onnxruntime"
 
     @property
     def stored(self) -> Storage:
         """How the target's matrices are stored; lowered portably each column has one scale."""
         block_size = None if self.lowering == "portable" else self.block_size or DEFAULT_BLOCK_SIZE
-        on_cpu = self.lowering == "native" and self.backend == "onnxruntime"
+        on_cpu = self._on_cpu
         # Ranks meet between nodes of the graph itself.
         branches = on_cpu and self.tensor_parallel == 1
         return Storage(self.precision or "fp32", block_size, self.rest, any_scales=on_cpu, branches=branches)

@@ -40,24 +40,26 @@ def apply_scales(
     scale: npt.NDArray[np.float32],
     zero: npt.NDArray[np.int8] | None,
     kind: Literal["int4", "int8", "fp8"],
+    offset: npt.NDArray[np.float32] | None = None,
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-    """Numbers ``matrix / scale + zero``, rounded, with scales and zero points that broadcast to the matrix.
+    """Numbers ``(matrix - offset) / scale + zero``, rounded; what they are made with broadcasts to the matrix.
 
     Where the matrix was made of such numbers they are found again exactly: a product of 8 bits and a float32 is within
-    one rounding of it, far less than half a step.
+    one rounding of it, far less than half a step. Where a scale is 0 they are 0.
 
     Returns:
-        int8 integers (four-bit ones in -8..7), or the bytes of float8_e4m3fn numbers, and what they stand for.
+        int8 integers (four-bit ones in -8..7, with offsets in 0..15), or the bytes of float8_e4m3fn numbers, and what
+        they stand for.
     """
-    divided = matrix / scale
+    divided = (matrix if offset is None else matrix - offset) / np.where(scale == 0, np.float32(1), scale)
     if kind == "fp8":
         numbers = divided.clip(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).astype(Float8)
         return numbers.view(np.int8), numbers.astype(np.float32) * scale
-    least = -8 if kind == "int4" else -128
     moved = np.rint(divided) if zero is None else np.rint(divided) + zero
-    integers = moved.clip(least, -1 - least).astype(np.int8)
-    restored = integers.astype(np.float32) if zero is None else integers.astype(np.float32) - zero
-    return integers, restored * scale
+    least, most = (-128, 127) if kind == "int8" else (-8, 7) if offset is None else (0, 15)
+    integers = moved.clip(least, most).astype(np.int8)
+    restored = (integers.astype(np.float32) if zero is None else integers.astype(np.float32) - zero) * scale
+    return integers, restored if offset is None else restored + offset
 
 
 def pack_int4(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:

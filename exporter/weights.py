@@ -13,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specexport.checkpoints.quantized import Scales
+from specexport.checkpoints.quantized import Factors, QuantizedTensor, Scales
+from specexport.checkpoints.stored import StoredTensor
 from specexport.contract import tensors
 from specexport.contract.model import StoredAs
-from specexport.exporter.passes.editing import constant, needed_only_for, op, producer
+from specexport.exporter.dequantize import StoredFactors, StoredMatrix, looked_up, restored
+from specexport.exporter.passes.editing import needed_only_for, op, producer, replace_value
 from specexport.exporter.passes.names import names_in
 from specexport.exporter.quantize import (
     apply_scales,
@@ -29,7 +31,7 @@ from specexport.exporter.quantize import (
 
 Precision = StoredAs
 PRECISIONS: tuple[Precision, ...] = get_args(StoredAs)
-QUANTIZED: tuple[Precision, ...] = ("int8", "int4", "fp8")
+QUANTIZED: tuple[Precision, ...] = ("int8", "int4", "fp8", "stored")
 """Those that round more than half precision does, so that a build says by how much."""
 
 
@@ -40,11 +42,13 @@ class Storage:
     Attributes:
         kind: ``fp16`` and ``bf16`` are cast to fp32 in the graph. ``int8`` and ``int4`` are symmetric, in blocks along
             the summed axis, and undone by DequantizeLinear; so is ``fp8`` (float8_e4m3fn), with one scale a column.
+            ``stored`` takes for each matrix what holds it as the checkpoint does, or else ``int8``.
         block_size: weights that share a scale; halved for a matrix it does not divide. None, for int8 only, gives each
             column one scale, as opset 20 knows no blocks; rows that are looked up are then stored in fp16.
         rest: how matrices are that a quantized checkpoint has not quantized; None for ``kind``.
-        any_scales: whether zero points, and fp8 with scales of blocks, may be kept as a checkpoint has them: for CPUs
-            only, as TensorRT refuses both, and ONNX Runtime was not tried with them on GPUs.
+        any_scales: whether scales may be of any kind that a checkpoint has (with zero points or offsets, in fp16, in
+            two levels, of blocks of fp8), and an embedding that is also the head is stored once: for CPUs only, as TensorRT
+            refuses some, and ONNX Runtime was not tried with them on GPUs.
         branches: whether each expert of a mixture has a branch of its own: for CPUs only, as compiled engines and
             captured graphs know no control flow.
     """
@@ -57,6 +61,10 @@ class Storage:
 
 
 _EXACT = Storage("fp32", None)
+
+_STORED: dict[str, Precision] = {"F16": "fp16", "BF16": "bf16"}
+_WIDTHS: tuple[Precision, ...] = ("int4", "int8", "fp16", "bf16", "fp32")
+"""What ``stored`` may become, the fewest bits first."""
 
 _Half = Literal["fp16", "bf16"]
 _Quantized = Literal["int8", "int4", "fp8"]
@@ -71,6 +79,7 @@ _DTYPES: dict[_Quantized, ir.DataType] = {
 }
 _GATHERED = ("lookup", "experts")
 _Matrix = npt.NDArray[np.float32]
+_OfBlocks = tuple[_Matrix | None, npt.NDArray[np.int8] | None, _Matrix | None]
 _Chunks = Iterator[npt.NDArray[np.generic]]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -91,11 +100,23 @@ class _Kept:
         block: weights along the summed axis that share one; None where each column has one.
         scale: ``[...,K/block,N]``, or ``[1,N]`` by columns.
         zero: int8 like ``scale``, or None.
+        offset: like ``scale``, or None.
     """
 
     block: int | None
-    scale: _Matrix
+    scale: Factors
     zero: npt.NDArray[np.int8] | None
+    offset: Factors | None
+
+    def for_rows(self) -> _OfBlocks:
+        """For a matrix that is stored by rows, ``[N,K]``."""
+        return tuple(None if one is None else one.T for one in self.values())
+
+    def values(self) -> _OfBlocks:
+        """Scales, zero points and offsets in full."""
+        scale = self.scale.values()
+        offset = None if self.offset is None else self.offset.values()
+        return (scale[0] if self.block is None else scale), self.zero, offset
 
 
 @dataclass
@@ -155,7 +176,8 @@ class WeightsFile:
         self._progress = progress or (lambda _: None)
         # By size and content: graphs of one model share what they have in common.
         self._places: dict[tuple[int, bytes], int] = {}
-        self._scales: Mapping[str, Scales | None] = {}
+        self._tensors: Mapping[str, StoredTensor] = {}
+        self._quantized: set[str] = set()
         self.report = WeightsReport()
 
     def __enter__(self) -> WeightsFile:
@@ -189,7 +211,7 @@ class WeightsFile:
         graph: ir.Graph,
         stored: Storage,
         heads: Storage | None = None,
-        scales: Mapping[str, Scales | None] | None = None,
+        checkpoint: Mapping[str, StoredTensor] | None = None,
     ) -> None:
         """Moves the weights of a graph, and of the graphs inside it, into the file.
 
@@ -197,10 +219,10 @@ class WeightsFile:
             graph: changed in place.
             stored: how matrices are that are multiplied or looked up; everything else (norms, biases) is in fp32.
             heads: how Medusa heads are; None for ``stored``.
-            scales: of matrices that the checkpoint has quantized, by name; None for those whose scales fit no blocks.
-                They are stored with these scales where they fit.
+            checkpoint: its tensors by name. Those that it has quantized are stored with their scales where these fit.
         """
-        self._scales = scales or {}
+        self._tensors = checkpoint or {}
+        self._quantized = {name for name, one in self._tensors.items() if isinstance(one, QuantizedTensor)}
         for one in (graph, *graph.subgraphs()):
             routers = _routers(one)
             of_heads = set() if heads is None else needed_only_for(one, tensors.CANDIDATES)
@@ -213,6 +235,8 @@ class WeightsFile:
         if tensor is None or tensor.nbytes <= INLINE_BYTES:
             return
         array = tensor.numpy()
+        if storage.kind == "stored":
+            storage = replace(storage, kind=self._as_stored(value))
         if storage.rest is not None and not self._quantized_before(value):
             storage = Storage(storage.rest, storage.block_size)
         readers = {_role(node, index) for node, index in value.uses()}
@@ -226,6 +250,17 @@ class WeightsFile:
         else:
             self._quantize(graph, value, array, storage.kind, storage)
         self._progress(array.nbytes)
+
+    def _as_stored(self, value: ir.Value) -> Precision:
+        """What holds a matrix as the checkpoint has it; of several in one, the widest."""
+        kinds: list[Precision] = []
+        for name in names_in(_name(value)):
+            tensor = self._tensors.get(name.partition("[")[0])
+            if isinstance(tensor, QuantizedTensor):
+                kinds.append(tensor.kind)
+            else:
+                kinds.append("int8" if tensor is None else _STORED.get(tensor.dtype, "fp32"))
+        return max(kinds, key=_WIDTHS.index)
 
     def _half(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: _Half) -> ir.Value | None:
         """Stores a matrix in 16 bits: the fp32 value to read instead of it, or None where it was left as it is."""
@@ -262,8 +297,12 @@ class WeightsFile:
             if role in _GATHERED and half is not None:
                 node.replace_input_with(index, half)
                 continue
-            # A tied head reads Transpose(embedding): quantize the transposed matrix, so that blocks lie along K again.
-            matrix, axis = (array.T, 0) if role == "tied" else (array, int(role in _GATHERED))
+            # A tied head reads Transpose(embedding). It is stored as the embedding is, which is in int8 whatever the
+            # precision, as rows are looked up; elsewhere again, transposed, so that blocks lie along K.
+            by_rows = role == "lookup" or (role == "tied" and not by_column and storage.any_scales)
+            matrix, axis = (
+                (array.T, 0) if role == "tied" and not by_rows else (array, int(by_rows or role == "experts"))
+            )
             kept = self._kept(value, role, matrix.shape, storage)
             block = None if by_column else _block(matrix.shape[axis], block_size)
             if kept is not None:
@@ -272,9 +311,8 @@ class WeightsFile:
             elif block is None and not by_column:
                 self._leave(value, array, f"its {matrix.shape[axis]} inputs are not a multiple of {_SMALLEST_BLOCK}")
                 return
-            # Rows are looked up as int8 whatever the precision: no backend gathers four-bit rows. Experts, most of a
-            # mixture's weights, are gathered as bytes of two integers.
-            width: _Quantized = "int8" if role == "lookup" else kind
+            # Experts, most of a mixture's weights, are gathered as bytes of two integers.
+            width: _Quantized = "int8" if by_rows else kind
             # One name a reader: ONNX Runtime fuses a dequantization only where a single node reads it.
             name = f"{value.name}.{width}.{role}"
             if by_column or name in graph.initializers:
@@ -283,18 +321,13 @@ class WeightsFile:
             (self.report.converted if again else self.report.kept).extend(
                 names_in(_name(value)) if again or kept is not None else []
             )
-            numbers, scales, zeros = self._store(graph, name, matrix, axis, block, width, kept, again=again)
-            if role in _GATHERED:
-                restored = _lookup(graph, node, numbers, scales, name, pairs=width == "int4")
+            gathered = role in _GATHERED
+            held = self._store(graph, name, matrix, axis, block, width, kept, again=again, gathered=gathered)
+            if gathered:
+                replace_value(node.outputs[0], looked_up(graph, node, held, pairs=width == "int4"))
             else:
-                blocks = {"axis": 1} if block is None else {"axis": 0, "block_size": block}
-                undone = op("DequantizeLinear", [numbers, scales, *zeros], f"{name}.fp32", **blocks)
-                graph.insert_before(node, undone)
-                restored = undone.outputs[0]
-            if role == "matmul":
-                node.replace_input_with(index, restored)
-            else:
-                _replace(node.outputs[0], restored)
+                for product in [node] if role == "matmul" else list(node.outputs[0].consumers()):
+                    restored(graph, held, product)
             self.report.quantized.append(name)
         del graph.initializers[_name(value)]
 
@@ -302,27 +335,29 @@ class WeightsFile:
         """Whether the checkpoint has a matrix quantized; experts stacked while loading are if one of them is."""
         names = names_in(_name(value))
         stack = f"{names[0].rpartition('.')[0]}."
-        return all(name.partition("[")[0] in self._scales for name in names) or (
-            stack.endswith(".experts.") and any(name.startswith(stack) for name in self._scales)
+        quantized = self._quantized
+        return all(name.partition("[")[0] in quantized for name in names) or (
+            stack.endswith(".experts.") and any(name.startswith(stack) for name in quantized)
         )
 
     def _scales_of(self, name: str) -> Scales | None:
         """The checkpoint's own scales of a matrix, which may be one of a stack: ``stack[3]``."""
         stack, bracket, rest = name.partition("[")
-        scales = self._scales.get(stack)
-        if scales is None or not bracket:
-            return scales
-        expert = int(rest.removesuffix("]"))
-        return replace(scales, scale=scales.scale[expert], zero=None if scales.zero is None else scales.zero[expert])
+        tensor = self._tensors.get(stack)
+        scales = tensor.scales() if isinstance(tensor, QuantizedTensor) else None
+        return scales.of_expert(int(rest.removesuffix("]"))) if scales is not None and bracket else scales
 
     def _kept(self, value: ir.Value, role: str, shape: tuple[int, ...], storage: Storage) -> _Kept | None:
         """The checkpoint's own scales of a matrix ``[...,K,N]``, if the numbers they give can be stored so."""
         found = [self._scales_of(name) for name in names_in(_name(value))]
         scales = [one for one in found if one is not None]
-        if role not in ("matmul", "experts") or len(scales) < len(found):
+        by_rows = role == "lookup" or (role == "tied" and storage.any_scales)
+        if by_rows:
+            shape = shape[::-1]
+        if (role not in ("matmul", "experts") and not (by_rows and storage.any_scales)) or len(scales) < len(found):
             return None
         # Pairs of experts' integers hold -7 to 7 only.
-        kinds = {"int4": {"int4"}, "int8": {"int4", "int8"}, "fp8": {"fp8"}}[storage.kind]
+        kinds = {"int4": {"int4"}, "int8": {"int4", "int8"}, "fp8": {"fp8"}}["int8" if by_rows else storage.kind]
         if not {one.kind for one in scales} <= kinds or (role, storage.kind) == ("experts", "int4"):
             return None
         by_column = all(one.group == shape[-2] for one in scales)
@@ -338,17 +373,32 @@ class WeightsFile:
         if (block is not None and block < _SMALLEST_BLOCK) or (role == "experts" and (zeros or block is None)):
             return None
 
+        zeros, offsets = any(one.zero is not None for one in scales), any(one.offset is not None for one in scales)
+        rest = (zeros or offsets, *(one.scale.fine is not None for one in scales))
+        if role == "experts" and any(rest):
+            return None
+
         def joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
             each = [shape[-2] if block is None else block] * len(parts)
             wide = [np.repeat(part, one.group // size, -2) for part, one, size in zip(parts, scales, each, strict=True)]
             return np.concatenate(wide, axis=-1)
 
-        scale = joined([one.scale for one in scales])
+        def factors(parts: list[Factors]) -> Factors:
+            alike = {(one.group == block, part.fine is None) for one, part in zip(scales, parts, strict=True)}
+            if not storage.any_scales or len(alike) > 1 or not alike.pop()[0]:
+                return Factors(joined([part.values() for part in parts]))
+            fine = [part.fine for part in parts if part.fine is not None]
+            coarse = np.concatenate([part.coarse for part in parts], axis=-1)
+            return Factors(coarse, np.concatenate(fine, axis=-1) if fine else None)
+
+        scale = factors([one.scale for one in scales])
         zero = joined([_zero(one) for one in scales]) if zeros else None
-        if scale.shape[-1] != shape[-1] or (zeros and (not storage.any_scales or scale.size % 2)):
+        offset = factors([_offset(one) for one in scales]) if offsets else None
+        columns = scale.coarse.shape[-1]
+        if columns != shape[-1] or (any(rest) and not storage.any_scales) or (zeros and columns % 2):
             return None
-        self.report.any_scales |= zeros or (storage.kind == "fp8" and block is not None)
-        return _Kept(block, scale, zero)
+        self.report.any_scales |= any(rest) or (storage.kind == "fp8" and block is not None)
+        return _Kept(block, scale, zero, offset)
 
     def _store(
         self,
@@ -361,27 +411,31 @@ class WeightsFile:
         kept: _Kept | None,
         *,
         again: bool,
-    ) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
-        """Writes the numbers, then the scales, and zero points if there are some.
+        gathered: bool,
+    ) -> StoredMatrix:
+        """Writes the numbers, then the scales, and zero points and offsets if there are some.
 
         A scale is for ``block`` weights along ``axis``, or, without, for a column.
         """
         scales: list[_Matrix] = []
-        if kept is not None:
-            scales.append(kept.scale if block is not None else kept.scale[0])
-        elif block is None:
+        if kept is None and block is None:
             largest = np.max([np.abs(chunk).max(axis=0) for chunk in _row_chunks(matrix)], axis=0)
             scales.append(column_scales(largest, "fp8" if kind == "fp8" else "int8"))
+        by_rows = axis == 1 and matrix.ndim == 2
+        of_block = None if kept is None else kept.for_rows() if by_rows else kept.values()
+        # Integers without a sign, where offsets say what they begin at.
+        unsigned = kind == "int4" and kept is not None and kept.offset is not None
 
         def numbers() -> _Chunks:
             # Chunks are whole blocks of rows, so that a block is never cut; only the scales are held meanwhile.
             start = 0
             for chunk in _row_chunks(matrix, multiple=block if block is not None and axis == 0 else 1):
                 end = start + len(chunk)
-                if kept is not None:
-                    scale = _of_rows(kept.scale, start, end, axis, block)
-                    zero = None if kept.zero is None else _of_rows(kept.zero, start, end, axis, block)
-                    integers, restored = apply_scales(chunk, scale, zero, kind)
+                if of_block is not None:
+                    scale, zero, offset = (
+                        None if one is None else _of_rows(one, start, end, axis, block) for one in of_block
+                    )
+                    integers, restored = apply_scales(chunk, scale, zero, kind, offset)
                     self.report.add_error(chunk, restored)
                     yield pack_int4(integers) if kind == "int4" else integers
                 elif block is None:
@@ -399,19 +453,47 @@ class WeightsFile:
                         yield integers if kind == "int8" else pack_int4(integers)
                 start = end
 
-        dtype, shape, gathered = _DTYPES[kind], matrix.shape, block is not None and axis == 1
+        dtype, shape = ir.DataType.UINT4 if unsigned else _DTYPES[kind], matrix.shape
         if block is not None and gathered:
             # What is looked up is divided into its blocks, so that scales broadcast.
             dtype, shape = ir.DataType.INT8, (len(matrix), matrix.shape[1] // block, block, *matrix.shape[2:])
         held = (*shape[:2], shape[2] // 2, *shape[3:]) if gathered and kind == "int4" else shape
         stored = self._initializer(graph, name, dtype, held, numbers())
-        joined = np.concatenate(scales)
-        joined = np.expand_dims(joined, 2) if gathered else joined
-        scale = self._initializer(graph, f"{name}.scale", ir.DataType.FLOAT, joined.shape, iter([joined]))
-        if kept is None or kept.zero is None:
-            return stored, scale, []
-        zero = pack_int4(kept.zero) if kind == "int4" else kept.zero
-        return stored, scale, [self._initializer(graph, f"{name}.zero", dtype, kept.zero.shape, iter([zero]))]
+
+        def factors(which: str, values: Factors) -> StoredFactors:
+            return self._factors(graph, f"{name}.{which}", values, by_rows=by_rows, gathered=gathered)
+
+        if kept is None:
+            found = Factors(np.concatenate(scales))
+        elif block is None:
+            found = Factors(kept.scale.values()[0])
+        else:
+            found = kept.scale.turned() if by_rows else kept.scale
+        zero = offset = None
+        if kept is not None and kept.zero is not None:
+            packed = pack_int4(kept.zero) if kind == "int4" else kept.zero
+            zero = self._initializer(graph, f"{name}.zero", dtype, kept.zero.shape, iter([packed]))
+        if kept is not None and kept.offset is not None:
+            offset = factors("offset", kept.offset.turned() if by_rows else kept.offset)
+        return StoredMatrix(name, stored, factors("scale", found), zero, offset, block, by_rows)
+
+    def _factors(self, graph: ir.Graph, name: str, factors: Factors, *, by_rows: bool, gathered: bool) -> StoredFactors:
+        """Writes scales or offsets, in the shapes that :class:`StoredFactors` says."""
+        coarse, fine = factors.coarse, factors.fine
+        if gathered and not by_rows:
+            coarse = np.expand_dims(coarse, 2)
+        if fine is not None and not gathered:
+            blocks = coarse.shape[1 if by_rows else 0]
+            each = fine.shape[1 if by_rows else 0] // blocks
+            coarse = np.expand_dims(coarse, 2 if by_rows else 1)
+            fine = fine.reshape(len(fine), blocks, each) if by_rows else fine.reshape(blocks, each, fine.shape[1])
+        dtype = ir.DataType.FLOAT16 if coarse.dtype == np.float16 else ir.DataType.FLOAT
+        first = self._initializer(graph, name, dtype, coarse.shape, iter([coarse]))
+        if fine is None:
+            return StoredFactors(first)
+        return StoredFactors(
+            first, self._initializer(graph, f"{name}.fine", ir.DataType.INT8, fine.shape, iter([fine]))
+        )
 
     def _initializer(
         self, graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: _Chunks
@@ -422,7 +504,11 @@ class WeightsFile:
 
 
 def _zero(scales: Scales) -> npt.NDArray[np.int8]:
-    return np.zeros(scales.scale.shape, np.int8) if scales.zero is None else scales.zero
+    return np.zeros(scales.scale.values().shape, np.int8) if scales.zero is None else scales.zero
+
+
+def _offset(scales: Scales) -> Factors:
+    return Factors(np.zeros(scales.scale.values().shape, np.float32)) if scales.offset is None else scales.offset
 
 
 def _of_rows(array: npt.NDArray[_Scalar], start: int, end: int, axis: int, block: int | None) -> npt.NDArray[_Scalar]:
@@ -506,44 +592,3 @@ def _row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.
     rows = max(1, _CHUNK_ELEMENTS // width // multiple) * multiple
     for start in range(0, array.shape[0], rows):
         yield np.ascontiguousarray(array[start : start + rows])
-
-
-def _replace(value: ir.Value, by: ir.Value) -> None:
-    """Has everybody read another value, and those outside the graph under the same name."""
-    returned, name = value.is_graph_output(), value.name
-    value.replace_all_uses_with(by, replace_graph_outputs=True)
-    if returned:
-        value.name, by.name, by.type, by.shape = f"{name}.stored", name, value.type, value.shape
-
-
-def _lookup(
-    graph: ir.Graph, gather: ir.Node, numbers: ir.Value, scales: ir.Value, name: str, *, pairs: bool
-) -> ir.Value:
-    """Looks up integers and scales, and multiplies only those found.
-
-    Ids ``[B,T]`` find rows ``[B,T,H]`` in integers ``[V,H/block,block]``; ids ``[L]`` find experts ``[L,K,N]`` in
-    integers ``[E,K/block,block,N]`` or in pairs of four-bit ones, ``[E,K/block,block/2,N]``
-    (:func:`~specexport.exporter.quantize.pair_int4`).
-
-    Not by a DequantizeLinear, as ONNX Runtime has none for blocks of int8 on GPUs.
-    """
-    assert numbers.const_value is not None
-    _, blocks, held, *columns = numbers.const_value.shape.numpy()
-    rows = op("Gather", [numbers, gather.inputs[1]], f"{name}.rows", axis=0)
-    row_scales = op("Gather", [scales, gather.inputs[1]], f"{name}.row_scales", axis=0)
-    wide = op("Cast", rows.outputs, f"{name}.wide", to=ir.DataType.FLOAT.value)
-    nodes = [rows, row_scales, wide]
-    if pairs:
-        sixteen, sixteenth = (constant(graph, f"int4.{n}", np.array(n, np.float32)) for n in (16.0, 1 / 16))
-        parts = op("Mul", [*wide.outputs, sixteenth], f"{name}.parts")
-        first = op("Round", parts.outputs, f"{name}.first")
-        shifted = op("Mul", [*first.outputs, sixteen], f"{name}.shifted")
-        second = op("Sub", [*wide.outputs, *shifted.outputs], f"{name}.second")
-        wide = op("Concat", [*first.outputs, *second.outputs], f"{name}.both", axis=2)
-        nodes += [parts, first, shifted, second, wide]
-    scaled = op("Mul", [*wide.outputs, *row_scales.outputs], f"{name}.scaled")
-    length = blocks * held * (2 if pairs else 1)
-    sizes = constant(graph, f"{name}.sizes", np.array([0, length, *columns] if columns else [0, 0, length], np.int64))
-    found = op("Reshape", [*scaled.outputs, sizes], f"{name}.found")
-    graph.insert_before(gather, [*nodes, scaled, found])
-    return found.outputs[0]

@@ -54,7 +54,7 @@ def write_models(
     with WeightsFile(folder / role / "weights.bin", advance) as weights:
         for part in parts:
             lower_experts(part.model, branches=stored.branches)
-            weights.externalize(part.model.graph, stored, heads, checkpoint.scales)
+            weights.externalize(part.model.graph, stored, heads, checkpoint.tensors)
             reports.append(weights.report)
             weights.report = WeightsReport()
     progress(f"writing the {role}'s weights ({stored.kind})", total, total)
@@ -85,7 +85,7 @@ def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoi
     quantized = stored.kind in QUANTIZED
     block = report.kept_block or (stored.block_size if stored.kind != "fp8" else None)
     before = None
-    if checkpoint.scales:
+    if checkpoint.quantized_in:
         before = QuantizedBefore(
             format=checkpoint.quantized_in,
             kept=len(report.kept),
@@ -106,5 +106,5 @@ def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoi
 
 
 def _absolute(source: str) -> str:
-    """A folder by its place, whichever it is seen from; a hub id as it is."""
-    return str(Path(source).resolve()) if Path(source).is_dir() else source
+    """A folder or file by its place, whichever it is seen from; a hub id as it is."""
+    return str(Path(source).resolve()) if Path(source).exists() else source

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <deque>
 #include <stdexcept>
 #include <thread>
 
+#include "fold.h"
 #include "packing.h"
 #include "steps.h"
 #include "weight_store.h"
@@ -48,6 +50,18 @@ bool swaps_two(const Node& node) {
   return perm == node.attributes.end() || perm->second.integers == std::vector<int64_t>{1, 0};
 }
 
+// The constant that a matrix of integers comes from, and the Transpose between them, if there is one; -1 for another's.
+int integers_of(const Graph& graph, const Uses& uses, int value, int* transpose) {
+  *transpose = -1;
+  if (graph.values[size_t(value)].constant) return value;
+  const int producer = uses.producer[size_t(value)];
+  if (producer < 0) return -1;
+  const Node& node = graph.nodes[size_t(producer)];
+  if (node.type != "Transpose" || !swaps_two(node) || !graph.values[size_t(node.inputs[0])].constant) return -1;
+  *transpose = producer;
+  return node.inputs[0];
+}
+
 bool is_weight_node(const Node& node) {
   return node.type == "DequantizeLinear" || node.type == "Cast" || node.type == "Transpose";
 }
@@ -70,13 +84,21 @@ Source source_of(const Graph& graph, const Uses& uses, int value) {
     } else if (node.type == "Cast" && v.type == Type::kFloat && !matrix.scales) {
       const Type from = graph.values[size_t(node.inputs[0])].type;
       if (from != Type::kBfloat16 && from != Type::kFloat16) return source;
-    } else if (node.type == "DequantizeLinear" && v.type == Type::kFloat && !matrix.scales &&
-               graph.values[size_t(node.inputs[0])].constant && graph.values[size_t(node.inputs[1])].constant) {
-      matrix.scales = &graph.values[size_t(node.inputs[1])];
-      if (node.inputs.size() > 2 && node.inputs[2] >= 0) matrix.zeros = &graph.values[size_t(node.inputs[2])];
-      matrix.block = int(node.integer("block_size", 0));
+    } else if (node.type == "DequantizeLinear" && v.type == Type::kFloat && !matrix.scales) {
+      int turned, scales_turned, scales = node.inputs[1];
+      const int integers = integers_of(graph, uses, node.inputs[0], &turned);
+      if (integers < 0 || !graph.values[size_t(scales)].constant) return source;
       const int64_t axis = node.integer("axis", 1);  // blocks must go along the depth
       if (axis != (matrix.transposed ? 1 : 0)) return source;
+      if (node.inputs.size() > 2 && node.inputs[2] >= 0) matrix.zeros = &graph.values[size_t(node.inputs[2])];
+      if (turned >= 0) {  // the scales as well
+        if (matrix.zeros) return source;
+        scales_turned = uses.producer[size_t(scales)];
+        if (scales_turned < 0 || graph.nodes[size_t(scales_turned)].type != "Transpose") return source;
+        scales = graph.nodes[size_t(scales_turned)].inputs[0];
+      }
+      matrix.scales = &graph.values[size_t(scales)];
+      matrix.block = int(node.integer("block_size", 0));
     } else {
       return source;
     }
@@ -109,13 +131,21 @@ int wide_gather_table(const Graph& graph, const Uses& uses, const Node& node) {
   return table.constant && short_floats ? cast.inputs[0] : -1;
 }
 
-// The nodes that are folded into their readers; `banned` ones are not.
-std::vector<bool> folded_nodes(const Graph& graph, const Uses& uses, const std::vector<bool>& banned) {
+// A graph in which what `constants` nodes make counts as constant.
+Graph with_constants(Graph graph, const std::vector<bool>& constants) {
+  for (size_t n = 0; n < graph.nodes.size(); n++)
+    if (constants[n]) graph.values[size_t(graph.nodes[n].outputs[0])].constant = true;
+  return graph;
+}
+
+// The nodes that are folded into their readers; `banned` ones are not. `constants` are constant_nodes().
+std::vector<bool> folded_nodes(const Graph& graph, const Uses& uses, const std::vector<bool>& banned,
+                               const std::vector<bool>& constants) {
   const size_t count = graph.nodes.size();
   std::vector<bool> folded(count, false);
   for (size_t n = count; n-- > 0;) {
     const Node& node = graph.nodes[n];
-    if (!is_weight_node(node) || banned[n]) continue;
+    if ((!is_weight_node(node) && !constants[n]) || banned[n]) continue;
     const int value = node.outputs[0];
     if (uses.is_output[size_t(value)] || uses.readers[size_t(value)].empty()) continue;
     bool all = true;
@@ -127,7 +157,9 @@ std::vector<bool> folded_nodes(const Graph& graph, const Uses& uses, const std::
       all = all && (gathers || multiplies || folded[size_t(index)]);
     }
     // And it must come from a constant itself.
-    folded[n] = all && source_of(graph, uses, value).matrix.weights;
+    int transpose = -1;
+    const bool integers = integers_of(graph, uses, value, &transpose) >= 0 && size_t(transpose) == n;
+    folded[n] = all && (constants[n] || integers || source_of(graph, uses, value).matrix.weights);
   }
   return folded;
 }
@@ -142,12 +174,18 @@ bool is_heavy(const Node& node) {
 
 }  // namespace
 
-std::vector<std::vector<size_t>> claim(const Graph& graph) {
-  const Uses uses(graph);
-  const size_t count = graph.nodes.size();
+std::vector<std::vector<size_t>> claim(const Graph& plain) {
+  const Uses uses(plain);
+  const size_t count = plain.nodes.size();
   std::vector<bool> banned(count, false);
   for (;;) {
-    const std::vector<bool> folded = folded_nodes(graph, uses, banned);
+    const std::vector<bool> constants = constant_nodes(plain, banned);
+    const Graph graph = with_constants(plain, constants);
+    const std::vector<bool> folded = folded_nodes(graph, uses, banned, constants);
+    bool left = false;  // a constant that something else reads too
+    for (size_t n = 0; n < count; n++)
+      if (constants[n] && !folded[n]) left = banned[n] = true;
+    if (left) continue;
     std::vector<bool> supported(count, false);
     for (size_t n = 0; n < count; n++) {
       const Node& node = graph.nodes[n];
@@ -209,12 +247,16 @@ namespace {
 class Compiled : public Program {
  public:
   Compiled(Graph graph, const Store& store)
-      : graph_(std::move(graph)), weights_(store, matrices(graph_)) {
+      : none_(graph.nodes.size(), false),
+        computed_(constant_nodes(graph, none_)),
+        graph_(with_constants(std::move(graph), computed_)),
+        weights_(store, matrices(graph_)) {
     const Uses uses(graph_);
-    std::vector<bool> done = folded_nodes(graph_, uses, std::vector<bool>(graph_.nodes.size(), false));
+    std::vector<bool> done = folded_nodes(graph_, uses, none_, computed_);
     for (size_t n = 0; n < graph_.nodes.size(); n++)
       if (!done[n]) add(uses, int(n), done);
     plan();
+    numbers_.clear();  // packed by now
   }
 
   void run(Run& run) override {
@@ -367,16 +409,24 @@ class Compiled : public Program {
   }
 
   // Those of all products, in the order of the nodes.
-  static std::vector<Matrix> matrices(const Graph& graph) {
+  std::vector<Matrix> matrices(Graph& graph) {
     const Uses uses(graph);
     std::vector<Matrix> list;
+    std::vector<int> computed;
     for (const Node& node : graph.nodes) {
-      if (const Source source = product_source(graph, uses, node); source.matrix.weights) list.push_back(source.matrix);
+      const Matrix matrix = product_source(graph, uses, node).matrix;
+      if (!matrix.weights) continue;
+      list.push_back(matrix);
+      for (const Value* value : {matrix.weights, matrix.scales})
+        if (value && !value->data) computed.push_back(int(value - graph.values.data()));
     }
+    evaluate(graph, computed, numbers_);
     return list;
   }
 
-  const Graph graph_;
+  const std::vector<bool> none_, computed_;     // nodes
+  std::deque<std::vector<float>> numbers_;      // of scales that the graph computes from constants
+  Graph graph_;
   const WeightStore weights_;
   size_t products_ = 0;  // that have a step
   std::vector<std::unique_ptr<Step>> steps_;

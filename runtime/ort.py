@@ -131,7 +131,7 @@ def open_kept(bundle: Bundle, model: Model, name: str, threads: int, keep: bool)
         BackendError: see :func:`open_session`.
     """
     lowering, weights, kept, files = bundle.manifest.lowering, model.precision.weights, None, files_hash(bundle)
-    if lowering == "native" and weights in ("int8", "int4"):
+    if lowering == "native" and weights in ("int8", "int4", "stored"):
         kept = KeptGraph((files, name, import_onnxruntime(lowering).__version__), keep)
     packed = PackedWeights.of(files, keep)
     return open_session(bundle.file(name), threads, lowering, weights, kept, packed)

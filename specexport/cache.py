@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from specexport.checkpoints.locate import locate
+from specexport.checkpoints.locate import GGUF, find
 from specexport.contract.errors import BundleError
 from specexport.contract.folders import expanded, locked, passing_folder, remove, writing
 from specexport.contract.methods import Method
@@ -25,7 +25,7 @@ from specexport.exporter.fingerprint import fingerprint
 from specexport.runtime.bundle import check_bundle
 from specexport.runtime.machine import cache_folder
 
-_READ = (".json", ".safetensors", ".jinja", ".txt", ".model", ".pt", "pytorch_model.bin", "adapter_model.bin")
+_READ = (".json", ".safetensors", ".gguf", ".jinja", ".txt", ".model", ".pt", "pytorch_model.bin", "adapter_model.bin")
 """Ends of the names of files of a checkpoint that a build may read."""
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _FORGOTTEN = 7 * 24 * 3600
@@ -54,11 +54,11 @@ def cached_bundle(
     """
     root = cache_folder() or passing_folder()
     methods: tuple[Method, ...] = options.get("methods", ())
-    named = {"target": locate(str(options["target"]))}
+    named = {"target": find(str(options["target"]))}
     for method in methods:
         for key, kind in method.sources.items():
             source = str(getattr(method, key))
-            named[f"{method.name}.{key}"] = locate(source) if kind == "checkpoint" else expanded(source)
+            named[f"{method.name}.{key}"] = find(source) if kind == "checkpoint" else expanded(source)
     asked = {
         "options": {key: value for key, value in options.items() if key not in ("target", "methods")},
         # Where checkpoints lie does not count: what they hold does.
@@ -131,7 +131,10 @@ def _sweep(root: Path) -> None:
 def _content(folder: Path, known: Path) -> dict[str, str]:
     """SHA-256 of a checkpoint's files by their names; remembered until a file changes its size or time."""
     found: dict[str, str] = {}
-    for file in sorted([*folder.iterdir(), *folder.glob(_TEMPLATES)]) if folder.is_dir() else []:
+    files = sorted([*folder.iterdir(), *folder.glob(_TEMPLATES)]) if folder.is_dir() else []
+    # What is beside a model in GGUF was made of it, in this process perhaps.
+    models = [file for file in files if file.suffix == GGUF]
+    for file in files if any(file.suffix == ".safetensors" for file in files) else models or files:
         if not file.name.endswith(_READ) or not file.is_file():
             continue
         name, state = file.relative_to(folder).as_posix(), file.stat()

@@ -67,7 +67,7 @@ def hub(root: Path, cache: Path) -> Iterator[set[str]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
-    real = huggingface_hub.snapshot_download
+    real, listing = huggingface_hub.snapshot_download, huggingface_hub.HfApi(endpoint).list_repo_files
 
     def client(source: str, cache_dir: Path | None = None, **options: Any) -> str:
         return str(real(source, endpoint=endpoint, cache_dir=cache_dir or cache, **options))
@@ -75,6 +75,7 @@ def hub(root: Path, cache: Path) -> Iterator[set[str]]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(huggingface_hub, "snapshot_download", client)
+            patch.setattr(huggingface_hub, "list_repo_files", listing)
             yield fetched
     finally:
         server.shutdown()

@@ -47,6 +47,7 @@ LIMITS: dict[str, Limits] = {
     "fp8": Limits(largest=np.inf, rms=0.3, agreement=0.8),
     "int8": Limits(largest=np.inf, rms=0.15, agreement=0.9),
     "int4": Limits(largest=np.inf, rms=0.7, agreement=0.5),
+    "stored": Limits(largest=np.inf, rms=0.15, agreement=0.9),  # as int8: what could not be kept is in that
 }
 
 

@@ -21,7 +21,15 @@ Choices = Annotated[tuple[tuple[Annotated[int, Meta(ge=0, lt=MAX_NODES)], ...], 
 DraftTokens = Annotated[int, Meta(ge=1, le=32)]
 DEFAULT_DRAFT_TOKENS = 4
 """Chosen for CPUs, where every node of a step costs; ``specexport tune tree`` measures what a device can take."""
-BYTES: dict[StoredAs, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.125, "int4": 0.625}
+BYTES: dict[StoredAs, float] = {
+    "fp32": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+    "fp8": 1.0,
+    "int8": 1.125,
+    "int4": 0.625,
+    "stored": 1.125,
+}
 """Of a weight; quantized ones with their share of a scale."""
 
 

@@ -44,3 +44,11 @@ def constant(graph: ir.Graph, name: str, array: npt.NDArray[Any]) -> ir.Value:
 def op(op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes: Any) -> ir.Node:
     """A node with one output of that name; the node has another, as TensorRT wants no two of one name."""
     return ir.node(op_type, inputs, attributes, outputs=[ir.val(name)], name=f"{name}.node")
+
+
+def replace_value(value: ir.Value, by: ir.Value) -> None:
+    """Has everybody read another value, and those outside the graph under the same name."""
+    returned, name = value.is_graph_output(), value.name
+    value.replace_all_uses_with(by, replace_graph_outputs=True)
+    if returned:
+        value.name, by.name, by.type, by.shape = f"{name}.stored", name, value.type, value.shape

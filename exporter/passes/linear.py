@@ -14,6 +14,9 @@ from specexport.contract import tensors
 from specexport.exporter.passes.editing import constant, needed_only_for, op
 from specexport.exporter.passes.names import joined_name
 
+FORM = "form"
+"""Of a weight's metadata: how the checkpoint stores it, where it cannot be joined with others."""
+
 
 def canonical_weights(model: ir.Model) -> None:
     """Turns Gemm into MatMul and Add, and ``Transpose(weight)`` into the weight, transposed, under its own name.
@@ -72,20 +75,22 @@ def merge_linear(model: ir.Model) -> int:
     """Joins ``MatMul(x, W1), MatMul(x, W2), ...`` into ``Split(MatMul(x, [W1 W2 ...]))``.
 
     A step with few tokens is made of many short products; each one started, and with integer arithmetic each one
-    quantizing the same ``x`` again, costs time that one longer product does not.
+    quantizing the same ``x`` again, costs time that one longer product does not. Matrices that a checkpoint stores in
+    different ways stay apart, so that each can be kept as it is.
 
     Returns:
         How many products were joined.
     """
     # Medusa heads read what the model's own head reads, but are stored apart, perhaps in fewer bits.
     of_heads = needed_only_for(model.graph, tensors.CANDIDATES)
-    readers: dict[tuple[ir.Value, bool], list[ir.Node]] = defaultdict(list)
+    readers: dict[tuple[ir.Value, bool, str], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
         x = node.inputs[0] if node.op_type == "MatMul" else None
-        if x is not None and _is_weight(node.inputs[1]):
-            readers[x, node.outputs[0] in of_heads].append(node)
+        weight = node.inputs[1] if x is not None else None
+        if x is not None and weight is not None and _is_weight(weight):
+            readers[x, node.outputs[0] in of_heads, weight.meta.get(FORM, "")].append(node)
     shared = {key: nodes for key, nodes in readers.items() if len(nodes) > 1}
-    for (x, _), nodes in shared.items():
+    for (x, *_), nodes in shared.items():
         _join(model.graph, x, nodes)
     return sum(map(len, shared.values()))
 

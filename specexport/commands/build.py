@@ -18,6 +18,7 @@ from specexport.commands.inspect import summary
 from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import Method
+from specexport.contract.model import Model
 from specexport.contract.reading import read_manifest
 from specexport.exporter.second_process import SecondProcess
 from specexport.method_flags import add_method_arguments, asked_methods
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from specexport.exporter.engines.bundle import CompileReport
     from specexport.exporter.engines.options import EngineOptions
 
-_PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "fp8")
+_PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "fp8", "stored")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     weights.add_argument(
         "--precision",
         choices=_PRECISIONS,
-        help="how matrices are stored; fp8 pays only on GPUs of compute capability 8.9 or higher (default: fp32, or as "
-        "the checkpoint is quantized)",
+        help="how matrices are stored; stored: each as the checkpoint has it; fp8 pays only on GPUs of compute "
+        "capability 8.9 or higher (default: fp32, or as the checkpoint is quantized)",
     )
     weights.add_argument(
         "--draft-precision",
@@ -141,9 +142,14 @@ def _build(arguments: argparse.Namespace, methods: tuple[Method, ...], second: S
         if before is not None and before.converted_rms_error is not None:
             print(
                 f"warning: {before.converted} of the {role}'s {before.format} matrices were rounded again, to "
-                f"{model.precision.weights}, as their scales do not fit: error {before.converted_rms_error:.2%}",
+                f"{_converted_to(model)}, as their scales do not fit: error {before.converted_rms_error:.2%}",
                 file=sys.stderr,
             )
+
+
+def _converted_to(model: Model) -> str:
+    """What matrices that could not be kept are stored in."""
+    return "int8" if model.precision.weights == "stored" else model.precision.weights
 
 
 def _engines(arguments: argparse.Namespace) -> EngineOptions | None:

@@ -118,6 +118,21 @@ def index(seed: str, data: bytes | None, folder: Path) -> None:
     _checkpoint(seed, data, folder, "model.safetensors.index.json")
 
 
+def gguf(seed: str, data: bytes | None, folder: Path) -> None:
+    """A GGUF file: header, configuration, tokenizer and weights."""
+    from specexport.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+    from specexport.checkpoints.locate import find, locate
+
+    file = folder / Path(seed).name
+    put(file, Path(seed).read_bytes() if data is None else data)
+    model = find(str(file))
+    try:
+        load_tokenizer(locate(str(file)))
+        load_checkpoint(str(file))
+    finally:
+        shutil.rmtree(model)  # there are thousands
+
+
 def medusa(seed: str, data: bytes | None, folder: Path) -> None:
     """The configuration of Medusa heads, their safetensors or their ``.pt``."""
     from specexport.checkpoints.medusa import load_medusa

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
+from specexport.contract.errors import BuildError
 from specexport.contract.manifest import MANIFEST_NAME
 from tests.fuzz.conftest import Fuzz
 from tests.fuzz.mutations import Edit, edits, harmed_bytes, harmed_json
 from tests.fuzz.sandbox import Sandbox
+from tests.fuzz.targets import put
 
 Bundles = Callable[[str], Path]
 
@@ -131,6 +133,46 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_checkpoints(fuzz: Fuzz, box: Sandbox, checkpoints: Path, target: str, file: str, count: int) -> None:
     path = checkpoints / file
     _try(fuzz, box, target, {str(path.parent): path}, either, count)
+
+
+def as_gguf(path: Path, done: list[Edit]) -> bytes:
+    """Its metadata and the table of its tensors, which are its beginning, or all of it."""
+    from specexport.checkpoints.gguf.header import read_header
+
+    raw = path.read_bytes()
+    if done[0][0] % 4 == 0:
+        return harmed_bytes(raw, done[1:] or done)
+    header = len(raw) - sum(place.data.nbytes for place in read_header([path]).tensors.values())
+    return harmed_bytes(raw[:header], done[1:] or done) + raw[header:]
+
+
+@pytest.mark.exporter
+def test_gguf_headers(fuzz: Fuzz, checkpoints: Path) -> None:
+    """The header alone, in this process: it allocates nothing that the file does not have."""
+    from specexport.checkpoints.gguf.header import read_header
+    from tests.gguf_files import make_gguf
+
+    path = make_gguf(checkpoints / "header.gguf", checkpoints / "model")
+    harmed = checkpoints / "harmed.gguf"
+
+    def check(done: list[Edit]) -> str:
+        put(harmed, as_gguf(path, done))
+        try:
+            read_header([harmed])
+        except BuildError as error:
+            assert str(error).startswith(str(harmed)) and "\n" not in str(error)
+            return "refused"
+        return "loaded"
+
+    fuzz("gguf header", edits, check, 1000)
+
+
+@pytest.mark.exporter
+def test_gguf(fuzz: Fuzz, box: Sandbox, checkpoints: Path) -> None:
+    from tests.gguf_files import make_gguf
+
+    path = make_gguf(checkpoints / "tiny.gguf", checkpoints / "model")
+    _try(fuzz, box, "gguf", {str(path): path}, as_gguf, 60)
 
 
 @pytest.mark.exporter

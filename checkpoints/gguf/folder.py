@@ -1,0 +1,165 @@
+"""A folder that stands for a GGUF file as a checkpoint: what the file says, as transformers' own files say it.
+
+The configuration and the tokenizer are made by transformers' mapping of GGUF, so that families follow what it knows.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import gguf
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedConfig
+
+from specexport.checkpoints.gguf.header import Header, as_library_reader, read_header
+from specexport.checkpoints.locate import CONFIG
+from specexport.checkpoints.quiet import quiet
+from specexport.checkpoints.stored import require_sane
+from specexport.contract.errors import BuildError
+
+_LAYER = re.compile(r"blk\.(\d{1,5})\.")
+_CONTROL = 3
+"""The type of a token that is no text."""
+_ENDS = ("eos", "eot", "eom")
+_TURN_ENDS = frozenset({
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>",
+    "<EOT>", "_<EOT>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "[EOT]", "[EOS]",
+})  # fmt: skip
+"""Control tokens that end a turn wherever they are: what llama.cpp stops at too, whatever else a file says."""
+_SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
+}  # fmt: skip
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What all models of Meta's have whose rotary frequencies are scaled; a file holds the factors alone."""
+
+
+def header_of(folder: Path) -> Header | None:
+    """The header of the file, or files, that a folder stands for; None for a folder of another kind."""
+    files = sorted(folder.glob("*.gguf"))
+    if not files or any(folder.glob("*.safetensors")):
+        return None
+    files = [file.readlink() if file.is_symlink() else file for file in files]  # the names that their owner knows
+    states = [file.stat() for file in files]
+    return _header(tuple((file, state.st_size, state.st_mtime_ns) for file, state in zip(files, states, strict=True)))
+
+
+@functools.lru_cache(maxsize=4)
+def _header(files: tuple[tuple[Path, int, int], ...]) -> Header:
+    return read_header([file for file, *_ in files])
+
+
+def describe(folder: Path) -> None:
+    """Writes configuration and tokenizer beside the file that a folder stands for, unless they are there.
+
+    Raises:
+        BuildError: the file is damaged, or of a family that transformers does not read; names the file.
+    """
+    header = header_of(folder)
+    if header is None or (folder / CONFIG).is_file():
+        return
+    with quiet(), mock.patch.object(gguf, "GGUFReader", as_library_reader(header)):
+        try:
+            document, _ = PreTrainedConfig.get_config_dict(folder, gguf_file=header.path.name)
+        except Exception as error:  # transformers raises whatever its mapping raises
+            raise BuildError(
+                f"{header.path}: general.architecture {header.architecture!r}: {_reason(error)}"
+            ) from error
+        document.pop("_model_name_or_path", None)
+        require_sane(header.path, document)
+        _require_layers(header, document)
+        document.update(_rope_scaling(header, document))
+        head_dim = header.get(f"{header.architecture}.attention.key_length", int)
+        if head_dim is not None:  # not all that have it are mapped
+            document.setdefault("head_dim", head_dim)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=header.path.name, trust_remote_code=False)
+            tokenizer.save_pretrained(folder)
+        except Exception as error:  # as above
+            raise BuildError(f"{header.path}: its tokenizer could not be read: {_reason(error)}") from error
+    settings = folder / "tokenizer_config.json"
+    said = json.loads(settings.read_text(encoding="utf-8"))
+    # The classes of families make a tokenizer of their own kind, whatever the file says.
+    settings.write_text(json.dumps(said | {"tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps(_generation(header)), encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(document), encoding="utf-8")  # last: it says that all is there
+
+
+def _require_layers(header: Header, config: dict[str, Any]) -> None:
+    """Refuses more layers than the file has, which would all be made."""
+    numbered = [int(match[1]) for name in header.tensors if (match := _LAYER.match(name))]
+    layers, there = config.get("num_hidden_layers"), 1 + max(numbered, default=-1)
+    if not isinstance(layers, int) or not 1 <= layers <= there:
+        key = f"{header.architecture}.block_count"
+        raise BuildError(f"{header.path}: {key} is {str(layers)[:20]}; expected 1 to {there}, of which it has tensors")
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())[:300]
+    return "".join(letter if letter.isprintable() else "?" for letter in text) or type(error).__name__
+
+
+def _generation(header: Header) -> dict[str, Any]:
+    """What ends a text, and how the file says to sample."""
+    stated = [header.get(f"tokenizer.ggml.{name}_token_id", int) for name in _ENDS]
+    tokens, kinds = (header.get(f"tokenizer.ggml.{name}", list, []) for name in ("tokens", "token_type"))
+    known = [
+        number for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind == _CONTROL and token in _TURN_ENDS
+    ]  # fmt: skip
+    ends = list(dict.fromkeys([*(one for one in stated if one is not None), *known]))
+    found: dict[str, Any] = {"eos_token_id": ends} if ends else {}
+    for name, key in _SAMPLING.items():
+        value = header.get(f"general.sampling.{name}", (int, float))
+        if value is not None:
+            found |= {"do_sample": True, key: value}
+    return found
+
+
+def _rope_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any]:
+    """How rotary frequencies are scaled, of which transformers' mapping reads little.
+
+    Raises:
+        BuildError: it is none of the ways known here.
+    """
+    if config.get("rope_scaling") or config.get("rope_parameters", {}).get("rope_type", "default") != "default":
+        return {}
+    prefix = f"{header.architecture}.rope"
+    theta = header.get(f"{prefix}.freq_base", float, 10000.0)
+    kind = header.get(f"{prefix}.scaling.type", str, "none")
+    if "rope_freqs.weight" in header.tensors:
+        factors = np.ascontiguousarray(header.tensors["rope_freqs.weight"].data).view(np.float32).astype(np.float64)
+        scaling = {"rope_type": "llama3", "factor": float(factors.max(initial=1.0)), **_LLAMA3}
+        wanted = _llama3_factors(theta, len(factors), scaling)
+        if not np.allclose(factors, wanted, rtol=1e-3):
+            raise BuildError(
+                f"{header.path}: tensor 'rope_freqs.weight' holds other factors than Llama 3's scaling by "
+                f"{scaling['factor']:g} makes; build from the model that the file was made of"
+            )
+        return {"rope_scaling": scaling}
+    if kind in ("none", ""):
+        return {}
+    factor = header.get(f"{prefix}.scaling.factor", float, 1.0)
+    original = header.get(f"{prefix}.scaling.original_context_length", int)
+    if kind == "linear":
+        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+    if kind == "yarn" and original:
+        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        return {"rope_scaling": scaling}
+    raise BuildError(
+        f"{header.path}: {prefix}.scaling.type is {kind[:40]!r}; expected none, linear or yarn with an original "
+        "context length; build from the model that the file was made of"
+    )
+
+
+def _llama3_factors(theta: float, count: int, scaling: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """By how much each rotary frequency is divided."""
+    waves = 2 * math.pi * theta ** (np.arange(count) / count)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    smooth = ((scaling["original_max_position_embeddings"] / waves - low) / (high - low)).clip(0, 1)
+    return 1 / ((1 - smooth) / scaling["factor"] + smooth)

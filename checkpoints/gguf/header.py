@@ -1,0 +1,283 @@
+"""The header of a GGUF file: metadata, and where each tensor lies. Everything is checked before anything is allocated.
+
+The ``gguf`` library's reader believes the counts, lengths and offsets of a file; here a damaged one is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from specexport.contract.errors import BuildError
+
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_MOST_FIELDS, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 16, 1 << 17, 4
+_LONGEST_KEY, _LONGEST_NAME = (1 << 16) - 1, 256
+_LARGEST_SIZE, _LARGEST_ALIGNMENT, _MOST_ELEMENTS = 1 << 40, 1 << 20, 1 << 24
+_ALIGNMENT = 32
+_NUMBERS: Final[Mapping[GGUFValueType, str]] = {
+    GGUFValueType.UINT8: "u1", GGUFValueType.INT8: "i1", GGUFValueType.UINT16: "<u2", GGUFValueType.INT16: "<i2",
+    GGUFValueType.UINT32: "<u4", GGUFValueType.INT32: "<i4", GGUFValueType.FLOAT32: "<f4", GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "<u8", GGUFValueType.INT64: "<i8", GGUFValueType.FLOAT64: "<f8",
+}  # fmt: skip
+_FETCH = "fetch the file again"
+
+
+@dataclass(frozen=True)
+class Field:
+    """A value of the metadata.
+
+    Attributes:
+        kinds: its type; of an array, that and the type of its elements.
+        value: a number, a truth value, a text, or a list of such.
+    """
+
+    kinds: tuple[GGUFValueType, ...]
+    value: Any
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A tensor of a file.
+
+    Attributes:
+        name: in the file.
+        shape: rows first, as NumPy has it.
+        kind: how its numbers are stored.
+        data: its bytes, mapped: ``[..., bytes of a row]``, uint8.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    data: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says, or several that one was split into.
+
+    Attributes:
+        path: the file, or the first of several.
+        fields: the metadata by key.
+        tensors: by name.
+    """
+
+    path: Path
+    fields: dict[str, Field]
+    tensors: dict[str, TensorPlace]
+
+    def get(self, key: str, kind: type[Any] | tuple[type[Any], ...], default: Any = None) -> Any:
+        """A value of the metadata.
+
+        Raises:
+            BuildError: it is of another type.
+        """
+        if key not in self.fields:
+            return default
+        value = self.fields[key].value
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+            wanted = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+            raise BuildError(f"{self.path}: {key} is {str(value)[:60]!r}; expected {wanted}; {_FETCH}")
+        return value
+
+    @property
+    def architecture(self) -> str:
+        """``general.architecture``, the family as llama.cpp calls it."""
+        name: str = self.get("general.architecture", str, "")
+        if not name:
+            raise BuildError(f"{self.path}: general.architecture is missing; expected the file of a language model")
+        return name
+
+
+def read_header(files: list[Path]) -> Header:
+    """The header of a GGUF file, or of all the files that one was split into, in order.
+
+    Raises:
+        BuildError: a file is damaged, or no file of those; names the file and the field or the tensor.
+    """
+    headers = [_read(path) for path in files]
+    first = headers[0]
+    count = first.get("split.count", int, 1)
+    for number, header in enumerate(headers):
+        said = header.get("split.no", int, 0), header.get("split.count", int, 1)
+        if said != (number, len(files)):
+            raise BuildError(
+                f"{header.path}: split.no and split.count are {said[0]} and {said[1]}; expected {number} and "
+                f"{len(files)}: the files that the model was split into, each under the name it had"
+            )
+    tensors: dict[str, TensorPlace] = {}
+    for header in headers:
+        if doubled := tensors.keys() & header.tensors.keys():
+            raise BuildError(f"{header.path}: tensor {min(doubled)!r} is in an earlier file too; {_FETCH}")
+        tensors |= header.tensors
+    stated = first.get("split.tensors.count", int, len(tensors)) if count > 1 else len(tensors)
+    if stated != len(tensors):
+        raise BuildError(f"{first.path}: split.tensors.count is {stated}, but the files hold {len(tensors)}; {_FETCH}")
+    return Header(first.path, first.fields, tensors)
+
+
+def _read(path: Path) -> Header:
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size < 24:
+                raise BuildError(f"{path}: {size} bytes; expected a GGUF file; {_FETCH}")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise BuildError(f"{path}: cannot be read: {error}") from error
+    return _Reading(path, mapped).header()
+
+
+class _Reading:
+    """Walks through a mapped file."""
+
+    def __init__(self, path: Path, mapped: mmap.mmap) -> None:
+        self._path, self._mapped, self._at = path, mapped, 0
+
+    def _refuse(self, what: str, found: object, expected: str) -> BuildError:
+        return BuildError(f"{self._path}: {what} is {str(found)[:80]}; expected {expected}; {_FETCH}")
+
+    def _take(self, size: int, what: str) -> int:
+        """Goes on by ``size`` bytes, and says where they begin."""
+        start, left = self._at, len(self._mapped) - self._at
+        if size > left:
+            raise BuildError(f"{self._path}: {what} takes {size} bytes, but the file has {left} left; {_FETCH}")
+        self._at += size
+        return start
+
+    def _number(self, form: str, what: str) -> Any:
+        return struct.unpack_from(f"<{form}", self._mapped, self._take(struct.calcsize(f"<{form}"), what))[0]
+
+    def _text(self, what: str, longest: int | None = None) -> str:
+        length = self._number("Q", what)
+        if longest is not None and length > longest:
+            raise self._refuse(f"the length of {what}", length, f"at most {longest}")
+        start = self._take(length, what)
+        try:
+            return self._mapped[start : self._at].decode()
+        except UnicodeDecodeError as error:
+            raise self._refuse(what, f"no UTF-8: {error}", "text") from error
+
+    def header(self) -> Header:
+        magic = self._mapped[self._take(4, "the header") : 4]
+        if magic != _MAGIC:
+            raise self._refuse("the beginning", repr(magic), f"{_MAGIC!r}, with which GGUF files begin")
+        version = self._number("I", "the version")
+        if version not in _VERSIONS:
+            swapped = " (written for big-endian machines)" if version >> 24 in _VERSIONS else ""
+            raise self._refuse("the version", f"{version}{swapped}", "2 or 3, little-endian")
+        counts = self._number("Q", "the number of tensors"), self._number("Q", "the number of fields")
+        for what, count, most in zip(("tensors", "fields"), counts, (_MOST_TENSORS, _MOST_FIELDS), strict=True):
+            if count > most:
+                raise self._refuse(f"the number of {what}", count, f"at most {most}")
+        fields: dict[str, Field] = {}
+        for number in range(counts[1]):
+            key = self._text(f"the key of field {number}", _LONGEST_KEY)
+            if key in fields:
+                raise self._refuse(f"field {number}", repr(key[:80]), "another key: there is one of this name")
+            fields[key] = self._field(repr(key[:80]))
+        return self._with_tensors(Header(self._path, fields, {}), counts[0])
+
+    def _kind(self, what: str) -> GGUFValueType:
+        number = self._number("I", what)
+        try:
+            return GGUFValueType(number)
+        except ValueError:
+            raise self._refuse(f"the type of {what}", number, "0 to 12") from None
+
+    def _field(self, what: str) -> Field:
+        kind = self._kind(what)
+        if kind is GGUFValueType.STRING:
+            return Field((kind,), self._text(what))
+        if kind is not GGUFValueType.ARRAY:
+            dtype = np.dtype(_NUMBERS[kind])
+            return Field((kind,), np.frombuffer(self._mapped, dtype, 1, self._take(dtype.itemsize, what))[0].item())
+        element, count = self._kind(what), self._number("Q", what)
+        if element is GGUFValueType.ARRAY:
+            raise self._refuse(what, "an array of arrays", "an array of numbers or of texts")
+        if count > _MOST_ELEMENTS:
+            raise self._refuse(f"the length of {what}", count, f"at most {_MOST_ELEMENTS}")
+        dtype = None if element is GGUFValueType.STRING else np.dtype(_NUMBERS[element])
+        self._at = self._take(count * (8 if dtype is None else dtype.itemsize), what)  # at least
+        if dtype is None:
+            return Field((kind, element), [self._text(what) for _ in range(count)])
+        start = self._take(count * dtype.itemsize, what)
+        return Field((kind, element), np.frombuffer(self._mapped, dtype, count, start).tolist())
+
+    def _with_tensors(self, header: Header, count: int) -> Header:
+        found: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int]] = []
+        seen: set[str] = set()
+        for number in range(count):
+            name = self._text(f"the name of tensor {number}", _LONGEST_NAME)
+            what = f"tensor {name!r}"
+            if name in seen:
+                raise self._refuse(f"tensor {number}", repr(name), "another name: there is one of this name")
+            seen.add(name)
+            rank = self._number("I", what)
+            if not 1 <= rank <= _MOST_DIMENSIONS:
+                raise self._refuse(f"the number of dimensions of {what}", rank, f"1 to {_MOST_DIMENSIONS}")
+            sizes = [self._number("Q", what) for _ in range(rank)]
+            if not all(sizes) or math.prod(sizes) > _LARGEST_SIZE:
+                raise self._refuse(f"the shape of {what}", sizes, f"1 to {_LARGEST_SIZE} numbers")
+            kind = self._number("I", what)
+            try:
+                stored = GGMLQuantizationType(kind)
+            except ValueError:
+                known = "a type that the gguf library knows"
+                raise self._refuse(f"the type of {what}", kind, known) from None
+            block = GGML_QUANT_SIZES[stored][0]
+            if sizes[0] % block:
+                raise self._refuse(f"the shape of {what}", sizes, f"rows of blocks of {block}, as {stored.name} has")
+            found.append((name, tuple(sizes[::-1]), stored, self._number("Q", what)))
+        alignment = header.get("general.alignment", int, _ALIGNMENT)
+        if not 1 <= alignment <= _LARGEST_ALIGNMENT or alignment & (alignment - 1):
+            raise self._refuse("general.alignment", alignment, f"a power of two up to {_LARGEST_ALIGNMENT}")
+        begin = self._at + -self._at % alignment
+        for name, shape, stored, offset in found:
+            block, block_bytes = GGML_QUANT_SIZES[stored]
+            row = shape[-1] // block * block_bytes
+            size, left = math.prod(shape[:-1]) * row, max(0, len(self._mapped) - begin)
+            if offset % alignment or offset > left or size > left - offset:
+                raise BuildError(
+                    f"{self._path}: tensor {name!r} is {size} bytes from {offset} on; expected a multiple of "
+                    f"{alignment} and at most the {left} bytes that the file has for tensors; {_FETCH}"
+                )
+            data = np.frombuffer(self._mapped, np.uint8, size, begin + offset).reshape(*shape[:-1], row)
+            header.tensors[name] = TensorPlace(name, shape, stored, data)
+        return header
+
+
+@dataclass(frozen=True)
+class _LibraryField:
+    """As the library's reader has fields: ``parts`` at the places ``data`` are the values."""
+
+    parts: list[Any]
+    data: range
+    types: list[GGUFValueType]
+
+
+def as_library_reader(header: Header) -> Callable[[object], Any]:
+    """Stands for the ``gguf`` library's reader class, and knows what was read and checked already."""
+
+    class Reader:
+        def __init__(self, _path: object) -> None:
+            self.tensors = list(header.tensors.values())
+            self.fields = {key: _library_field(field) for key, field in header.fields.items()}
+
+    return Reader
+
+
+def _library_field(field: Field) -> _LibraryField:
+    values = field.value if field.kinds[0] is GGUFValueType.ARRAY else [field.value]
+    parts = [value.encode() if isinstance(value, str) else [value] for value in values]
+    return _LibraryField(parts, range(len(parts)), list(field.kinds))

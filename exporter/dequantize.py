@@ -1,0 +1,155 @@
+"""Nodes that undo the quantization of a stored matrix: before a product, or of the rows that are looked up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from specexport.exporter.passes.editing import constant, op, replace_value
+
+
+@dataclass(frozen=True)
+class StoredFactors:
+    """Scales or offsets, stored: see :class:`~specexport.checkpoints.quantized.Factors`.
+
+    Attributes:
+        coarse: fp32 or fp16; ``[G,N]``, or ``[S,1,N]`` beside fine ones; of rows that are looked up ``[V,S]``.
+        fine: int8 ``[S,G/S,N]``; of rows that are looked up ``[V,G]``.
+    """
+
+    coarse: ir.Value
+    fine: ir.Value | None = None
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """Integers and what they are multiplied by, as initializers of a graph.
+
+    Attributes:
+        name: what values made of it are called after.
+        numbers: ``[K,N]``, or ``[V,H]`` of a matrix that is stored by rows; see :func:`looked_up`.
+        scale: of each block or column.
+        zero: like the scales, of the integers' type.
+        offset: like the scales.
+        block: numbers along the summed axis that share a scale; None where each column has one.
+        by_rows: whether it is stored transposed.
+    """
+
+    name: str
+    numbers: ir.Value
+    scale: StoredFactors
+    zero: ir.Value | None = None
+    offset: StoredFactors | None = None
+    block: int | None = None
+    by_rows: bool = False
+
+
+class _Nodes:
+    """Nodes to be inserted before another."""
+
+    def __init__(self, graph: ir.Graph, name: str) -> None:
+        self.graph, self.name, self.list = graph, name, list[ir.Node]()
+
+    def op(self, kind: str, inputs: list[ir.Value | None], name: str, **attributes: object) -> ir.Value:
+        self.list.append(op(kind, inputs, f"{self.name}.{name}", **attributes))
+        return self.list[-1].outputs[0]
+
+    def reshape(self, value: ir.Value, sizes: list[int], name: str) -> ir.Value:
+        return self.op("Reshape", [value, constant(self.graph, f"{self.name}.{name}.sizes", np.array(sizes))], name)
+
+    def wide(self, value: ir.Value, name: str) -> ir.Value:
+        if value.dtype == ir.DataType.FLOAT:
+            return value
+        return self.op("Cast", [value], name, to=ir.DataType.FLOAT.value)
+
+    def factors(self, stored: StoredFactors, name: str, *, turned: bool) -> ir.Value:
+        """``[G,N]`` in fp32; made of constants alone, so that engines can fold it."""
+        found = self.wide(stored.coarse, f"{name}.coarse_wide")
+        if stored.fine is not None:
+            found = self.op("Mul", [self.wide(stored.fine, f"{name}.fine_wide"), found], f"{name}.products")
+            first, second, third = _shape(stored.fine)
+            sizes = [first, second * third] if turned else [first * second, third]
+            found = self.reshape(found, sizes, f"{name}.all")
+        return self.op("Transpose", [found], f"{name}.turned", perm=[1, 0]) if turned else found
+
+    def rows(self, stored: StoredFactors, ids: ir.Value, name: str) -> ir.Value:
+        """Those of rows that are looked up, ``[B,T,G,1]``."""
+        coarse = self.op("Gather", [self.wide(stored.coarse, f"{name}.wide"), ids], f"{name}.rows", axis=0)
+        _, blocks = _shape(stored.coarse)
+        found = self.reshape(coarse, [0, 0, blocks, 1], f"{name}.columns")
+        if stored.fine is not None:
+            _, count = _shape(stored.fine)
+            fine = self.wide(self.op("Gather", [stored.fine, ids], f"{name}.fine_rows", axis=0), f"{name}.fine_wide")
+            each = self.reshape(fine, [0, 0, blocks, count // blocks], f"{name}.each")
+            found = self.reshape(self.op("Mul", [each, found], f"{name}.both"), [0, 0, count, 1], f"{name}.all")
+        return found
+
+
+def restored(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) -> None:
+    """Has a product, ``MatMul(x, W)``, read a stored matrix.
+
+    Offsets are the same for all numbers of a block: the sums of blocks of ``x`` are multiplied by them, in a product
+    of its own, so that engines still fuse that of the integers.
+    """
+    nodes = _Nodes(graph, matrix.name)
+    numbers, axis = matrix.numbers, {"axis": 1} if matrix.block is None else {"axis": 0, "block_size": matrix.block}
+    if matrix.by_rows:
+        # Of constants: engines transpose them once.
+        numbers = nodes.op("Transpose", [numbers], "turned", perm=[1, 0])
+    scale = nodes.factors(matrix.scale, "scale", turned=matrix.by_rows)
+    zero = [] if matrix.zero is None else [matrix.zero]
+    undone = nodes.op("DequantizeLinear", [numbers, scale, *zero], "fp32", **axis)
+    x, result = product.inputs[0], product.outputs[0]
+    product.replace_input_with(1, undone)
+    if matrix.offset is not None and matrix.block is not None:
+        assert x is not None and x.shape is not None
+        offset, block = nodes.factors(matrix.offset, "offset", turned=matrix.by_rows), matrix.block
+        depth = _shape(matrix.numbers)[1 if matrix.by_rows else 0]
+        ones = constant(graph, f"ones.{block}", np.ones((block, 1), np.float32))
+        kept = [0] * (len(x.shape) - 1)
+        blocks = nodes.reshape(x, [*kept, depth // block, block], "blocks")
+        sums = nodes.reshape(nodes.op("MatMul", [blocks, ones], "block_sums"), [*kept, depth // block], "sums")
+        added = nodes.op("MatMul", [sums, offset], "offsets")
+        total = op("Add", [result, added], f"{matrix.name}.total")
+        replace_value(result, total.outputs[0])
+        total.replace_input_with(0, result)
+        graph.insert_after(product, total)
+    graph.insert_before(product, nodes.list)
+
+
+def looked_up(graph: ir.Graph, gather: ir.Node, matrix: StoredMatrix, *, pairs: bool) -> ir.Value:
+    """Looks up integers and scales, and multiplies only those found.
+
+    Ids ``[B,T]`` find rows ``[B,T,H]`` in integers ``[V,H/block,block]``; ids ``[L]`` find experts ``[L,K,N]`` in
+    integers ``[E,K/block,block,N]`` or in pairs of four-bit ones, ``[E,K/block,block/2,N]``
+    (:func:`~specexport.exporter.quantize.pair_int4`), with scales ``[E,K/block,1,N]``.
+
+    Not by a DequantizeLinear, as ONNX Runtime has none for blocks of int8 on GPUs.
+    """
+    nodes, ids = _Nodes(graph, matrix.name), gather.inputs[1]
+    assert ids is not None
+    _, blocks, held, *columns = _shape(matrix.numbers)
+    wide = nodes.wide(nodes.op("Gather", [matrix.numbers, ids], "rows", axis=0), "wide")
+    if pairs:
+        sixteen, sixteenth = (constant(graph, f"int4.{n}", np.array(n, np.float32)) for n in (16.0, 1 / 16))
+        first = nodes.op("Round", [nodes.op("Mul", [wide, sixteenth], "parts")], "first")
+        second = nodes.op("Sub", [wide, nodes.op("Mul", [first, sixteen], "shifted")], "second")
+        wide = nodes.op("Concat", [first, second], "both", axis=2)
+    if columns:
+        scale = nodes.op("Gather", [matrix.scale.coarse, ids], "row_scales", axis=0)
+    else:
+        scale = nodes.rows(matrix.scale, ids, "scale")
+    found = nodes.op("Mul", [wide, scale], "scaled")
+    if matrix.offset is not None:
+        found = nodes.op("Add", [found, nodes.rows(matrix.offset, ids, "offset")], "moved")
+    length = blocks * held * (2 if pairs else 1)
+    found = nodes.reshape(found, [0, length, *columns] if columns else [0, 0, length], "found")
+    graph.insert_before(gather, nodes.list)
+    return found
+
+
+def _shape(value: ir.Value) -> tuple[int, ...]:
+    assert value.const_value is not None
+    return tuple(map(int, value.const_value.shape.numpy()))

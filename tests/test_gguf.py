@@ -1,0 +1,269 @@
+"""GGUF files: what they hold is built as it is; transformers reading the same file is the oracle."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specexport.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+from specexport.checkpoints.gguf.blocks import KEPT, scales_of
+from specexport.checkpoints.gguf.header import read_header
+from specexport.checkpoints.locate import find, locate
+from specexport.checkpoints.quantized import QuantizedTensor
+from specexport.cli import main
+from specexport.contract.errors import BuildError
+from specexport.contract.reading import read_manifest
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
+from specexport.exporter.weights import Precision
+from specexport.llm import LLM
+from specexport.runtime import Engine, SamplingParams
+from specexport.verify.bundle import verify
+from tests.checkpoints import make_checkpoint
+from tests.gguf_files import WIDE, Type, make_gguf
+from tests.hub import hub
+
+pytestmark = pytest.mark.exporter
+
+PROMPT = "the water of my day"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of which files are made."""
+    return make_checkpoint(tmp_path_factory.mktemp("llama") / "model", "llama", **WIDE, tie_word_embeddings=True)
+
+
+def _built(source: Path, output: Path, precision: Precision | None = None, **options: Any) -> Path:
+    return build(
+        BuildOptions(
+            target=str(source), output=output, precision=precision, max_batch_size=1, max_seq_len=128, **options
+        )
+    )
+
+
+def _require_same_text(file: Path, bundle: Path, tokens: int = 24) -> None:
+    """Compares a bundle's greedy text with that of transformers reading the same file."""
+    where: dict[str, Any] = {"gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, attn_implementation="eager", **where)
+    ids = tokenizer(PROMPT).input_ids
+    with torch.no_grad():
+        given = torch.tensor([ids])
+        text = model.eval().generate(
+            given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=tokens, pad_token_id=2
+        )
+    expected = text[0, len(ids) :].tolist()
+    with Engine.load(bundle, threads=1) as engine:
+        assert engine.tokenizer.encode(PROMPT).ids == ids
+        found = engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=tokens)).token_ids
+    assert list(found) == expected[: len(found)] and len(found) >= len(expected) - 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_a_family_says_what_transformers_says_of_the_file(tmp_path: Path, family: str) -> None:
+    sizes: dict[str, Any] = {"head_dim": 128} if family == "qwen3" else {}  # transformers' mapping knows no other
+    checkpoint = make_checkpoint(tmp_path / "model", family, tie_word_embeddings=family != "llama", **sizes)
+    file = make_gguf(tmp_path / "tiny.gguf", checkpoint, Type.F16)
+    bundle = _built(file, tmp_path / "bundle", "fp32")
+    _require_same_text(file, bundle)
+    assert verify(bundle).passed
+
+
+@pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
+def test_integers_scales_and_offsets_are_those_of_the_file(llama: Path, tmp_path: Path, kind: Type) -> None:
+    file = make_gguf(tmp_path / "tiny.gguf", llama, kind)
+    tensor = read_header([file]).tensors["blk.0.ffn_up.weight"]
+    restored = gguf.dequantize(tensor.data, kind).T
+    scales = scales_of(tensor.data, kind)
+    group = scales.group
+    scale = np.repeat(scales.scale.values(), group, axis=0)
+    offset = 0 if scales.offset is None else np.repeat(scales.offset.values(), group, axis=0)
+    integers = np.rint((restored - offset) / np.where(scale == 0, 1, scale))
+    low, high = (-128, 127) if scales.kind == "int8" else (0, 15) if scales.offset is not None else (-8, 7)
+    assert integers.min() >= low and integers.max() <= high and len(np.unique(integers)) > 3
+    np.testing.assert_array_equal(scale * integers.astype(np.float32) + offset, restored)
+
+
+def test_blocks_are_kept_at_the_bits_of_the_file(llama: Path, tmp_path: Path) -> None:
+    """Several types in a file, of which most are kept in the bits that they have; what is converted is said."""
+    others = {
+        "attn_v.weight": Type.Q6_K, "ffn_down.weight": Type.Q4_1, "attn_output.weight": Type.Q8_0,
+        "token_embd.weight": Type.Q6_K, "blk.1.ffn_up.weight": Type.IQ2_XXS,
+    }  # fmt: skip
+    file = make_gguf(tmp_path / "tiny.gguf", llama, Type.Q4_K, others)
+    bundle = _built(file, tmp_path / "bundle")
+    precision = read_manifest(bundle).target.precision
+    before = precision.quantized_before
+    assert precision.weights == "stored" and before is not None and before.format.startswith("GGUF (")
+    assert (before.kept, before.converted) == (15, 1) and 0 < (before.converted_rms_error or 0) < 0.02
+    names = {tensor.name: tensor for tensor in load_checkpoint(str(file)).tensors.values()}
+    assert isinstance(names["model.layers.1.mlp.up_proj.weight"], QuantizedTensor)
+    assert verify(bundle).passed
+    size = (bundle / "target" / "weights.bin").stat().st_size
+    weights = sum(place.data.nbytes for place in read_header([file]).tensors.values())
+    pages = 4096 * len(list(read_header([file]).tensors)) * 3
+    assert size < 1.25 * weights + pages
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q5_K, Type.BF16], ids=lambda kind: kind.name)
+def test_a_file_of_one_type_says_the_same(llama: Path, tmp_path: Path, kind: Type) -> None:
+    file = make_gguf(tmp_path / "tiny.gguf", llama, kind)
+    bundle = _built(file, tmp_path / "bundle")
+    _require_same_text(file, bundle)
+
+
+# --- where files lie --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of small sizes."""
+    return make_checkpoint(tmp_path_factory.mktemp("small") / "model", "llama")
+
+
+def test_files_folders_and_splits_are_found(small: Path, tmp_path: Path) -> None:
+    first = make_gguf(tmp_path / "split" / "tiny.gguf", small, Type.F16, parts=3)
+    (tmp_path / "split" / "mmproj-tiny.gguf").write_bytes(b"of pictures")
+    whole = load_checkpoint(str(tmp_path / "split"))
+    other = load_checkpoint(str(first.with_name("tiny-00002-of-00003.gguf")))
+    for name, tensor in whole.tensors.items():
+        assert torch.equal(tensor.read(), other.tensors[name].read())
+    assert sorted(file.name for file in find(str(first)).glob("*.gguf")) == [
+        f"tiny-0000{number}-of-00003.gguf" for number in (1, 2, 3)
+    ]
+    first.with_name("tiny-00003-of-00003.gguf").rename(tmp_path / "split" / "away.bin")
+    with pytest.raises(BuildError, match=r"the model is in 3 files, and tiny-00003-of-00003.gguf is missing"):
+        locate(str(first))
+
+
+def test_of_several_models_one_is_to_be_named(small: Path, tmp_path: Path) -> None:
+    for name in ("tiny-Q4_0.gguf", "tiny-Q8_0.gguf"):
+        make_gguf(tmp_path / name, small, Type.F16)
+    with pytest.raises(BuildError) as raised:
+        locate(str(tmp_path))
+    assert str(raised.value) == (
+        f"{tmp_path}: holds 2 GGUF models; name the one to build: {tmp_path}/FILE.gguf, FILE being one of tiny-Q4_0.gguf, "
+        "tiny-Q8_0.gguf"
+    )
+    with pytest.raises(BuildError, match="no such file"):
+        locate(str(tmp_path / "other.gguf"))
+
+
+def test_repositories_of_the_hub(small: Path, tmp_path: Path) -> None:
+    make_gguf(tmp_path / "hub" / "owner" / "one" / "tiny-Q8_0.gguf", small, Type.F16)
+    for name in ("a/tiny-Q4_0.gguf", "b/tiny-Q8_0.gguf"):
+        make_gguf(tmp_path / "hub" / "owner" / "two" / name, small, Type.F16)
+    with hub(tmp_path / "hub", tmp_path / "cache") as fetched:
+        assert load_checkpoint("owner/one").family == "llama"
+        with pytest.raises(BuildError, match=r"owner/two/FILE.gguf, FILE being one of a/tiny-Q4_0.gguf, b/tiny-Q8_0"):
+            locate("owner/two")
+        assert load_checkpoint("owner/two/b/tiny-Q8_0.gguf").family == "llama"
+        with pytest.raises(BuildError, match=r"owner/two: has no file c.gguf; its GGUF files: a/tiny-Q4_0.gguf, b/"):
+            locate("owner/two/c.gguf")
+    assert fetched == {"owner/one/tiny-Q8_0.gguf", "owner/two/b/tiny-Q8_0.gguf"}
+
+
+def test_a_target_and_a_draft_are_built_on_first_use(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
+    file = make_gguf(tmp_path / "tiny.gguf", small, Type.Q8_0)
+    draft = {"model": str(file), "num_speculative_tokens": 3}
+    how: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 1}
+    texts = []
+    for _ in range(2):
+        with LLM(model=str(file), speculative_config=draft, **how) as llm:
+            texts.append(llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=12))[0].outputs[0].text)
+    bundles = list((tmp_path / "cache" / "bundles").glob("tiny.gguf-*"))
+    assert len(bundles) == 1 and texts[0] == texts[1]
+    manifest = read_manifest(bundles[0])
+    assert manifest.target.source == str(file) and manifest.target.precision.weights == "stored"
+    make_gguf(file, small, Type.Q4_0)
+    with LLM(model=str(file), **how) as llm:
+        llm.generate([PROMPT], SamplingParams(max_tokens=2))
+    assert len(list((tmp_path / "cache" / "bundles").glob("tiny.gguf-*"))) == 2
+
+
+# --- what a file says -------------------------------------------------------------------------------------------------
+
+
+def test_template_ends_and_sampling_are_those_of_the_file(small: Path, tmp_path: Path) -> None:
+    model = json.loads((small / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    tokens = [*sorted(model["vocab"], key=model["vocab"].get)[:-2], "<end_of_turn>", "<|im_end|>"]
+    last = len(tokens) - 1
+    kinds = [3 if index in (0, 1, 2, last) else 1 for index in range(len(tokens))]
+    merges = [one if isinstance(one, str) else " ".join(one) for one in model["merges"]][:-2]
+    file = make_gguf(
+        tmp_path / "tiny.gguf", small, Type.F32,
+        metadata={
+            "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.eot_token_id": 9,
+            "tokenizer.ggml.merges": merges, "general.sampling.temp": 0.5, "general.sampling.top_k": 40,
+        },
+    )  # fmt: skip
+    folder = locate(str(file))
+    checkpoint, tokenizer = load_checkpoint(str(file)), load_tokenizer(folder)
+    assert checkpoint.eos_token_ids == (1, 9, last)  # stated; stated for turns; by its name, as a control token
+    assert (checkpoint.generation.temperature, checkpoint.generation.top_k) == (0.5, 40)
+    assert tokenizer.chat_templates["default"].startswith("{% for m in messages %}")
+    assert tokenizer.special_tokens["bos_token"] == "<s>" and tokenizer.eos_token_id == 1
+    assert tokenizer.tokenizer.encode("<|im_end|>").ids == [last]
+
+
+def test_scaled_rotary_frequencies_of_llama_3(small: Path, tmp_path: Path) -> None:
+    """A file has the factors alone; transformers reads none of them."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}  # fmt: skip
+    config = json.loads((small / "config.json").read_text(encoding="utf-8"))
+    other = shutil.copytree(small, tmp_path / "scaled")
+    config["rope_parameters"] = {**scaling, "rope_theta": config["rope_parameters"]["rope_theta"]}
+    config["max_position_embeddings"] = 512
+    (other / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    expected = load_checkpoint(str(other)).model
+    frequencies = 1 / config["rope_parameters"]["rope_theta"] ** (torch.arange(8) / 8)
+    factors = frequencies / expected.model.rotary_emb.inv_freq
+    file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, tensors={"rope_freqs.weight": factors.numpy()})
+    found = load_checkpoint(str(file)).model
+    torch.testing.assert_close(found.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
+    odd = make_gguf(tmp_path / "odd.gguf", small, Type.F32, tensors={"rope_freqs.weight": 1 + factors.numpy()})
+    with pytest.raises(BuildError, match=r"odd.gguf: tensor 'rope_freqs.weight' holds other factors than Llama 3's"):
+        load_checkpoint(str(odd))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.block_count": 5}, r"llama.block_count is 5; expected 1 to 2, of which it has tensors"),
+        ({"llama.embedding_length": 1 << 30}, r"hidden_size is 1073741824; expected at most"),
+        ({"llama.feed_forward_length": 128}, r"tensor 'blk.0.ffn_down.weight' \[64, 96\] fits no \[64, 128\]"),
+        ({"llama.rope.scaling.type": "yarn"}, r"llama.rope.scaling.type is 'yarn'; expected none, linear or yarn with"),
+        ({"tokenizer.ggml.model": "bert"}, r"its tokenizer could not be read: .*'bert'"),
+        ({"general.alignment": 24}, r"general.alignment is 24; expected a power of two"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    small: Path, tmp_path: Path, metadata: dict[str, Any], message: str
+) -> None:
+    file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, metadata=metadata)
+    with pytest.raises(BuildError, match=message) as raised:
+        load_tokenizer(locate(str(file)))
+        load_checkpoint(str(file))
+    assert str(file) in str(raised.value)
+
+
+def test_a_draft_and_other_precisions(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = make_gguf(tmp_path / "tiny.gguf", small, Type.Q8_0)
+    words = ["build", "--target", str(file), "--max-seq-len", "128", "--max-batch-size", "1", "-o"]
+    assert main([*words, str(tmp_path / "int4"), "--precision", "int4"]) == 0
+    said = capsys.readouterr().err
+    assert "matrices were rounded again, to int4, as their scales do not fit: error" in said
+    assert main([*words, str(tmp_path / "stored"), "--precision", "stored", "--lowering", "portable"]) == 1
+    assert "precision is 'stored' with lowering portable" in capsys.readouterr().err
