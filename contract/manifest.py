@@ -17,7 +17,7 @@ from specexport.contract.methods.base import Method
 from specexport.contract.model import Count, LoweredAs, Model, Probability, Size, Strict
 from specexport.contract.signature import GraphSignature, Signature, target_signature
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 MANIFEST_NAME = "specexport.json"
 _LONGEST = 80
 DEFAULT_TEMPLATE = "default"

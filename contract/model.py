@@ -137,6 +137,33 @@ class QuantizedBefore(Strict, frozen=True):
     only_cpu: bool = False
 
 
+class Quality(Strict, frozen=True):
+    """What rounding did to a model: its graph against itself in fp32, over a text.
+
+    Attributes:
+        tokens: of the text.
+        kl: mean KL divergence from the fp32 model's distributions, in nats a token.
+        perplexity: of the text, by the graph.
+        reference_perplexity: by the model in fp32.
+        same_choice: share of the tokens after which both prefer the same next one.
+        logits_rms_error: root-mean-square difference of the logits, relative to their spread.
+    """
+
+    tokens: Positive
+    kl: float
+    perplexity: float
+    reference_perplexity: float
+    same_choice: float
+    logits_rms_error: float
+
+    def __str__(self) -> str:
+        kl = f"{self.kl:.4f}" if self.kl < 1 else f"{self.kl:.3g}"
+        return (
+            f"KL {kl} from fp32, perplexity {self.perplexity:.4g} (fp32: {self.reference_perplexity:.4g}), same first "
+            f"choice {self.same_choice:.1%}, over {self.tokens} tokens"
+        )
+
+
 class PrecisionInfo(Strict, frozen=True):
     """What a model stores and what it computes in.
 
@@ -146,8 +173,7 @@ class PrecisionInfo(Strict, frozen=True):
         cache: what the KV cache holds.
         block_size: weights that share a scale, for int8 and int4; None where each column of a matrix has one.
         weight_rms_error: relative root-mean-square error of the quantized weights.
-        logits_rms_error: what that did to the logits of a target, relative to their spread, on a sample of text.
-        same_choice: share of the sample's tokens after which the quantized target prefers the same token.
+        quality: what that did to a target, over the text that ships; None where onnxruntime was not there to run it.
         not_quantized: matrices left in fp32, and why.
         quantized_before: of a checkpoint that was quantized already.
     """
@@ -157,8 +183,7 @@ class PrecisionInfo(Strict, frozen=True):
     cache: Literal["fp32"]
     block_size: Positive | None = None
     weight_rms_error: float | None = None
-    logits_rms_error: float | None = None
-    same_choice: float | None = None
+    quality: Quality | None = None
     not_quantized: dict[str, str] = {}
     quantized_before: QuantizedBefore | None = None
 

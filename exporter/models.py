@@ -12,7 +12,7 @@ import onnx_ir as ir
 from specexport.checkpoints import parity
 from specexport.checkpoints.checkpoint import Checkpoint, TokenizerFiles, load_checkpoint
 from specexport.checkpoints.split import same_when_split, split_checkpoint
-from specexport.contract.errors import BuildError
+from specexport.contract.errors import BackendError, BuildError
 from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.methods import Method, not_a_chain, with_trees
 from specexport.contract.model import LoweredAs, Model, RankFiles, Strict
@@ -76,14 +76,17 @@ def target_stage(
             )
     plan = BuildPlan.of(methods, options, _max_seq_len(options, target))
     planned(plan, target.vocab_size, target.max_positions)
-    sample = tokenizer.tokenizer.encode(quality.SAMPLE).ids
-    exact = quality.reference(target, sample) if options.precision in QUANTIZED and sample else None
+    exact = None
+    if options.precision in QUANTIZED:
+        progress("reading the target's sample text", 0, 1)
+        exact = quality.reference(target, tokenizer.tokenizer.encode(quality.default_text()).ids)
+        progress("reading the target's sample text", 1, 1)
     written, methods = _write(folder, target, options, plan, heads, progress)
     eos, generation = target.eos_token_ids, target.generation
     del target, heads
     gc.collect()
     if exact is not None:
-        written = _with_logits_error(folder, written, options.lowering, exact, progress)
+        written = _with_quality(folder, written, options.lowering, exact, progress)
     plan = msgspec.structs.replace(plan, methods=methods)
     return WrittenTarget(model=written, plan=plan, eos_token_ids=eos, generation=generation)
 
@@ -193,14 +196,14 @@ def _write_ranks(
     return msgspec.structs.replace(models[0], cache=target.cache, ranks=tuple(made))
 
 
-def _with_logits_error(
+def _with_quality(
     folder: Path, model: Model, lowering: LoweredAs, exact: quality.Reference, progress: Progress
 ) -> Model:
     progress("measuring the target's rounding", 0, 1)
-    found = quality.logits_error(folder, lowering, model, exact)
-    progress("measuring the target's rounding", 1, 1)
-    if found is None:
-        return model
-    error, same = found
-    precision = msgspec.structs.replace(model.precision, logits_rms_error=error, same_choice=same)
-    return msgspec.structs.replace(model, precision=precision)
+    try:
+        measured = quality.measure(folder.joinpath, lowering, model, exact)
+    except BackendError:
+        return model  # builds need no onnxruntime
+    finally:
+        progress("measuring the target's rounding", 1, 1)
+    return msgspec.structs.replace(model, precision=msgspec.structs.replace(model.precision, quality=measured))

@@ -190,8 +190,10 @@ def test_the_build_says_what_rounding_did(built: Path) -> None:
     precision = Bundle.open(built).manifest.target.precision
     limits = {"int8": (0.005, 0.15), "int4": (0.05, 0.9)}.get(precision.weights)
     if limits is None:
-        assert precision.logits_rms_error is None
+        assert precision.quality is None
         return
-    assert precision.logits_rms_error is not None and precision.same_choice is not None
-    assert limits[0] < precision.logits_rms_error < limits[1]
-    assert precision.same_choice > 0.1
+    quality = precision.quality
+    assert quality is not None and quality.tokens > 100
+    assert limits[0] < quality.logits_rms_error < limits[1]
+    assert quality.same_choice > 0.1 and 0 < quality.kl < 0.2
+    assert abs(np.log(quality.perplexity / quality.reference_perplexity)) < 0.1

@@ -15,8 +15,10 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from specexport.cli import main
+from specexport.commands.inspect import summary as inspected
 from specexport.contract.errors import BuildError, BundleError, RequestError
 from specexport.contract.manifest import FileEntry
 from specexport.contract.methods.draft_model import DraftModel
@@ -38,7 +40,7 @@ from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
-NAMES = ["files", "graphs", "logits", "draft_model", "speculation"]
+NAMES = ["files", "graphs", "logits", "quality", "draft_model", "speculation"]
 PROMPTS = ("people went back home and thought", "3, 14, 15, 92, 65")
 
 
@@ -127,7 +129,7 @@ def test_a_right_bundle_passes_every_check(fp32: Path) -> None:
     assert _check(report, "draft_model").numbers["same"] == 3 * (3 + 1 + 3 + 1 + 3)
     speculation = _check(report, "speculation").numbers
     assert (speculation["tokens"], speculation["differences"]) == (12 * len(module.DEFAULT_PROMPTS), 0)
-    assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["checks"][4]["result"] == "passed"
+    assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["checks"][5]["result"] == "passed"
     assert "verdict: passed" in _shown(report)
 
 
@@ -145,7 +147,10 @@ def test_an_altered_byte_is_found_and_nothing_else_is_run(copy: Path) -> None:
     path.write_bytes(content)
     report = verify(copy)
     assert not report.passed
-    assert _results(report) == {"files": "failed", **dict.fromkeys(["graphs", "logits", "speculation"], "not run")}
+    assert _results(report) == {
+        "files": "failed",
+        **dict.fromkeys(["graphs", "logits", "quality", "speculation"], "not run"),
+    }
     assert "weights.bin" in report.checks[0].sentence
     assert "altered" in report.checks[0].sentence
     assert "verdict: failed" in _shown(report)
@@ -162,8 +167,26 @@ def test_other_weights_with_fitting_hashes_are_found_in_the_logits(copy: Path) -
     _rewrite(copy)
     report = verify(copy, prompts=PROMPTS, max_tokens=6)
     # The draft is as it was, and speculation gives what plain decoding gives, whatever that is.
-    assert _results(report) == {**dict.fromkeys(NAMES, "passed"), "logits": "failed"}
+    assert _results(report) == {**dict.fromkeys(NAMES, "passed"), **dict.fromkeys(["logits", "quality"], "failed")}
     assert report.verdict == "failed"
+
+
+def test_a_model_that_its_precision_broke_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Weights eight times as large: the same rounding turns nearly every choice."""
+    broken = shutil.copytree(checkpoints["target"], tmp_path / "target")
+    weights = load_file(broken / "model.safetensors")
+    save_file({name: one * 8 if one.ndim > 1 else one for name, one in weights.items()}, broken / "model.safetensors")
+    folder = build(BuildOptions(str(broken), tmp_path / "bundle", precision="int4", max_seq_len=128))
+    report = verify(folder, prompts=PROMPTS[:1], max_tokens=2)
+    quality = _check(report, "quality")
+    assert (quality.result, report.passed) == ("failed", False)
+    assert quality.numbers["kl"] > LIMITS["int4"].kl
+    assert "int4 broke the model; build it again in more bits" in quality.sentence
+    # The build measured the same over the same text, and inspect says so.
+    measured = read_manifest(folder).target.precision.quality
+    assert measured is not None and measured.tokens == quality.numbers["tokens"] > 100
+    assert measured.kl == pytest.approx(quality.numbers["kl"], rel=1e-3)
+    assert str(measured) in " ".join(str(row) for row in inspected(folder, read_manifest(folder))[0].rows)
 
 
 def test_other_draft_weights_are_found_in_its_tokens_and_cost_no_correctness(copy: Path) -> None:
@@ -186,7 +209,7 @@ def test_weights_that_make_no_numbers_are_found(copy: Path) -> None:
 @pytest.mark.parametrize("role, reason", [("other", "limit 0.001"), ("draft", "is another model")])
 def test_another_target_is_told_apart(fp32: Path, checkpoints: dict[str, Path], role: str, reason: str) -> None:
     report = verify(fp32, target=str(checkpoints[role]), prompts=PROMPTS[:1], max_tokens=2)
-    assert _results(report) == {**dict.fromkeys(NAMES, "passed"), "logits": "failed"}
+    assert _results(report) == {**dict.fromkeys(NAMES, "passed"), **dict.fromkeys(["logits", "quality"], "failed")}
     assert reason in _check(report, "logits").sentence
 
 
@@ -202,7 +225,10 @@ def test_models_that_are_not_there_are_not_run(copy: Path, checkpoints: dict[str
         methods=(msgspec.structs.replace(method, draft=moved, model=gone),),
     )
     report = verify(copy, prompts=PROMPTS[:1], max_tokens=2)
-    assert _results(report) == {**dict.fromkeys(NAMES, "passed"), "logits": "not run", "draft_model": "not run"}
+    assert _results(report) == {
+        **dict.fromkeys(NAMES, "passed"),
+        **dict.fromkeys(["logits", "quality", "draft_model"], "not run"),
+    }
     assert report.passed
     assert report.verdict == "passed what could be checked"
     assert "--target DIR" in _check(report, "logits").sentence
@@ -226,7 +252,7 @@ def test_graphs_in_the_hubs_cache_are_checked(copy: Path, tmp_path: Path) -> Non
 def test_a_bundle_without_a_draft(copy: Path, checkpoints: dict[str, Path]) -> None:
     _rewrite(copy, methods=())
     report = verify(copy, prompts=("a",), max_tokens=2)
-    assert _results(report) == dict.fromkeys(["files", "graphs", "logits", "speculation"], "passed")
+    assert _results(report) == dict.fromkeys(["files", "graphs", "logits", "quality", "speculation"], "passed")
     assert "no method" in _check(report, "speculation").sentence
     with pytest.raises(RequestError, match=r"draft_model\.model was given, but .* without it"):
         verify(copy, sources={"draft_model.model": str(checkpoints["draft"])})

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from specexport.checkpoints.locate import locate
 from specexport.contract.errors import RequestError, SpecExportError
 from specexport.contract.methods import Method
@@ -67,7 +69,7 @@ def verify(
     files = _attempt("files", lambda: _files(bundle, report))
     if not files.passed:
         reason = "the bundle's files are not what they should be"
-        rest = (Check(name, None, reason) for name in ("graphs", "logits", "speculation"))
+        rest = (Check(name, None, reason) for name in ("graphs", "logits", "quality", "speculation"))
         return VerifyReport(bundle, (files, *rest))
     opened = Bundle.open(bundle, check_hashes=False)
     given = _moved(opened, target, sources or {})
@@ -77,6 +79,7 @@ def verify(
     if opened.manifest.engines:
         steps["engines"] = lambda: _engines(opened, report)
     steps["logits"] = lambda: _logits(run)
+    steps["quality"] = lambda: _quality(run)
     if opened.manifest.target.embedding_size is not None:
         steps["embeds"] = lambda: _embeds(run)
     for method in opened.manifest.methods:
@@ -183,6 +186,19 @@ def _logits(run: MethodRun) -> Outcome:
         f"(limit {limits.rms:g}); it prefers the same token at {_agreement(found.agreement)}"
     )
     return passed, sentence if found.finite else "the graph makes logits that are not finite numbers", numbers
+
+
+def _quality(run: MethodRun) -> Outcome:
+    precision = run.bundle.manifest.target.precision.weights
+    limit = logits.LIMITS[precision].kl
+    found = logits.measure_quality(run.bundle, run.source(None))
+    if found is None:
+        raise NotRunError("the tokenizer makes fewer than two tokens of the text that is measured over")
+    passed = found.kl <= limit  # false for what is no number, too
+    sentence = f"{found} (limit: KL {limit:g})"
+    if not passed:
+        sentence += f": {precision} broke the model; build it again in more bits (docs/precision.md)"
+    return passed, sentence, {name: float(value) for name, value in msgspec.structs.asdict(found).items()}
 
 
 def _embeds(run: MethodRun) -> Outcome:

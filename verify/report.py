@@ -19,7 +19,8 @@ class Check:
     """One check and its result.
 
     Attributes:
-        name: ``files``, ``graphs``, ``engines``, ``logits``, ``embeds``, the name of a method, or ``speculation``.
+        name: ``files``, ``graphs``, ``engines``, ``logits``, ``quality``, ``embeds``, the name of a method, or
+            ``speculation``.
         passed: None if it could not be run.
         sentence: what was found, or why it was not run.
     """

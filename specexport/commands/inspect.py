@@ -170,10 +170,8 @@ def _precision(model: Model) -> str:
         text += ", one scale a column"
     if precision.weight_rms_error is not None:
         text += f", weight error {precision.weight_rms_error:.2%}"
-    if precision.logits_rms_error is not None and precision.same_choice is not None:
-        text += (
-            f", logits error {precision.logits_rms_error:.2%} (same choice at {precision.same_choice:.0%} of a sample)"
-        )
+    if precision.quality is not None:
+        text += f"; {precision.quality}"
     before = precision.quantized_before
     if before is not None:
         rest = f", the rest {before.rest}" if before.rest is not None else ""
