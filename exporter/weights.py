@@ -23,6 +23,8 @@ from specexport.exporter.passes.names import names_in
 from specexport.exporter.quantize import (
     apply_scales,
     column_scales,
+    fit_blocks,
+    fits_half,
     pack_int4,
     pair_int4,
     quantize_blocks,
@@ -322,7 +324,10 @@ class WeightsFile:
                 names_in(_name(value)) if again or kept is not None else []
             )
             gathered = role in _GATHERED
-            held = self._store(graph, name, matrix, axis, block, width, kept, again=again, gathered=gathered)
+            any_scales = storage.any_scales
+            held = self._store(
+                graph, name, matrix, axis, block, width, kept, again=again, gathered=gathered, any_scales=any_scales
+            )
             if gathered:
                 replace_value(node.outputs[0], looked_up(graph, node, held, pairs=width == "int4"))
             else:
@@ -412,12 +417,15 @@ class WeightsFile:
         *,
         again: bool,
         gathered: bool,
+        any_scales: bool,
     ) -> StoredMatrix:
         """Writes the numbers, then the scales, and zero points and offsets if there are some.
 
         A scale is for ``block`` weights along ``axis``, or, without, for a column.
         """
         scales: list[_Matrix] = []
+        zeros: list[npt.NDArray[np.int8]] = []
+        zero_points = any_scales and block is not None and axis == 0 and matrix.size // block % 2 == 0
         if kept is None and block is None:
             largest = np.max([np.abs(chunk).max(axis=0) for chunk in _row_chunks(matrix)], axis=0)
             scales.append(column_scales(largest, "fp8" if kind == "fp8" else "int8"))
@@ -443,14 +451,18 @@ class WeightsFile:
                     self.report.add_error(chunk, quantized.astype(np.float32) * scale, again=again)
                     yield quantized.view(np.uint8)
                 else:
-                    integers, scale = quantize_blocks(chunk, axis, block, 127 if kind == "int8" else 7)
-                    scales.append(scale)
-                    restored = integers.astype(np.float32) * np.repeat(scale, block, axis=axis)
-                    self.report.add_error(chunk, restored, again=again)
-                    if kind == "int4" and axis:
-                        yield pair_int4(integers.reshape(len(chunk), *shape[1:]))
+                    if kind == "int8":
+                        blocks = quantize_blocks(chunk, axis, block, 127)
                     else:
-                        yield integers if kind == "int8" else pack_int4(integers)
+                        blocks = fit_blocks(chunk, axis, block, -8 if zero_points else -7, 7, zero_points=zero_points)
+                    scales.append(blocks.scale)
+                    if blocks.zero is not None:
+                        zeros.append(blocks.zero)
+                    self.report.add_error(chunk, blocks.restored(axis), again=again)
+                    if kind == "int4" and axis:
+                        yield pair_int4(blocks.integers.reshape(len(chunk), *shape[1:]))
+                    else:
+                        yield blocks.integers if kind == "int8" else pack_int4(blocks.integers)
                 start = end
 
         dtype, shape = ir.DataType.UINT4 if unsigned else _DTYPES[kind], matrix.shape
@@ -464,15 +476,19 @@ class WeightsFile:
             return self._factors(graph, f"{name}.{which}", values, by_rows=by_rows, gathered=gathered)
 
         if kept is None:
-            found = Factors(np.concatenate(scales))
+            joined = np.concatenate(scales)
+            halved = any_scales and block is not None and matrix.ndim == 2 and fits_half(joined)
+            found = Factors(joined.astype(np.float16) if halved else joined)
         elif block is None:
             found = Factors(kept.scale.values()[0])
         else:
             found = kept.scale.turned() if by_rows else kept.scale
         zero = offset = None
-        if kept is not None and kept.zero is not None:
-            packed = pack_int4(kept.zero) if kind == "int4" else kept.zero
-            zero = self._initializer(graph, f"{name}.zero", dtype, kept.zero.shape, iter([packed]))
+        if zeros or (kept is not None and kept.zero is not None):
+            each = np.concatenate(zeros) if kept is None or kept.zero is None else kept.zero
+            packed = pack_int4(each) if kind == "int4" else each
+            zero = self._initializer(graph, f"{name}.zero", dtype, each.shape, iter([packed]))
+            self.report.any_scales = True
         if kept is not None and kept.offset is not None:
             offset = factors("offset", kept.offset.turned() if by_rows else kept.offset)
         return StoredMatrix(name, stored, factors("scale", found), zero, offset, block, by_rows)
