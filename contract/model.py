@@ -126,7 +126,6 @@ class QuantizedBefore(Strict, frozen=True):
         converted: how many were rounded again; any others are stored in floating point.
         converted_rms_error: relative root-mean-square error that this made of those.
         rest: how matrices are stored that it has not quantized; None where that is ``weights`` too.
-        only_cpu: whether some have zero points, or fp8 with scales of blocks, which are kept for CPUs alone.
     """
 
     format: str
@@ -134,7 +133,6 @@ class QuantizedBefore(Strict, frozen=True):
     converted: Count
     converted_rms_error: float | None = None
     rest: StoredAs | None = None
-    only_cpu: bool = False
 
 
 class Quality(Strict, frozen=True):
@@ -176,6 +174,7 @@ class PrecisionInfo(Strict, frozen=True):
         quality: what that did to a target, over the text that ships; None where onnxruntime was not there to run it.
         not_quantized: matrices left in fp32, and why.
         quantized_before: of a checkpoint that was quantized already.
+        only_cpu: whether some matrices have zero points, or other scales that no engine for GPUs reads.
     """
 
     weights: StoredAs
@@ -186,6 +185,7 @@ class PrecisionInfo(Strict, frozen=True):
     quality: Quality | None = None
     not_quantized: dict[str, str] = {}
     quantized_before: QuantizedBefore | None = None
+    only_cpu: bool = False
 
 
 class Model(Strict, frozen=True):

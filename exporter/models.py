@@ -20,10 +20,11 @@ from specexport.contract.states import with_rows
 from specexport.contract.tree import TokenTree
 from specexport.exporter import quality, trace
 from specexport.exporter.build_plan import BuildPlan
+from specexport.exporter.calibration import calibrate, calibration_text
 from specexport.exporter.cut import cut
 from specexport.exporter.drafts import traced
 from specexport.exporter.methods import TargetOutline, exporter_of
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import DEFAULT_BLOCK_SIZE, BuildOptions
 from specexport.exporter.weights import QUANTIZED
 from specexport.exporter.writing import Part, Progress, write_models
 from specexport.graphs.medusa import MAX_TOP_K, MedusaHeads
@@ -66,6 +67,7 @@ def target_stage(
     progress("loading the target", 1, 1)
     outline = TargetOutline(target.vocab_size, target.parameters, target.layers, target.path)
     heads = [exporter_of(method).heads(method, target) for method in options.methods]
+    text = calibration_text(options.calibration_data) if options.calibrated else ""  # what is wrong with it shows now
     methods = tuple(exporter_of(method).plan(method, outline) for method in options.methods)
     if target.states:
         methods = tuple(_chains_alone(method, options.methods[at], target) for at, method in enumerate(methods))
@@ -81,7 +83,8 @@ def target_stage(
         progress("reading the target's sample text", 0, 1)
         exact = quality.reference(target, tokenizer.tokenizer.encode(quality.default_text()).ids)
         progress("reading the target's sample text", 1, 1)
-    written, methods = _write(folder, target, options, plan, heads, progress)
+    calibration = tokenizer.tokenizer.encode(text).ids
+    written, methods = _write(folder, target, options, plan, heads, calibration, progress)
     eos, generation = target.eos_token_ids, target.generation
     del target, heads
     gc.collect()
@@ -125,6 +128,7 @@ def _write(
     options: BuildOptions,
     plan: BuildPlan,
     heads: list[MedusaHeads | None],
+    calibration: list[int],
     progress: Progress,
 ) -> tuple[Model, tuple[Method, ...]]:
     """The target, and the methods with what is written together with it."""
@@ -151,9 +155,10 @@ def _write(
 
     def write(role: str, written: list[Part]) -> list[Model]:
         return write_models(
-            folder, role, written, target, options.stored, options.proposing, options.lowering, progress
+            folder, role, written, rounded, options.stored, options.proposing, options.lowering, progress
         )
 
+    rounded = target
     parts = [exporter_of(method).part(method, target, options, plan) for method in plan.methods]
     beside = [part for part in parts if part is not None]
     if options.tensor_parallel > 1:
@@ -166,6 +171,8 @@ def _write(
     else:
         first = step(target)
         progress("tracing the target", 1, 1)
+        if options.calibrated:
+            rounded = calibrate(target, calibration, options.stored.block_size or DEFAULT_BLOCK_SIZE, progress)
         model, *rest = write("target", [first, *beside])
     made = iter(rest)
     methods = tuple(

@@ -46,6 +46,8 @@ class BuildOptions:
         block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256; None for 32. At most 32 do in what
             proposes in int4: more cost more acceptance than they save. Lowered portably every column of a matrix has
             one scale, as opset 20 knows no blocks.
+        calibration_data: a file of text that the target's matrices are rounded to int4 for, or of JSON lines with
+            ``text`` or ``messages``; None for the text that ships.
         lowering: ``native`` for ONNX Runtime 1.28 or newer; ``portable`` for TensorRT 10.3 and older ONNX Runtimes.
         posterior_threshold: epsilon of typical acceptance, where a request asks for that and does not say.
         posterior_alpha: its alpha.
@@ -68,6 +70,7 @@ class BuildOptions:
     rest: Precision | None = None
     draft_precision: Precision | None = None
     block_size: int | None = None
+    calibration_data: Path | None = None
     lowering: LoweredAs = "native"
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
@@ -126,6 +129,12 @@ class BuildOptions:
                 "there a draft drafts a chain, a pass a call; leave expand out, or choose the native lowering and "
                 "backend onnxruntime"
             )
+        if self.calibration_data is not None and not self.calibrated:
+            raise BuildError(
+                f"calibration_data was given with precision {self.precision}, lowering {self.lowering}, backend "
+                f"{self.backend} and tensor_parallel {self.tensor_parallel}; only int4 for backend onnxruntime in one "
+                "process is rounded for a text. Leave it out"
+            )
         if self.max_seq_len is not None and self.max_seq_len < 2:
             raise BuildError(f"max_seq_len is {self.max_seq_len}; expected at least 2")
 
@@ -161,6 +170,11 @@ class BuildOptions:
     @property
     def _on_cpu(self) -> bool:
         return self.lowering == "native" and self.backend == "onnxruntime"
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether matrices are rounded for a text: to int4 for CPUs, where scales may be of any kind."""
+        return self.precision == "int4" and self._on_cpu and self.tensor_parallel == 1
 
     @property
     def stored(self) -> Storage:

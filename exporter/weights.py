@@ -49,8 +49,8 @@ class Storage:
             column one scale, as opset 20 knows no blocks; rows that are looked up are then stored in fp16.
         rest: how matrices are that a quantized checkpoint has not quantized; None for ``kind``.
         any_scales: whether scales may be of any kind that a checkpoint has (with zero points or offsets, in fp16, in
-            two levels, of blocks of fp8), and an embedding that is also the head is stored once: for CPUs only, as TensorRT
-            refuses some, and ONNX Runtime was not tried with them on GPUs.
+            two levels, of blocks of fp8), and an embedding that is also the head is stored once: for CPUs only, as
+            TensorRT refuses some, and ONNX Runtime was not tried with them on GPUs. int4 then has zero points.
         branches: whether each expert of a mixture has a branch of its own: for CPUs only, as compiled engines and
             captured graphs know no control flow.
     """
@@ -121,6 +121,19 @@ class _Kept:
         return (scale[0] if self.block is None else scale), self.zero, offset
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoundedTensor(QuantizedTensor):
+    """A matrix that this build has rounded before it writes it.
+
+    Attributes:
+        error: sum of the squares of what that changed.
+        energy: of the weights.
+    """
+
+    error: float
+    energy: float
+
+
 @dataclass
 class WeightsReport:
     """What was written: quantized matrices by name, and those left in fp32, with the reason.
@@ -155,11 +168,15 @@ class WeightsReport:
         """:attr:`rms_error` of the matrices that were rounded again."""
         return float(np.sqrt(self._second_error / self._second_energy)) if self._second_energy else 0.0
 
+    def add(self, error: float, energy: float) -> None:
+        """Adds squares to :attr:`rms_error`."""
+        self._error, self._energy = self._error + error, self._energy + energy
+
     def add_error(self, original: _Matrix, restored: _Matrix, *, again: bool = False) -> None:
         """Adds one chunk to :attr:`rms_error`, and to :attr:`converted_error` if it was rounded ``again``."""
         error = float(np.square(original - restored, dtype=np.float64).sum())
         energy = float(np.square(original, dtype=np.float64).sum())
-        self._error, self._energy = self._error + error, self._energy + energy
+        self.add(error, energy)
         if again:
             self._second_error, self._second_energy = self._second_error + error, self._second_energy + energy
 
@@ -237,7 +254,7 @@ class WeightsFile:
         if tensor is None or tensor.nbytes <= INLINE_BYTES:
             return
         array = tensor.numpy()
-        if storage.kind == "stored":
+        if storage.kind == "stored" or (storage.kind == "int4" and self._rounded(value)):
             storage = replace(storage, kind=self._as_stored(value))
         if storage.rest is not None and not self._quantized_before(value):
             storage = Storage(storage.rest, storage.block_size)
@@ -252,6 +269,12 @@ class WeightsFile:
         else:
             self._quantize(graph, value, array, storage.kind, storage)
         self._progress(array.nbytes)
+
+    def _rounded(self, value: ir.Value) -> list[RoundedTensor]:
+        """What this build has rounded of a matrix, if all of it."""
+        found = [self._tensors.get(name) for name in names_in(_name(value))]
+        rounded = [one for one in found if isinstance(one, RoundedTensor)]
+        return rounded if len(rounded) == len(found) else []
 
     def _as_stored(self, value: ir.Value) -> Precision:
         """What holds a matrix as the checkpoint has it; of several in one, the widest."""
@@ -306,7 +329,7 @@ class WeightsFile:
                 (array.T, 0) if role == "tied" and not by_rows else (array, int(by_rows or role == "experts"))
             )
             kept = self._kept(value, role, matrix.shape, storage)
-            block = None if by_column else _block(matrix.shape[axis], block_size)
+            block = None if by_column else block_for(matrix.shape[axis], block_size)
             if kept is not None:
                 block = kept.block
                 self.report.kept_block = max(self.report.kept_block or 0, block or 0) or None
@@ -324,9 +347,20 @@ class WeightsFile:
                 names_in(_name(value)) if again or kept is not None else []
             )
             gathered = role in _GATHERED
-            any_scales = storage.any_scales
+            # int8 stays what every backend reads: its scales are a ninth of it at most.
+            any_scales = storage.any_scales and storage.kind != "int8"
             held = self._store(
-                graph, name, matrix, axis, block, width, kept, again=again, gathered=gathered, any_scales=any_scales
+                graph,
+                name,
+                matrix,
+                axis,
+                block,
+                width,
+                kept,
+                again=again,
+                gathered=gathered,
+                any_scales=any_scales,
+                rounded=self._rounded(value) if kept is not None else [],
             )
             if gathered:
                 replace_value(node.outputs[0], looked_up(graph, node, held, pairs=width == "int4"))
@@ -418,11 +452,14 @@ class WeightsFile:
         again: bool,
         gathered: bool,
         any_scales: bool,
+        rounded: list[RoundedTensor],
     ) -> StoredMatrix:
         """Writes the numbers, then the scales, and zero points and offsets if there are some.
 
         A scale is for ``block`` weights along ``axis``, or, without, for a column.
         """
+        for one in rounded:
+            self.report.add(one.error, one.energy)
         scales: list[_Matrix] = []
         zeros: list[npt.NDArray[np.int8]] = []
         zero_points = any_scales and block is not None and axis == 0 and matrix.size // block % 2 == 0
@@ -444,7 +481,8 @@ class WeightsFile:
                         None if one is None else _of_rows(one, start, end, axis, block) for one in of_block
                     )
                     integers, restored = apply_scales(chunk, scale, zero, kind, offset)
-                    self.report.add_error(chunk, restored)
+                    if not rounded:
+                        self.report.add_error(chunk, restored)
                     yield pack_int4(integers) if kind == "int4" else integers
                 elif block is None:
                     quantized, scale = quantize_columns(chunk, scales[0], "fp8" if kind == "fp8" else "int8"), scales[0]
@@ -479,6 +517,7 @@ class WeightsFile:
             joined = np.concatenate(scales)
             halved = any_scales and block is not None and matrix.ndim == 2 and fits_half(joined)
             found = Factors(joined.astype(np.float16) if halved else joined)
+            self.report.any_scales |= halved
         elif block is None:
             found = Factors(kept.scale.values()[0])
         else:
@@ -589,7 +628,7 @@ def _routers(graph: ir.Graph) -> set[ir.Value]:
     return found
 
 
-def _block(length: int, preferred: int | None) -> int | None:
+def block_for(length: int, preferred: int | None) -> int | None:
     """The preferred block size, or the largest half of it that divides ``length``; None below the smallest block."""
     block = preferred or 0
     while block >= _SMALLEST_BLOCK:

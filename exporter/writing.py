@@ -92,7 +92,6 @@ def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoi
             converted=len(report.converted),
             converted_rms_error=report.converted_error if report.converted else None,
             rest=stored.rest,
-            only_cpu=report.any_scales,
         )
     return PrecisionInfo(
         weights=stored.kind,
@@ -102,6 +101,7 @@ def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoi
         weight_rms_error=report.rms_error if quantized else None,
         not_quantized=report.left,
         quantized_before=before,
+        only_cpu=report.any_scales,
     )
 
 

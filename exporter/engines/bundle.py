@@ -82,11 +82,10 @@ def compile_graphs(folder: Path, manifest: Manifest, options: EngineOptions, rep
         )
     check_batches(options.batch_sizes, manifest.batch_sizes)
     for role, model in manifest.models.items():
-        before = model.precision.quantized_before
-        if before is not None and before.only_cpu:
+        if model.precision.only_cpu:
             raise BuildError(
-                f"{folder}: the {role}'s matrices keep zero points, or fp8 scales of blocks, of its {before.format} "
-                f"checkpoint, which are for CPUs only; build with --backend {options.runtime}, which rounds them again"
+                f"{folder}: the {role}'s {model.precision.weights} matrices have zero points, or other scales that are "
+                f"for CPUs only; build with --backend {options.runtime}, which rounds them for that"
             )
     if options.runtime not in COMPILERS:
         _check_bfloat16(manifest, options.compute)

@@ -72,6 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="weights that share a scale in int8 and int4 (default: 32, which is also the most in int4 drafts)",
     )
+    weights.add_argument(
+        "--calibration-data",
+        type=Path,
+        metavar="FILE",
+        help="text that int4 is rounded for, or JSON lines with text or messages (default: a text that ships)",
+    )
     device = parser.add_argument_group("device")
     device.add_argument(
         "--backend",
@@ -124,6 +130,7 @@ def _build(arguments: argparse.Namespace, methods: tuple[Method, ...], second: S
         precision=arguments.precision,
         draft_precision=arguments.draft_precision,
         block_size=arguments.block_size,
+        calibration_data=arguments.calibration_data,
         lowering=arguments.lowering,
         posterior_threshold=arguments.posterior_threshold,
         posterior_alpha=arguments.posterior_alpha,

@@ -1,0 +1,311 @@
+"""Rounds a model's matrices to four bits so that what they make of a text changes least (GPTQ), in one pass over it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from specexport.checkpoints import streamed
+from specexport.checkpoints.checkpoint import Checkpoint, plain_transformers
+from specexport.checkpoints.quantized import Factors, Kind, QuantizedTensor, Scales
+from specexport.checkpoints.quiet import quiet
+from specexport.checkpoints.streamed import read_weights
+from specexport.contract.errors import UNREADABLE, BuildError
+from specexport.exporter.quantize import fit_scales, fits_half, pack_int4, quantize_blocks, to_integers
+from specexport.exporter.weights import RoundedTensor, block_for
+
+_WINDOW = 256
+_TOKENS = 4096
+_MAX_PRODUCTS = 1 << 44
+"""Multiplications of the pass over the text, some minutes on two cores: with larger models less of it is read."""
+_DAMPING = 0.01
+"""Share of the mean diagonal that is added to the matrix of inputs, whose smallest directions few tokens tell."""
+_COLUMNS = 128
+"""Inputs whose errors are spread among each other before the rest is corrected in one product."""
+_LEAST, _LARGEST = -8, 7
+_SMALLEST = 1 << 13
+"""Numbers of a matrix above which no trace holds them (:mod:`specexport.exporter.kept_traces`)."""
+_MAX_FILE = 1 << 26
+
+Progress = Callable[[str, int, int], None]
+
+
+def calibration_text(path: Path | None) -> str:
+    """What matrices are rounded for: a file of text, or JSON lines with ``text`` or ``messages``; None for ours.
+
+    Raises:
+        BuildError: there is no such file, or nothing in it.
+    """
+    if path is None:
+        return resources.files("specexport.exporter").joinpath("texts/calibration.txt").read_text(encoding="utf-8")
+    try:
+        if path.stat().st_size > _MAX_FILE:
+            raise BuildError(f"{path}: {path.stat().st_size} bytes of calibration data; expected at most {_MAX_FILE}")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BuildError(f"{path}: the calibration data cannot be read as text: {error}") from error
+    if path.suffix == ".jsonl":
+        lines = [(at, line) for at, line in enumerate(text.splitlines(), 1) if line.strip()]
+        text = "\n\n".join(_text_of(path, at, line) for at, line in lines)
+    if not text.strip():
+        raise BuildError(f"{path}: the calibration data holds no text; expected some thousand tokens of it")
+    return text
+
+
+class _Message(msgspec.Struct):
+    content: str
+
+
+class _Line(msgspec.Struct):
+    text: str | None = None
+    messages: list[_Message] = []
+
+
+def _text_of(path: Path, at: int, line: str) -> str:
+    try:
+        read = msgspec.json.decode(line, type=_Line)
+    except UNREADABLE as error:
+        raise BuildError(f"{path}: line {at}: {error}; expected an object with text or messages") from error
+    if read.text is None and not read.messages:
+        raise BuildError(f"{path}: line {at} has neither text nor messages; expected one of them")
+    return read.text if read.text is not None else "\n".join(message.content for message in read.messages)
+
+
+def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, progress: Progress) -> Checkpoint:
+    """Rounds the matrices of a checkpoint, each for the inputs that the rounded ones before it make of a text.
+
+    Large matrices are read one at a time, and kept as integers. Embeddings and the head are in int8, and as many of the
+    matrices that return from the widest layers as :func:`_wide` says.
+
+    Args:
+        checkpoint: not changed but for what its parameters stand for.
+        tokens: of the text.
+        block_size: weights that share a scale.
+        progress: called as matrices are done.
+
+    Returns:
+        The checkpoint with the rounded matrices among its tensors.
+    """
+    length = min(_WINDOW, checkpoint.max_positions, len(tokens))
+    count = min(_TOKENS, _MAX_PRODUCTS // checkpoint.parameters, len(tokens)) // max(1, length)
+    model = checkpoint.model
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    tables = {id(one.weight) for one in (model.get_input_embeddings(), model.get_output_embeddings())}
+    matrices = {
+        names[id(module.weight)]: module
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+        and id(module.weight) in names
+        and id(module.weight) not in tables
+        and module.weight.numel() > _SMALLEST
+        and not isinstance(checkpoint.tensors.get(names[id(module.weight)]), QuantizedTensor)
+        and block_for(module.in_features, block_size) is not None
+    }
+    head = model.get_output_embeddings()
+    rounded: dict[str, RoundedTensor] = {}
+    if head.weight is not model.get_input_embeddings().weight and id(head.weight) in names:
+        name = names[id(head.weight)]
+        block = block_for(head.weight.shape[1], block_size)
+        if block is not None and not isinstance(checkpoint.tensors.get(name), QuantizedTensor):
+            rounded[name] = _int8(name, head.weight, _numbers(head.weight), block)
+    if count and matrices:
+        rows = np.array(tokens[: count * length], np.int64).clip(max=checkpoint.input_vocab - 1)
+        wide = _wide(checkpoint, matrices, block_size)
+        calibration = _Calibration(matrices, wide, block_size, rounded, progress)
+        with torch.no_grad(), quiet(), plain_transformers(model), read_weights(model), calibration.reached():
+            model.base_model(torch.from_numpy(rows.reshape(count, length)), use_cache=False)
+    parameters = dict(model.named_parameters())
+    for name, tensor in rounded.items():
+        streamed.stand_for(parameters[name], tensor)
+    return replace(checkpoint, tensors={**checkpoint.tensors, **rounded})
+
+
+def _numbers(parameter: torch.Tensor) -> torch.Tensor:
+    stored = streamed.stored(parameter)
+    return (parameter.detach() if stored is None else stored.read()).float()
+
+
+def _wide(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: int) -> set[str]:
+    """Matrices for int8: those that return from a layer's widest part, whose inputs vary most between tokens.
+
+    As many as make the model no larger than llama.cpp's Q4_K_M, which has more bits for them, too: first those of the
+    first and last layers, then every third, then the others.
+    """
+    widest = max(one.in_features for one in matrices.values())
+    return_from = [name for name, one in matrices.items() if one.in_features == widest > one.out_features]
+    count = len(return_from)
+    eighth = count // 8
+    first = [at for at in range(count) if at < eighth or at >= count - eighth]
+    third = [at for at in range(count) if at not in first and (at - eighth) % 3 == 2]
+    order = [*first, *third, *(at for at in range(count) if at not in first and at not in third)]
+    more = set(first + third)
+    sizes = {name: one.weight.numel() for name, one in matrices.items()}
+    model = checkpoint.model
+    tables = {id(one.weight): one.weight for one in (model.get_input_embeddings(), model.get_output_embeddings())}
+    spare = sum(one.numel() * (_q4_k_m(one.shape[1], more=True) - 8 - 16 / block_size) for one in tables.values())
+    for name, one in matrices.items():
+        like = return_from.index(name) in more if name in return_from else False
+        spare += sizes[name] * (_q4_k_m(one.in_features, more=like) - 4 - 20 / block_size)
+    found = set[str]()
+    for at in order:
+        name = return_from[at]
+        if (spare := spare - sizes[name] * (4 - 4 / block_size)) < 0:
+            break
+        found.add(name)
+    return found
+
+
+def _q4_k_m(depth: int, *, more: bool) -> float:
+    """Bits of a weight in llama.cpp's Q4_K_M: Q6_K or Q4_K; where blocks of 256 do not divide a row, Q8_0 or Q5_0."""
+    if depth % 256:
+        return 8.5 if more else 5.5
+    return 6.5625 if more else 4.5
+
+
+@dataclass
+class _Calibration:
+    """The matrices, and what has become of those that the pass has reached."""
+
+    matrices: dict[str, nn.Linear]
+    wide: set[str]
+    block_size: int
+    rounded: dict[str, RoundedTensor]
+    progress: Progress
+    _read: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    """The input that was multiplied last, and the factor of its products."""
+
+    @contextlib.contextmanager
+    def reached(self) -> Iterator[None]:
+        """While active, a matrix that is multiplied is rounded first."""
+        handles = []
+        for name, module in self.matrices.items():
+            own = module._parameters["weight"]
+
+            def before(module: Any, given: tuple[torch.Tensor, ...], name: str = name) -> None:
+                if name not in self.rounded:
+                    self._round(name, module, given[0])
+                module._parameters["weight"] = nn.Parameter(self.rounded[name].read(), requires_grad=False)
+
+            def after(module: Any, *_: Any, own: Any = own) -> None:
+                module._parameters["weight"] = own
+
+            handles.append(module.register_forward_pre_hook(before))
+            handles.append(module.register_forward_hook(after, always_call=True))
+        try:
+            yield
+        finally:
+            self._read = None, None
+            for handle in handles:
+                handle.remove()
+
+    def _round(self, name: str, module: nn.Linear, x: torch.Tensor) -> None:
+        weight, block = module.weight.detach().float(), block_for(module.in_features, self.block_size)
+        assert block is not None
+        if name in self.wide:
+            self.rounded[name] = _int8(name, module.weight, weight, block)
+        else:
+            seen, factor = self._read
+            if seen is not x or factor is None:
+                factor = _factor(x.reshape(-1, x.shape[-1]).float())
+                self._read = x, factor
+            self.rounded[name] = _gptq(name, weight, factor, block)
+        self.progress("rounding the target for a text", len(self.rounded), len(self.matrices))
+
+
+def _factor(x: torch.Tensor) -> torch.Tensor:
+    """The products ``[K,K]`` of inputs ``[T,K]``, damped."""
+    products = x.T @ x
+    diagonal = products.diagonal()
+    diagonal[diagonal == 0] = 1.0  # inputs that are always 0, whose weights change nothing
+    diagonal += _DAMPING * diagonal.mean()
+    return products
+
+
+def _gptq(name: str, weight: torch.Tensor, products: torch.Tensor, block: int) -> RoundedTensor:
+    """Rounds a matrix ``[N,K]`` one input after another, the largest first; the others make up for what it changes.
+
+    Frantar et al., "GPTQ: Accurate post-training quantization for generative pre-trained transformers" (2023). Scales
+    and zero points are fitted beforehand, errors weighed by the inputs' energy.
+    """
+    energy = products.diagonal()
+    order = torch.argsort(energy, descending=True)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(products[order][:, order]))
+    factor = torch.linalg.cholesky(inverse, upper=True)
+    outputs, depth = weight.shape
+    blocks = weight.reshape(outputs, depth // block, block)
+    scale, zero = fit_scales(
+        blocks, 2, _LEAST, _LARGEST, zero_points=True, weight=energy.reshape(1, depth // block, block)
+    )
+    scale, zero = scale[:, :, 0].T.contiguous(), zero[:, :, 0].T.contiguous()  # [K/block,N]
+    left = weight.T[order].contiguous()  # [K,N]
+    integers = torch.empty(depth, outputs, dtype=torch.int8)
+    for start in range(0, depth, _COLUMNS):
+        end = min(depth, start + _COLUMNS)
+        errors = torch.empty(end - start, outputs)
+        for at in range(start, end):
+            group = int(order[at]) // block
+            number = to_integers(left[at], scale[group], zero[group], _LEAST, _LARGEST)
+            integers[order[at]] = number.to(torch.int8)
+            error = (left[at] - (number - zero[group]) * scale[group]) / factor[at, at]
+            errors[at - start] = error
+            left[at + 1 : end].addcmul_(factor[at, at + 1 : end, None], error, value=-1)
+        left[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+    return _tensor(name, weight, "int4", block, integers.numpy(), scale.numpy(), zero.to(torch.int8).numpy())
+
+
+def _int8(name: str, parameter: torch.Tensor, weight: torch.Tensor, block: int) -> RoundedTensor:
+    blocks = quantize_blocks(weight.T.numpy(), 0, block, 127)
+    return _tensor(name, weight, "int8", block, blocks.integers, blocks.scale, None)
+
+
+def _tensor(
+    name: str,
+    weight: torch.Tensor,
+    kind: Kind,
+    block: int,
+    integers: npt.NDArray[np.int8],
+    scale: npt.NDArray[np.float32],
+    zero: npt.NDArray[np.int8] | None,
+) -> RoundedTensor:
+    """A matrix ``[N,K]`` that was rounded, from integers ``[K,N]``, which are kept as a file would hold them."""
+    shape = integers.shape
+    held: npt.NDArray[Any] = pack_int4(integers) if kind == "int4" else integers
+    scale = np.where(scale == 0, np.float32(1), scale)  # then its weights are 0 at any scale
+
+    def read() -> torch.Tensor:
+        numbers = _unpacked(held, shape) if kind == "int4" else held
+        restored = numbers.astype(np.float32)
+        if zero is not None:
+            restored -= np.repeat(zero, block, axis=0)
+        restored *= np.repeat(scale, block, axis=0)
+        return torch.from_numpy(restored).T
+
+    factors = Factors(scale.astype(np.float16) if fits_half(scale) else scale)
+    error = float((read() - weight).square_().sum(dtype=torch.float64))
+    return RoundedTensor(
+        name=name,
+        shape=tuple(weight.shape),
+        dtype="F32",
+        read=read,
+        scales=lambda: Scales(kind, block, factors, zero),
+        kind=kind,
+        error=error,
+        energy=float(weight.square().sum(dtype=torch.float64)),
+    )
+
+
+def _unpacked(packed: npt.NDArray[np.uint8], shape: tuple[int, ...]) -> npt.NDArray[np.int8]:
+    """Undoes :func:`~specexport.exporter.quantize.pack_int4`."""
+    both = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=1).reshape(shape)
+    signed: npt.NDArray[np.int8] = (both.astype(np.int8) ^ np.int8(8)) - np.int8(8)
+    return signed
