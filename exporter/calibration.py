@@ -141,8 +141,11 @@ def _wide(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: in
     As many as make the model no larger than llama.cpp's Q4_K_M, which has more bits for them, too: first those of the
     first and last layers, then every third, then the others.
     """
-    widest = max(one.in_features for one in matrices.values())
-    return_from = [name for name, one in matrices.items() if one.in_features == widest > one.out_features]
+    model = checkpoint.model
+    width, widest = model.get_input_embeddings().weight.shape[1], max(one.in_features for one in matrices.values())
+    return_from = [
+        name for name, one in matrices.items() if one.in_features == widest > width and one.out_features == width
+    ]
     count = len(return_from)
     eighth = count // 8
     first = [at for at in range(count) if at < eighth or at >= count - eighth]
@@ -150,7 +153,6 @@ def _wide(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: in
     order = [*first, *third, *(at for at in range(count) if at not in first and at not in third)]
     more = set(first + third)
     sizes = {name: one.weight.numel() for name, one in matrices.items()}
-    model = checkpoint.model
     tables = {id(one.weight): one.weight for one in (model.get_input_embeddings(), model.get_output_embeddings())}
     spare = sum(one.numel() * (_q4_k_m(one.shape[1], more=True) - 8 - 16 / block_size) for one in tables.values())
     for name, one in matrices.items():
@@ -216,13 +218,13 @@ class _Calibration:
         else:
             seen, factor = self._read
             if seen is not x or factor is None:
-                factor = _factor(x.reshape(-1, x.shape[-1]).float())
+                factor = products_of(x.reshape(-1, x.shape[-1]).float())
                 self._read = x, factor
-            self.rounded[name] = _gptq(name, weight, factor, block)
+            self.rounded[name] = gptq(name, weight, factor, block)
         self.progress("rounding the target for a text", len(self.rounded), len(self.matrices))
 
 
-def _factor(x: torch.Tensor) -> torch.Tensor:
+def products_of(x: torch.Tensor) -> torch.Tensor:
     """The products ``[K,K]`` of inputs ``[T,K]``, damped."""
     products = x.T @ x
     diagonal = products.diagonal()
@@ -231,7 +233,7 @@ def _factor(x: torch.Tensor) -> torch.Tensor:
     return products
 
 
-def _gptq(name: str, weight: torch.Tensor, products: torch.Tensor, block: int) -> RoundedTensor:
+def gptq(name: str, weight: torch.Tensor, products: torch.Tensor, block: int) -> RoundedTensor:
     """Rounds a matrix ``[N,K]`` one input after another, the largest first; the others make up for what it changes.
 
     Frantar et al., "GPTQ: Accurate post-training quantization for generative pre-trained transformers" (2023). Scales

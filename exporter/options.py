@@ -174,7 +174,7 @@ class BuildOptions:
     @property
     def calibrated(self) -> bool:
         """Whether matrices are rounded for a text: to int4 for CPUs, where scales may be of any kind."""
-        return self.precision == "int4" and self._on_cpu and self.tensor_parallel == 1
+        return self.precision == "int4" and self.rest is None and self._on_cpu and self.tensor_parallel == 1
 
     @property
     def stored(self) -> Storage:

@@ -343,9 +343,9 @@ class WeightsFile:
             if by_column or name in graph.initializers:
                 name = f"{name}.{len(graph.initializers)}"
             again = kept is None and self._quantized_before(value)
-            (self.report.converted if again else self.report.kept).extend(
-                names_in(_name(value)) if again or kept is not None else []
-            )
+            rounded = self._rounded(value) if kept is not None else []
+            if again or (kept is not None and not rounded):
+                (self.report.converted if again else self.report.kept).extend(names_in(_name(value)))
             gathered = role in _GATHERED
             # int8 stays what every backend reads: its scales are a ninth of it at most.
             any_scales = storage.any_scales and storage.kind != "int8"
@@ -360,7 +360,7 @@ class WeightsFile:
                 again=again,
                 gathered=gathered,
                 any_scales=any_scales,
-                rounded=self._rounded(value) if kept is not None else [],
+                rounded=rounded,
             )
             if gathered:
                 replace_value(node.outputs[0], looked_up(graph, node, held, pairs=width == "int4"))

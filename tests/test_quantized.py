@@ -54,6 +54,9 @@ def _matrices(bundle: Path, model: Model) -> dict[str, np.ndarray]:
     graph = onnx.load(bundle / model.graph.master).graph
     held = {one.name: one for one in graph.initializer}
     folder = str((bundle / model.graph.master).parent)
+    held |= {
+        node.output[0]: held[node.input[0]] for node in graph.node if node.op_type == "Cast" and node.input[0] in held
+    }
     found = {}
     for node in graph.node:
         if node.op_type == "DequantizeLinear":
@@ -88,7 +91,8 @@ def test_a_checkpoint_is_built_as_it_is_and_verified(tmp_path: Path, layout: str
     else:
         assert (before.kept, before.converted) == (0, 14) and before.converted_rms_error is not None
         assert 0.02 < before.converted_rms_error < 0.2
-    assert verify(tmp_path / "bundle").passed
+    report = verify(tmp_path / "bundle")
+    assert report.passed, report
 
 
 def test_mxfp4_experts_are_kept_in_int8(tmp_path: Path) -> None:
@@ -99,7 +103,8 @@ def test_mxfp4_experts_are_kept_in_int8(tmp_path: Path) -> None:
     assert precision.weights == "int8" and precision.quantized_before is not None
     assert (precision.quantized_before.kept, precision.quantized_before.converted) == (4 * 4, 0)
     assert precision.weight_rms_error is not None and precision.weight_rms_error < 1e-7
-    assert verify(tmp_path / "bundle").passed
+    report = verify(tmp_path / "bundle")
+    assert report.passed, report
     four = _built(quantized, tmp_path / "four", "int4").precision.quantized_before
     assert four is not None and (four.kept, four.converted) == (0, 4 * 4) and (four.converted_rms_error or 0) > 0.01
 

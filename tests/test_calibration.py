@@ -1,0 +1,110 @@
+"""Matrices that are rounded for a text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from specexport.checkpoints.checkpoint import load_checkpoint
+from specexport.contract.errors import BuildError
+from specexport.contract.reading import read_manifest
+from specexport.exporter.build import build
+from specexport.exporter.calibration import calibrate, calibration_text, gptq, products_of
+from specexport.exporter.options import BuildOptions
+from specexport.exporter.quantize import fit_blocks
+from specexport.exporter.weights import RoundedTensor
+from tests.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.exporter
+
+DEPTH, OUTPUTS = 128, 96
+WIDE = {"hidden_size": 128, "intermediate_size": 256}
+
+
+def test_outputs_change_less_than_by_rounding_each_weight_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.randn(DEPTH // 4, DEPTH, generator=generator)  # inputs that go together, as in models
+    x = torch.randn(512, DEPTH // 4, generator=generator) @ mixed + 0.3 * torch.randn(512, DEPTH, generator=generator)
+    weight = torch.randn(OUTPUTS, DEPTH, generator=generator)
+    rounded = gptq("w", weight, products_of(x), 32)
+    alone = torch.from_numpy(fit_blocks(weight.T.numpy(), 0, 32, -8, 7, zero_points=True).restored(0)).T
+
+    def error(other: torch.Tensor) -> float:
+        return float((x @ (other - weight).T).square().sum())
+
+    assert error(rounded.read()) < 0.4 * error(alone)
+    assert rounded.error == pytest.approx(float((rounded.read() - weight).square().sum()), rel=1e-4)
+    scales = rounded.scales()
+    assert scales is not None and scales.zero is not None and scales.scale.coarse.dtype == np.float16
+    # Inputs that are always 0 say nothing of their weights, and few tokens leave most directions open.
+    x[:, 3] = 0
+    assert bool(gptq("w", weight, products_of(x[:4]), 32).read().isfinite().all())
+
+
+def test_each_matrix_is_rounded_for_what_the_rounded_ones_before_it_make(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(str(make_checkpoint(tmp_path / "target", "llama", **WIDE)))
+    exact = {name: one.detach().clone() for name, one in checkpoint.model.named_parameters()}
+    seen: list[int] = []
+    rounded = calibrate(checkpoint, list(range(3, 300)), 32, lambda _, done, total: seen.append(done))
+    tensors = {name: one for name, one in rounded.tensors.items() if isinstance(one, RoundedTensor)}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in tensors} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+    } - {name for name in ("k_proj", "v_proj") if exact[f"model.layers.0.self_attn.{name}.weight"].numel() <= 1 << 13}
+    assert tensors["lm_head.weight"].kind == "int8"
+    assert seen == sorted(seen) and seen[-1] >= 10
+    for name, tensor in tensors.items():
+        assert tensor.error == pytest.approx(float((tensor.read() - exact[name]).square().sum()), rel=1e-3)
+        assert tensor.error < (0.03 if tensor.kind == "int4" else 1e-4) * tensor.energy
+    # Afterwards the model reads as before.
+    assert all(torch.equal(one, exact[name]) for name, one in checkpoint.model.named_parameters())
+
+
+def test_a_bundle_is_rounded_for_the_text_that_is_named(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target", "llama", **WIDE)
+    (tmp_path / "a.txt").write_text("people went back home and thought " * 40, encoding="utf-8")
+    lines = [{"text": "3, 14, 15, 92, 65 " * 40}, {"messages": [{"role": "user", "content": "one word " * 40}]}]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    found = {}
+    for name in ("a.txt", "b.jsonl", "again"):
+        path = tmp_path / ("a.txt" if name == "again" else name)
+        options = BuildOptions(
+            str(target), tmp_path / f"{name}.bundle", precision="int4", max_seq_len=128, calibration_data=path
+        )
+        found[name] = (build(options) / "target" / "weights.bin").read_bytes()
+    assert found["a.txt"] == found["again"] != found["b.jsonl"]
+    manifest = read_manifest(tmp_path / "a.txt.bundle")
+    precision = manifest.target.precision
+    assert precision.only_cpu and precision.weight_rms_error is not None and 0.02 < precision.weight_rms_error < 0.12
+    graph = onnx.load(tmp_path / "a.txt.bundle" / manifest.target.graph.master, load_external_data=False).graph
+    types = {one.name: onnx.TensorProto.DataType.Name(one.data_type) for one in graph.initializer}
+    undone = [node for node in graph.node if node.op_type == "DequantizeLinear"]
+    assert {types[node.input[0]] for node in undone if len(node.input) == 3} == {"INT4"}
+    assert {types[name] for name in types if name.endswith(".scale")} == {"FLOAT16"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.txt", None, "cannot be read as text"),
+        ("empty.txt", " \n", "holds no text; expected some thousand tokens"),
+        ("bytes.txt", "\udcff", "cannot be read as text"),
+        ("no.jsonl", '{"text": "a"}\n{"words": "b"}', "line 2 has neither text nor messages"),
+        ("bad.jsonl", '{"text": 3}', "line 1: Expected `str | null`, got `int`"),
+    ],
+)
+def test_what_is_wrong_with_calibration_data_is_named(
+    tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(BuildError, match=message) as raised:
+        calibration_text(path)
+    assert str(raised.value).startswith(str(path)) and "\n" not in str(raised.value)
+    with pytest.raises(BuildError, match="calibration_data was given with precision int8"):
+        BuildOptions("target", tmp_path / "bundle", precision="int8", calibration_data=path)
