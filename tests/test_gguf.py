@@ -151,8 +151,8 @@ def test_of_several_models_one_is_to_be_named(small: Path, tmp_path: Path) -> No
     with pytest.raises(BuildError) as raised:
         locate(str(tmp_path))
     assert str(raised.value) == (
-        f"{tmp_path}: holds 2 GGUF models; name the one to build: {tmp_path}/FILE.gguf, FILE being one of tiny-Q4_0.gguf, "
-        "tiny-Q8_0.gguf"
+        f"{tmp_path}: holds 2 GGUF models; name the one to build: {tmp_path}/FILE.gguf, FILE being one of "
+        "tiny-Q4_0.gguf, tiny-Q8_0.gguf"
     )
     with pytest.raises(BuildError, match="no such file"):
         locate(str(tmp_path / "other.gguf"))
