@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,22 @@ hypothesis.settings.load_profile("specexport")
 MAX_CHILDREN = 4
 READY_MADE = "SPECEXPORT_TEST_BUNDLES"
 """A folder written by ``python -m tests.make_bundles``; with it, tests not marked ``exporter`` run without torch."""
+
+
+SLOW_MINUTES = "SPECEXPORT_SLOW_MINUTES"
+"""Minutes after which no slow test begins: machines for CI differ threefold, and end what takes too long."""
+_START = time.monotonic()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests come last."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = float(os.environ.get(SLOW_MINUTES, "inf"))
+    if item.get_closest_marker("slow") and time.monotonic() - _START > 60 * minutes:
+        pytest.skip(f"slow, and {minutes:g} minutes have passed on this machine ({SLOW_MINUTES})")
 
 
 def _shared(factory: pytest.TempPathFactory) -> Path:
