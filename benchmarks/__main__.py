@@ -1,7 +1,7 @@
 """``python -m benchmarks COMMAND``.
 
-The models are those that ``benchmarks.inflate`` makes, but for ``exactness``, ``gpu-host``, ``losslessness`` and
-``real-size``.
+The models are those that ``benchmarks.inflate`` makes, but for ``exactness``, ``gpu-host``, ``losslessness``,
+``precision`` and ``real-size``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ COMMANDS = (
     "methods",
     "operators",
     "peers",
+    "precision",
     "ranks",
     "real-size",
     "serve",

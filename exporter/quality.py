@@ -101,6 +101,14 @@ def measure(file: Callable[[str], Path], lowering: LoweredAs, model: Model, expe
     return sums.quality()
 
 
+def compare(expected: Reference, logits: Array) -> Quality:
+    """Compares what another reading of the model says after the tokens of the same windows, ``[W,T,V]``."""
+    sums = _Sums()
+    for tokens, exact, other in zip(expected.tokens, expected.logits, logits, strict=True):
+        sums.add(exact, other, tokens[1:])
+    return sums.quality()
+
+
 class _Sums:
     """What is added up over the rows of a text."""
 

@@ -1,0 +1,90 @@
+"""What precisions make of models: KL divergence from fp32, perplexity and same first choices over the text that ships.
+
+Each model is built at each precision, which measures it. GGUF files beside it, such as llama.cpp's Q4_K_M of the same
+model, are read as transformers restores their weights: what is compared are weights alone, not another engine's
+arithmetic. What is done is kept in the results file, and the table of docs/precision.md is written from that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks import common
+from specexport.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+from specexport.checkpoints.locate import locate
+from specexport.contract.reading import read_manifest
+from specexport.exporter import quality
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
+
+PAGE, BEGIN, END = Path("docs/precision.md"), "<!-- figures -->", "<!-- end of figures -->"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``python -m benchmarks precision``."""
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="NAME=SOURCE[,FILE.gguf]",
+        help="a model, and other readings of it; none: the table",
+    )
+    parser.add_argument("--precisions", default="int8,int4")
+    parser.add_argument(
+        "--work", type=Path, default=Path(".cache/precision"), help="keeps bundles while they are built"
+    )
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/precision.json"))
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measures the models, and writes the table."""
+    results: dict[str, Any] = json.loads(args.json.read_text(encoding="utf-8")) if args.json.is_file() else {}
+    for asked in args.models:
+        name, _, rest = asked.partition("=")
+        source, *files = rest.split(",")
+        rows = results.setdefault(name, {})
+        for precision in args.precisions.split(","):
+            rows[precision] = _built(source, args.work / f"{name}.{precision}", precision)
+            common.write_report(args.json, results)
+        for file in files:
+            rows[Path(file).stem.rpartition(".")[2]] = _read(source, Path(file))
+            common.write_report(args.json, results)
+    page = PAGE.read_text(encoding="utf-8")
+    head, rest = page.split(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    print(table(results))
+    return 0
+
+
+def _built(source: str, output: Path, precision: Any) -> dict[str, Any]:
+    folder = build(BuildOptions(source, output, precision=precision, max_seq_len=512, max_batch_size=1, overwrite=True))
+    target = read_manifest(folder).target
+    assert target.precision.quality is not None
+    return {"bytes": (folder / target.weights).stat().st_size, **msgspec.to_builtins(target.precision.quality)}
+
+
+def _read(source: str, file: Path) -> dict[str, Any]:
+    checkpoint = load_checkpoint(source)
+    tokens = load_tokenizer(locate(source)).tokenizer.encode(quality.default_text()).ids
+    expected = quality.reference(checkpoint, tokens)
+    assert expected is not None
+    del checkpoint
+    other = quality.reference(load_checkpoint(str(file)), tokens)
+    assert other is not None
+    found = quality.compare(expected, other.logits)
+    return {"bytes": file.stat().st_size, **msgspec.to_builtins(found)}
+
+
+def table(results: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    lines = ["| model | weights | MB | KL | perplexity (fp32) | same first choice |", "|---|---|---|---|---|---|"]
+    for model, rows in results.items():
+        for name, row in rows.items():
+            perplexity = f"{row['perplexity']:.4g} ({row['reference_perplexity']:.4g})"
+            share, size = f"{row['same_choice']:.1%}", f"{row['bytes'] / 1e6:.1f}"
+            lines.append(f"| {model} | {name} | {size} | {row['kl']:.4f} | {perplexity} | {share} |")
+    return "\n".join(lines)
