@@ -153,8 +153,10 @@ def _wide(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: in
     order = [*first, *third, *(at for at in range(count) if at not in first and at not in third)]
     more = set(first + third)
     sizes = {name: one.weight.numel() for name, one in matrices.items()}
-    tables = {id(one.weight): one.weight for one in (model.get_input_embeddings(), model.get_output_embeddings())}
-    spare = sum(one.numel() * (_q4_k_m(one.shape[1], more=True) - 8 - 16 / block_size) for one in tables.values())
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    spare = head.numel() * (_q4_k_m(head.shape[1], more=True) - 8 - 16 / block_size)
+    if table is not head:  # then llama.cpp gives the embedding no more bits than others
+        spare += table.numel() * (_q4_k_m(table.shape[1], more=False) - 8 - 16 / block_size)
     for name, one in matrices.items():
         like = return_from.index(name) in more if name in return_from else False
         spare += sizes[name] * (_q4_k_m(one.in_features, more=like) - 4 - 20 / block_size)
