@@ -415,7 +415,8 @@ def test_verify_covers_what_is_looked_up(bundle: Callable[[str], Path]) -> None:
 
     report = verify(bundle(NAME), prompts=("one two three one two three one", "some words"), max_tokens=24)
     assert report.verdict == "passed", report
-    assert [check.name for check in report.checks] == ["files", "graphs", "logits", "quality", "draft_model", "speculation"]
+    names = [check.name for check in report.checks]
+    assert names == ["files", "graphs", "logits", "quality", "draft_model", "speculation"]
 
 
 @pytest.mark.exporter
