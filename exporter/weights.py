@@ -81,7 +81,7 @@ _DTYPES: dict[_Quantized, ir.DataType] = {
 }
 _GATHERED = ("lookup", "experts")
 _Matrix = npt.NDArray[np.float32]
-_OfBlocks = tuple[_Matrix | None, npt.NDArray[np.int8] | None, _Matrix | None]
+_OfBlocks = tuple[_Matrix, npt.NDArray[np.int8] | None, _Matrix | None]
 _Chunks = Iterator[npt.NDArray[np.generic]]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -112,7 +112,8 @@ class _Kept:
 
     def for_rows(self) -> _OfBlocks:
         """For a matrix that is stored by rows, ``[N,K]``."""
-        return tuple(None if one is None else one.T for one in self.values())
+        scale, zero, offset = self.values()
+        return scale.T, None if zero is None else zero.T, None if offset is None else offset.T
 
     def values(self) -> _OfBlocks:
         """Scales, zero points and offsets in full."""
@@ -267,6 +268,7 @@ class WeightsFile:
                 value.replace_all_uses_with(restored)
                 del graph.initializers[_name(value)]
         else:
+            assert storage.kind != "stored", "what it becomes is chosen above"
             self._quantize(graph, value, array, storage.kind, storage)
         self._progress(array.nbytes)
 
@@ -477,9 +479,9 @@ class WeightsFile:
             for chunk in _row_chunks(matrix, multiple=block if block is not None and axis == 0 else 1):
                 end = start + len(chunk)
                 if of_block is not None:
-                    scale, zero, offset = (
-                        None if one is None else _of_rows(one, start, end, axis, block) for one in of_block
-                    )
+                    scale = _of_rows(of_block[0], start, end, axis, block)
+                    zero = None if of_block[1] is None else _of_rows(of_block[1], start, end, axis, block)
+                    offset = None if of_block[2] is None else _of_rows(of_block[2], start, end, axis, block)
                     integers, restored = apply_scales(chunk, scale, zero, kind, offset)
                     if not rounded:
                         self.report.add_error(chunk, restored)

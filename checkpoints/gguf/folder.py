@@ -159,7 +159,8 @@ def _rope_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any]:
 
 def _llama3_factors(theta: float, count: int, scaling: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """By how much each rotary frequency is divided."""
-    waves = 2 * math.pi * theta ** (np.arange(count) / count)
+    waves: np.ndarray[Any, np.dtype[np.float64]] = 2 * math.pi * theta ** (np.arange(count) / count)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     smooth = ((scaling["original_max_position_embeddings"] / waves - low) / (high - low)).clip(0, 1)
-    return 1 / ((1 - smooth) / scaling["factor"] + smooth)
+    divisor: np.ndarray[Any, np.dtype[np.float64]] = (1 - smooth) / scaling["factor"] + smooth
+    return 1 / divisor

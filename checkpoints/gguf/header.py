@@ -200,8 +200,8 @@ class _Reading:
         if kind is GGUFValueType.STRING:
             return Field((kind,), self._text(what))
         if kind is not GGUFValueType.ARRAY:
-            dtype = np.dtype(_NUMBERS[kind])
-            return Field((kind,), np.frombuffer(self._mapped, dtype, 1, self._take(dtype.itemsize, what))[0].item())
+            number = np.dtype(_NUMBERS[kind])
+            return Field((kind,), np.frombuffer(self._mapped, number, 1, self._take(number.itemsize, what))[0].item())
         element, count = self._kind(what), self._number("Q", what)
         if element is GGUFValueType.ARRAY:
             raise self._refuse(what, "an array of arrays", "an array of numbers or of texts")
