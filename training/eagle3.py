@@ -48,13 +48,18 @@ def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
         run.describe_data()
         torch.manual_seed(options.seed)
         draft = new_draft(options, target, states, run.windows) if given is None else given[0]
+
+        def accuracy_of(windows: Windows) -> HeadAccuracy:
+            return draft_accuracy(draft, target.model, states, options.ttt_steps, windows, place)
+
         train_draft(
             run,
             draft,
             (draft.lm_head,),
             lambda batch, _: draft_loss(draft, target.model, states, batch, options.ttt_steps, options.decay),
+            accuracy_of,
         )
-        accuracy = draft_accuracy(draft, target.model, states, options.ttt_steps, run.held_out, place)
+        accuracy = accuracy_of(run.held_out)
         run.record |= {"accuracy": accuracy.ranks, "acceptance_length": accuracy.chain_length}
         with run.output() as folder:
             save_eagle3(folder, draft.cpu(), states, tied=options.tie_lm_head)

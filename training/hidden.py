@@ -22,6 +22,8 @@ from specexport.training.data import Windows
 from specexport.training.loop import Loss, adamw, optimizers, progress_bar
 from specexport.training.run import Place, Run, TrainingModel
 
+_WATCHED_WINDOWS = 16
+"""Held-out windows over which a draft is measured at every checkpoint."""
 _LOGITS_AT_ONCE = 1 << 27
 """Numbers of a head's logits that are kept for the backward pass; where there are more, they are computed again."""
 
@@ -158,11 +160,16 @@ def train_over_hidden(
 
 
 def train_draft(
-    run: Run[Any], draft: torch.nn.Module, outer: Iterable[torch.nn.Module], loss_of: Callable[[Windows, int], Loss]
+    run: Run[Any],
+    draft: torch.nn.Module,
+    outer: Iterable[torch.nn.Module],
+    loss_of: Callable[[Windows, int], Loss],
+    accuracy_of: Callable[[Windows], HeadAccuracy] | None = None,
 ) -> None:
     """Trains what of a draft asks for a gradient.
 
     ``outer`` is as in :func:`~specexport.training.loop.optimizers`; ``loss_of`` takes a batch and its number.
+    ``accuracy_of`` measures the draft as it is, at every checkpoint, over a few of the windows held out.
     """
     options = run.options
     parameters = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
@@ -172,7 +179,15 @@ def train_draft(
         with run.place.autocast():
             return loss_of(run.batch(number, options.seed), number)
 
-    run.train("draft", parameters, chosen, options.total_steps(len(run.windows)), loss_at)
+    evaluate = None
+    if accuracy_of is not None:
+        few = run.held_out.part(torch.arange(len(run.held_out)) < _WATCHED_WINDOWS)
+        measure = accuracy_of
+
+        def evaluate() -> str:
+            return f"held-out acceptance {measure(few).chain_length:.2f}"
+
+    run.train("draft", parameters, chosen, options.total_steps(len(run.windows)), loss_at, evaluate)
 
 
 def read_back(outline: DraftOutline, target: TrainingModel, layers: int) -> None:

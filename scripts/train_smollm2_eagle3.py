@@ -1,0 +1,183 @@
+"""Train the EAGLE-3 draft of SmolLM2-135M-Instruct, on answers that the model itself writes to composed questions.
+
+    python scripts/train_smollm2_eagle3.py --target FOLDER        # what made examples/models/smollm2-eagle3
+
+``chat_prompts.py`` composes the questions; every other answer is greedy, the rest are drawn at temperature 0.7. A
+second run with the same options goes on from the ``--work`` folder, where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import random
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from chat_prompts import Question, about, questions
+from demo_corpus import card
+from safetensors.torch import load_file
+
+from specexport import LLM, SamplingParams
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
+from specexport.training.eagle3 import train_eagle3
+from specexport.training.options import Eagle3Options
+
+_AT_ONCE = 64
+"""Conversations that are written together, and kept in a file of their own."""
+_MOST_TOKENS = 192
+_TEMPERATURES = (0.0, 0.7)
+
+
+def _answers(llm: LLM, asked: list[list[dict[str, str]]], temperatures: list[float], seed: int) -> list[str]:
+    params = [
+        SamplingParams(max_tokens=_MOST_TOKENS, temperature=temperature, seed=seed + number)
+        for number, temperature in enumerate(temperatures)
+    ]
+    return [output.outputs[0].text for output in llm.chat(asked, params, use_tqdm=False)]
+
+
+def write_conversations(llm: LLM, asked: Iterable[Question], folder: Path, seed: int) -> Iterator[dict[str, Any]]:
+    """Lets the model answer, in files of :data:`_AT_ONCE` conversations; those that are there are not written again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = iter(asked)
+    for number in itertools.count():
+        group = list(itertools.islice(source, _AT_ONCE))
+        if not group:
+            return
+        path = folder / f"{number:03d}.jsonl"
+        if not path.exists():
+            temperatures = [_TEMPERATURES[at % len(_TEMPERATURES)] for at in range(len(group))]
+            talks = [[{"role": "user", "content": question.text}] for question in group]
+            first = _answers(llm, talks, temperatures, seed + number * _AT_ONCE)
+            for talk, answer in zip(talks, first, strict=True):
+                talk.append({"role": "assistant", "content": answer})
+            going_on = [at for at, question in enumerate(group) if question.then is not None]
+            for at in going_on:
+                talks[at].append({"role": "user", "content": group[at].then or ""})
+            second = _answers(llm, [talks[at] for at in going_on], [temperatures[at] for at in going_on], seed + number)
+            for at, answer in zip(going_on, second, strict=True):
+                talks[at].append({"role": "assistant", "content": answer})
+            lines = [
+                json.dumps({"kind": question.kind, "messages": talk}) + "\n"
+                for question, talk in zip(group, talks, strict=True)
+            ]
+            partial_path = path.with_suffix(".tmp")
+            partial_path.write_text("".join(lines), encoding="utf-8")
+            partial_path.replace(path)
+            print(f"{folder.name}: {(number + 1) * _AT_ONCE} conversations", flush=True)
+        yield from (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+
+
+def texts_of(llm: LLM, work: Path, *, held_out: bool, count: int, summaries: int, seed: int) -> Path:
+    """A file of conversations for ``specexport train``: so many of the first three kinds, and so many summaries."""
+    asked = list(questions(held_out))
+    random.Random(seed).shuffle(asked)
+    name = "held-out" if held_out else "learnt"
+    talks = list(write_conversations(llm, asked[:count], work / name, seed))
+    # What is summarized was written by the model itself.
+    written = [talk["messages"][1]["content"] for talk in talks if talk["kind"] == "chat"]
+    long = [text for text in written if len(text) > 300][:summaries]
+    talks += write_conversations(llm, about(long, seed), work / f"{name}-summaries", seed + 500_000)
+    path = work / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(talk) + "\n" for talk in talks), encoding="utf-8")
+    return path
+
+
+def measure(bundle: Path, held_out: Path) -> list[dict[str, Any]]:
+    """The acceptance length of each kind of held-out conversation, greedy and sampled, with four tokens drafted."""
+    talks = [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()]
+    rows: list[dict[str, Any]] = []
+    how = {"method": "eagle3", "num_speculative_tokens": 4}
+    llm = LLM(bundle=str(bundle), speculative_config=how, calibrate=False)
+    for kind in ("chat", "code", "edit", "summary"):
+        asked = [talk["messages"][:1] for talk in talks if talk["kind"] == kind][:24]
+        row: dict[str, Any] = {"kind": kind, "conversations": len(asked)}
+        for temperature in _TEMPERATURES:
+            params = SamplingParams(max_tokens=96, temperature=temperature, seed=1)
+            done = [output.outputs[0].metrics for output in llm.chat(asked, params, use_tqdm=False)]
+            accepted, steps = sum(one.accepted for one in done), sum(one.steps for one in done)
+            row[f"T={temperature}"] = round(1 + accepted / steps, 3)
+        rows.append(row)
+    llm.close()
+    return rows
+
+
+def main() -> None:
+    """Writes the texts, trains, measures, and writes the draft with its card."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--target", required=True, help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--conversations", type=int, default=2944, help="of questions about topics, code and edits")
+    parser.add_argument("--summaries", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=600, help="of 8 windows of 256 tokens")
+    parser.add_argument("--ttt-steps", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=8192, help="tokens that the draft may propose")
+    parser.add_argument("--intermediate-size", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-o", "--output", type=Path, default=Path("examples/models/smollm2-eagle3"))
+    parser.add_argument("--work", type=Path, default=Path("build/smollm2-eagle3"), help="to go on from")
+    parser.add_argument("--texts-only", action="store_true", help="stop before training")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    writer = args.work / "writer"
+    if not (writer / "specexport.json").exists():
+        build(BuildOptions(target=args.target, output=writer, precision="int8", max_seq_len=1024, max_batch_size=8))
+    llm = LLM(bundle=str(writer), calibrate=False)
+    held_out = texts_of(llm, args.work, held_out=True, count=320, summaries=64, seed=args.seed + 1_000_000)
+    learnt = texts_of(
+        llm, args.work, held_out=False, count=args.conversations, summaries=args.summaries, seed=args.seed
+    )
+    llm.close()
+    if args.texts_only:
+        return
+    options = Eagle3Options(
+        target=args.target,
+        data=[learnt],
+        held_out=str(held_out),
+        output=args.output,
+        overwrite=True,
+        work=args.work / "training",
+        seq_len=256,
+        batch_size=8,
+        steps=args.steps,
+        warmup=0.03,
+        intermediate_size=args.intermediate_size,
+        draft_vocab_size=args.vocab,
+        tie_lm_head=True,
+        ttt_steps=args.ttt_steps,
+        optimizer="muon",
+        seed=args.seed,
+    )
+    record = train_eagle3(options, partial(print, flush=True))
+    bundle = args.work / "bundle"
+    methods = ({"method": "eagle3", "model": str(args.output), "num_speculative_tokens": 4},)
+    build(BuildOptions(target=args.target, output=bundle, precision="int8", methods=methods, overwrite=True))
+    rows = measure(bundle, held_out)
+    (args.work / "acceptance.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    table = ["| held-out conversations | greedy | temperature 0.7 |", "|---|---|---|"]
+    table += [f"| {row['kind']} ({row['conversations']}) | {row['T=0.0']:.2f} | {row['T=0.7']:.2f} |" for row in rows]
+    curve = [one for one in record["draft"]["history"] if "evaluation" in one]
+    readme = card(
+        "smollm2-eagle3",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        windows=record["windows"],
+        steps=args.steps,
+        ttt_steps=args.ttt_steps,
+        minutes=f"{record['draft']['seconds'] / 60:.0f}",
+        seed=args.seed,
+        parameters=sum(one.numel() for one in load_file(args.output / "model.safetensors").values()),
+        acceptance="\n".join(table),
+        curve="\n".join(f"| {one['step']} | {one['evaluation']} |" for one in curve),
+    )
+    (args.output / "README.md").write_text(readme, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
