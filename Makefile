@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # The tests of the loop: proposing from text, trees, acceptance, the step, the scheduler.
 QUICK := $(patsubst %,tests/test_%.py,tree sampling text engine batch budget scheduler losslessness lookup lookahead hypothesis)
 
-.PHONY: demo chat test quick lint types package kernels wheels unit gpu-dry-run fuzz clients ray triton compat aarch64 bench losslessness clean
+.PHONY: demo chat test quick lint types package kernels wheels unit gpu-dry-run fuzz clients ray triton compat aarch64 bench losslessness real clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -105,6 +105,11 @@ bench: $(VENV)/.dev
 # Hours: 217 cells of 100 000 samples; it goes on where it was stopped.
 losslessness: $(VENV)/.dev
 	$(BIN)/python -m benchmarks losslessness
+
+# SmolLM2 and Gemma 3 against transformers and llama.cpp, which is compiled for it: an hour, on a quiet machine.
+real: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.peers.setup llamacpp
+	$(BIN)/python -m benchmarks real --models smollm2 gemma3
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

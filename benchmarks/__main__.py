@@ -1,7 +1,7 @@
 """``python -m benchmarks COMMAND``.
 
 The models are those that ``benchmarks.inflate`` makes, but for ``exactness``, ``gpu-host``, ``losslessness``,
-``precision`` and ``real-size``.
+``precision``, ``real`` and ``real-size``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ COMMANDS = (
     "peers",
     "precision",
     "ranks",
+    "real",
     "real-size",
     "serve",
     "soak",

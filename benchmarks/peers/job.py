@@ -25,9 +25,9 @@ class Way:
     """How to decode: plainly where k is 0, else with drafts of k tokens.
 
     Attributes:
-        method: ``plain``, ``draft`` (the draft model), ``ngram`` (looked up in the text) or, for OpenVINO, ``sdpa``:
-            plainly with its other attention.
-        k: draft tokens a step.
+        method: ``plain``, ``draft`` (the draft model), ``ngram`` (looked up in the text), for specexport ``default``:
+            as it chooses by itself, or, for OpenVINO, ``sdpa``: plainly with its other attention.
+        k: draft tokens a step; 0 with ``default``, too.
     """
 
     method: str

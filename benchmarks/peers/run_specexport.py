@@ -1,28 +1,35 @@
-"""Answer jobs with specexport: plain decoding, or speculation with the draft model or n-grams."""
+"""Answer jobs with specexport: plain decoding, speculation with the draft model or n-grams, or what it chooses."""
 
 from __future__ import annotations
 
 import onnxruntime
 
-from benchmarks.peers.job import Decoder, Deliveries, Job, Settings, answer, timed
+from benchmarks.peers.job import Decoder, Deliveries, Job, Settings, Way, answer, timed
 from specexport import __version__
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.speculative import PLAIN
+from specexport.runtime.speculative import PLAIN, Speculative
 
 METHODS = {"draft": "draft_model", "ngram": "ngram"}
+
+
+def how(way: Way) -> dict[str, str | int] | Speculative | None:
+    """What a request says of it."""
+    if way.method == "default":
+        return None
+    return {"method": METHODS[way.method], "num_speculative_tokens": way.k} if way.k else PLAIN
 
 
 def load(settings: Settings) -> tuple[Decoder, str]:
     """Open the bundle, which holds both models."""
     # Every prompt is read each time: what a prefix cache saves is not what is compared.
+    chooses = any(way.method == "default" for way in settings.ways)
     engine = Engine.load(
-        settings.target, threads=settings.threads, check_hashes=False, calibrate=False, prefix_cache=False
+        settings.target, threads=settings.threads, check_hashes=False, calibrate=chooses, prefix_cache=False
     )
 
     def generate(job: Job, deliveries: Deliveries) -> None:
         params = SamplingParams(max_tokens=job.new_tokens, temperature=0.0, ignore_eos=True)
-        chosen = {"method": METHODS[job.way.method], "num_speculative_tokens": job.way.k} if job.way.k else PLAIN
-        for chunk in engine.stream(job.prompt, params, chosen):
+        for chunk in engine.stream(job.prompt, params, how(job.way)):
             deliveries.add(list(chunk.token_ids))
 
     return timed(generate), f"specexport {__version__}, onnxruntime {onnxruntime.__version__}"
