@@ -7,7 +7,6 @@ import contextlib
 import logging
 import math
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -48,7 +47,6 @@ class Server(uvicorn.Server):
         if kernels := self._engine.frontend.engine.backend.kernels:
             logging.getLogger("uvicorn.error").info("Kernels: %s", kernels)
         await super().startup(sockets)
-        threading.Thread(target=self._engine.frontend.engine.prepare_grammars, daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Keeps the port open until the last request is done: who comes meanwhile, or asks ``/ready``, gets a 503."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -74,7 +75,7 @@ def speculation(given: GenerationRequest) -> dict[str, Any]:
 
 @dataclass
 class Service:
-    """A served engine.
+    """A served engine, which reads its tokenizer for grammars meanwhile.
 
     Attributes:
         engine: runs requests.
@@ -91,6 +92,7 @@ class Service:
     def __post_init__(self) -> None:
         self.created = int(time.time())
         self.metrics = Metrics(self.engine, self.names[0])
+        threading.Thread(target=self.engine.frontend.engine.prepare_grammars, daemon=True).start()
 
     def require_model(self, name: str | None) -> str:
         """The name to answer with.
