@@ -29,7 +29,8 @@ def test_it_is_the_targets_first_layers(bundle: Callable[[str], Path], engine: E
 
     report = verify(bundle(NAME), prompts=("one two three", "some words of it"), max_tokens=12)
     assert report.verdict == "passed", report
-    assert [check.name for check in report.checks] == ["files", "graphs", "logits", "self_draft", "speculation"]
+    names = [check.name for check in report.checks]
+    assert names == ["files", "graphs", "logits", "quality", "self_draft", "speculation"]
     manifest = engine(NAME).manifest
     (method,) = manifest.methods
     assert isinstance(method, SelfDraft)
