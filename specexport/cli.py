@@ -11,6 +11,7 @@ from typing import Any
 
 from specexport.building import needs_extra
 from specexport.commands import (
+    SOURCE,
     bench,
     build,
     chat,
@@ -87,8 +88,10 @@ class _PrintCompletion(argparse.Action):
         with needs_extra("completion", "completion"):
             import shtab
         for action in _actions(parser):
-            if action.type is Path:
-                action.complete = shtab.DIRECTORY if action.metavar == "BUNDLE" else shtab.FILE  # type: ignore[attr-defined]
+            if action.metavar in ("BUNDLE", SOURCE):
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+            elif action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
         print(shtab.complete(parser, shell))
         parser.exit()
 

@@ -109,7 +109,7 @@ def test_texts_of_every_precision_are_plain_decodings_bit_for_bit(built: Path) -
 def test_paths_off_the_first_branch_are_committed_as_they_are(bundle: Callable[[str], Path]) -> None:
     with Engine.load(bundle("qwen3-medusa"), threads=1) as engine:
         prompts = _prompts(engine.manifest.target.vocab_size)
-        streams = [engine.stream(prompt, GREEDY.replace(max_tokens=TOKENS)) for prompt in prompts]
+        streams = [engine.stream(prompt, GREEDY.replace(max_tokens=4 * TOKENS)) for prompt in prompts]
         paths = [chunk.verified.path for stream in streams for chunk in stream if chunk.verified is not None]
         assert any(list(path) != list(range(1, len(path) + 1)) for path in paths)
 
@@ -188,12 +188,13 @@ def test_logits_that_are_no_numbers_end_the_request_and_no_other(
 @needs_kernels
 def test_the_build_says_what_rounding_did(built: Path) -> None:
     precision = Bundle.open(built).manifest.target.precision
-    limits = {"int8": (0.005, 0.15), "int4": (0.05, 0.9)}.get(precision.weights)
+    # Logits of random weights: their spread makes small errors large divergences.
+    limits = {"int8": (0.005, 0.15, 0.2), "int4": (0.05, 0.9, 1.5)}.get(precision.weights)
     if limits is None:
         assert precision.quality is None
         return
     quality = precision.quality
     assert quality is not None and quality.tokens > 100
     assert limits[0] < quality.logits_rms_error < limits[1]
-    assert quality.same_choice > 0.1 and 0 < quality.kl < 0.2
+    assert quality.same_choice > 0.1 and 0 < quality.kl < limits[2]
     assert abs(np.log(quality.perplexity / quality.reference_perplexity)) < 0.1

@@ -103,7 +103,7 @@ def test_without_a_tokenizers_file_its_vocabulary_is_fetched(model: Path, fetche
 
 
 def test_a_pickled_model_is_refused_before_it_is_fetched(model: Path, fetched: set[str]) -> None:
-    for file in model.rglob("*.safetensors"):
+    for file in (*model.rglob("*.safetensors"), *model.rglob("*.gguf")):
         file.unlink()
     with pytest.raises(BuildError, match=r"found no weights, expected \*\.safetensors"):
         locate("owner/model")
