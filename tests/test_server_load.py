@@ -69,7 +69,7 @@ def long_requests() -> Iterator[tuple[str, bytes, str]]:
     expected = {"messages": [{"role": "user", "content": "a"}], "prediction": {"type": "content", "content": TEXT}}
     yield "/v1/chat/completions", json.dumps(expected).encode(), "context_length_exceeded"
     yield "/v1/completions", b'{"prompt": [' + b"1," * 3_900_000 + b"1]}", "body_too_complex"
-    yield "/v1/completions", b'{"prompt": [' + b"-1," * 50_000 + b"1]}", "string_type"
+    yield "/v1/completions", b'{"prompt": [' + b"-1," * 50_000 + b"1]}", "greater_than_equal"
     yield "/v1/completions", b'{"prompt": [' + b'"",' * 50_000 + b'""]}', "int_type"
     yield "/v1/completions", b"{" + b'"x":1,' * 1_000_000 + b'"prompt": "a"}', "body_too_complex"
     yield "/v1/chat/completions", b'{"messages": [' + b'{"role":"cat"},' * 5_000 + b"{}]}", "literal_error"
