@@ -23,12 +23,11 @@ import torch
 
 from specexport.checkpoints import streamed
 from specexport.contract.folders import locked
+from specexport.exporter import simplify
 from specexport.exporter.fingerprint import fingerprint
 from specexport.exporter.passes.linear import FORM
 from specexport.runtime.machine import cache_folder
 
-LARGE = 1 << 13
-"""Numbers of a weight above which no trace depends on what they are: constants of more are never folded."""
 MOST = 64
 """Files that are kept: the oldest go first."""
 _HASH = 32
@@ -42,7 +41,7 @@ def kept_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[
         about: whatever else the graph depends on; told apart by ``repr``.
         make: traces; initializers that are weights of the module share their memory.
     """
-    large = {name: one for name, one in module.named_parameters() if one.numel() > LARGE or streamed.stored(one)}
+    large = {name: one for name, one in module.named_parameters() if _large(one) or streamed.stored(one)}
     root = cache_folder()
     path = None if root is None else root / "traces" / f"{_key(module, about)}.onnx"
     with contextlib.ExitStack() as turn:
@@ -128,12 +127,17 @@ def _key(module: torch.nn.Module, about: Iterable[object]) -> str:
     for name, tensor in tensors.items():
         # Tied weights are stored once, equal ones are not.
         parts.update(repr((first.setdefault(id(tensor), name), name, tensor.shape, tensor.dtype)).encode())
-        if tensor.numel() <= LARGE or not isinstance(tensor, torch.nn.Parameter):
+        if not _large(tensor) or not isinstance(tensor, torch.nn.Parameter):
             stored = streamed.stored(tensor)
             numbers = (tensor.detach() if stored is None else stored.read()).contiguous()
             parts.update(numbers.flatten().view(torch.uint8).numpy().tobytes())
     parts.update(repr(list(about)).encode())
     return parts.hexdigest()
+
+
+def _large(weight: torch.Tensor) -> bool:
+    """Whether no trace depends on the numbers of a weight."""
+    return weight.numel() > simplify.LARGEST_FOLDED
 
 
 def _plain(value: Any) -> bool:

@@ -16,6 +16,8 @@ from onnxscript.rewriter.rules import common
 from specexport.exporter.passes.linear import transposes_weight
 
 _ROUNDS = 2
+LARGEST_FOLDED = 1 << 13
+"""Numbers of a weight up to which a graph may depend on what they are: those of more are never folded or compared."""
 
 
 def _split_slices() -> rewriter.RewriteRule:
@@ -64,7 +66,10 @@ def simplify(model: ir.Model) -> None:
     for _ in range(_ROUNDS):
         # Else a transposed weight would be a constant without a name; canonical_weights transposes them all.
         folded = optimizer.fold_constants_ir(
-            model, onnx_shape_inference=True, should_fold=lambda node: False if transposes_weight(node) else None
+            model,
+            onnx_shape_inference=True,
+            input_size_limit=LARGEST_FOLDED,
+            should_fold=lambda node: False if transposes_weight(node) else None,
         )
         changed = _RULES.apply_to_model(model)
         passes.RemoveUnusedNodesPass()(model)
@@ -75,7 +80,7 @@ def simplify(model: ir.Model) -> None:
         passes.RemoveUnusedOpsetsPass(),
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         passes.LiftSubgraphInitializersToMainGraphPass(),
-        passes.DeduplicateInitializersPass(),
+        passes.DeduplicateInitializersPass(min(1024, LARGEST_FOLDED)),
         passes.CommonSubexpressionEliminationPass(),
         passes.OutputFixPass(),
         passes.NameFixPass(),

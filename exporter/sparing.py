@@ -22,6 +22,8 @@ _SAME: dict[Any, Any] = {
     _ATEN.reshape.default: _ATEN.view.default,
 }
 """Operators, and what decomposing makes of them."""
+_WHOLE = (_ATEN.chunk.default, _ATEN.flatten.using_ints, _ATEN.narrow.default, _ATEN.unflatten.int)
+"""Composite operators that have a good translation of their own."""
 _CONVERTS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
@@ -73,7 +75,9 @@ def _stays(node: torch.fx.Node, registry: Any, whole: Container[Any]) -> bool:
         return True  # arithmetic of sizes
     if target._schema.is_mutable or not (target.namespace == "onnx" or registry.is_registered(target)):
         return False
-    return target in whole or not target.has_kernel_for_dispatch_key(_COMPOSITE)
+    if target is _ATEN.chunk.default and len(node.meta["val"]) != node.args[1]:
+        return False  # ONNX's Split makes as many parts as it is told
+    return target in whole or target in _WHOLE or not target.has_kernel_for_dispatch_key(_COMPOSITE)
 
 
 def _lower(graph: torch.fx.Graph, node: torch.fx.Node) -> None:

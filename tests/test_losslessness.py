@@ -31,7 +31,8 @@ from tests.reference import (
     warped,
 )
 
-RUNS = 20_000
+RUNS = 5_000
+"""Texts of a test: enough to find every fault below out; ``benchmarks losslessness`` settles it with 100 000."""
 LENGTH = 3
 SIGNIFICANCE = 1e-3
 TIE = 1e-4
@@ -234,7 +235,7 @@ def test_an_engine_without_the_residual_is_found_out(
 ) -> None:
     monkeypatch.setattr(step_module, "accept_sampled", without_residual)
     setting = ENGINE_SETTINGS[1]
-    texts, _ = engine_texts(engine(f"dice-{setting.draft}"), setting, RUNS // 4)
+    texts, _ = engine_texts(engine(f"dice-{setting.draft}"), setting, RUNS)
     assert (
         chi_square_p(texts, exact_texts(oracle(f"dice-{setting.draft}")["next_logits"], setting.params, LENGTH))
         < SIGNIFICANCE**2
@@ -431,7 +432,7 @@ def off_by_one(
 def test_a_wrong_acceptance_is_found_out(draft: str, wrong: Accept) -> None:
     tables, setting = Tables(draft), Setting(draft, 3, SamplingParams())
     with pytest.raises(AssertionError):
-        assert_distributed(tables.texts(setting, RUNS // 2, wrong), tables.exact(setting.params))
+        assert_distributed(tables.texts(setting, RUNS, wrong), tables.exact(setting.params))
 
 
 # --- the benchmarks that do this at a size that settles it -----------------------------------------------------------

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 import torch
 
 from specexport.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter import trace
+from specexport.exporter.sparing import sparing
 from specexport.graphs.step import StepModule
 from tests.checkpoints import make_checkpoint
 
@@ -65,3 +68,33 @@ def test_decomposing_would_change_nothing(
 def test_what_changes_its_input_is_decomposed(step: Trace, decomposed: list[torch.export.ExportedProgram]) -> None:
     step("mixtral")
     assert len(decomposed) == 1
+
+
+class Parts(torch.nn.Module):
+    """Operators composed of others; five rows in ``chunks`` are two, two and one."""
+
+    def __init__(self, chunks: int) -> None:
+        super().__init__()
+        self.chunks = chunks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *_, last = x.unflatten(2, (2, x.shape[2] // 2)).flatten(0, 1).flatten(1).unflatten(0, (-1, 5)).chunk(
+            self.chunks, 1
+        )
+        return torch.cat([first.narrow(1, 1, 1), last], 1)
+
+
+@pytest.mark.parametrize(("chunks", "whole"), [(3, True), (4, False)])
+def test_composite_operators_are_translated_whole(
+    decomposed: list[torch.export.ExportedProgram], chunks: int, whole: bool
+) -> None:
+    module, x = Parts(chunks), torch.randn(2, 5, 6)
+    shapes = ({0: torch.export.Dim("B"), 2: 2 * torch.export.Dim("half")},)
+    with sparing():
+        program = torch.onnx.export(module, (x,), dynamo=True, dynamic_shapes=shapes, verbose=False)
+    assert program is not None and len(decomposed) == (not whole)
+    session = ort.InferenceSession(program.model_proto.SerializeToString())
+    for batch, width in ((2, 6), (3, 8)):
+        x = torch.randn(batch, 5, width)
+        (said,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        np.testing.assert_array_equal(said, module(x).numpy())
