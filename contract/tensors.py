@@ -53,8 +53,6 @@ LEVEL_RANKS = "level_ranks"  # int64 [B,D,T]  which of that one's continuations 
 OWN_STATE = "own_state"  # float32 [B,H]  what the first row sees instead, where READS_OWN says so: a NEXT_STATE
 READS_OWN = "reads_own"  # bool [B]
 NEXT_STATE = "next_state"  # float32 [B,1,H]  what the row after the last one may see
-# With expand W above 1 it runs W rows a pass: DRAFT_TOKENS is [K,B,W], DRAFT_IDS and DRAFT_PROBS are [K,B,W,M].
-DRAFT_PARENTS = "draft_parents"  # int64 [K,B,W]  of each of DRAFT_TOKENS, the row of the pass that it comes after
 
 # --- propose graph of a DFlash draft (also takes INPUT_IDS [B,1], a tree's root, and LAYER_STATES as EAGLE-3's does) --
 BLOCK_ROWS = "block_rows"  # int64 [B]  rows of the slot's block: the root and its draft tokens, at most 1 + K

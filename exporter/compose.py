@@ -31,12 +31,8 @@ def propose_graph(
     are carried along and written once at the end, since only a TensorScatter from a graph input to a graph output
     works in place. Lowered portably, the rows themselves are returned. The pass is consumed.
 
-    Where a pass expands a level (:class:`~specexport.graphs.states.LevelPass`), a token is the level's tokens; of its
-    rows those of the text are returned alone, as the tree's are made anew in each step.
-
     Args:
-        draft_pass: its outputs are the token, q, what it hands on to the next pass, and its rows; of one that expands
-            levels also ``draft_parents`` behind q.
+        draft_pass: its outputs are the token, q, what it hands on to the next pass, and its rows.
         shapes: of its cache.
         lowering: see :data:`~specexport.contract.model.LoweredAs`.
         start: makes what the first pass is handed, named as the pass's inputs, of inputs of the propose graph; None
@@ -52,7 +48,6 @@ def propose_graph(
         for name, (heads, size) in zip(cache_names(layers), sizes, strict=True)
     ]
     drafted = [str(value.name) for value in draft_pass.graph.outputs if str(value.name).startswith("draft_")]
-    levels = tensors.DRAFT_PARENTS in drafted
     handed = [] if start is None else list(start.graph.outputs)
     own = [] if start is None else [ir.val(one.name, one.dtype, one.shape) for one in start.graph.inputs]
     kept = [
@@ -78,7 +73,7 @@ def propose_graph(
         extent = tape.op("Concat", [batch, rest], {"axis": 0}, output=ir.val(f"{name}.shape"))
         first.append(tape.op("ConstantOfShape", [extent], output=ir.val(f"{name}.empty")))
     always = constant(graph, "always", np.array(True))
-    read = [inputs[name] for name in ((tensors.INPUT_IDS,) if levels else (tensors.INPUT_IDS, tensors.LAST_ROW))]
+    read = [inputs[tensors.INPUT_IDS], inputs[tensors.LAST_ROW]]
     made = tape.op_multi_out(
         "Loop",
         [inputs[tensors.NUM_DRAFT_TOKENS], always, *read, *handed, *first],
@@ -88,10 +83,6 @@ def propose_graph(
     )
     hoist_invariants(graph, tape.nodes[-1])
     rows, stacked = made[: -len(drafted)][-len(carried) :], made[-len(drafted) :]
-    if levels:
-        text = tape.op("Shape", [inputs[tensors.INPUT_IDS]], {"start": 1}, output=ir.val("text_rows"))
-        none, axis = (constant(graph, name, np.array([at], np.int64)) for name, at in (("none", 0), ("row_axis", 2)))
-        rows = [tape.op("Slice", [row, none, text, axis], output=ir.val(f"{row.name}.text")) for row in rows]
     returned, new_names = [], returned_names(layers, lowering)
     for row, (heads, size), past, new in zip(rows[: 2 * layers], sizes, caches, new_names, strict=True):
         if lowering == "portable":
@@ -107,7 +98,7 @@ def propose_graph(
         if shape is not None and len(shape) == 3:
             row.shape = ir.Shape(["B", "F", shape[2]])
         returned.append(row)
-    states = made[len(read) :][: 0 if levels else len(handed[:1])]
+    states = made[len(read) :][: len(handed[:1])]
     for state in states:
         state.name, state.dtype, state.shape = tensors.NEXT_STATE, _FLOAT, body.outputs[3].shape
     graph.outputs.extend([*stacked, *states, *returned])
@@ -152,31 +143,25 @@ def _put_before(start: ir.Graph, graph: ir.Graph, body: ir.Graph, inputs: dict[s
 def _loop_body(body: ir.Graph, around: dict[str, ir.Value], handed: list[str], drafted: list[str]) -> ir.Graph:
     """Makes of a pass's graph the body of a Loop, which reads what no pass changes from the graph around it."""
     named = {str(value.name): value for value in body.inputs}
-    tokens = named[tensors.INPUT_IDS]
-    # What expands levels is handed its rows, and draws nothing.
-    last_row, uniform = named.get(tensors.LAST_ROW), named.get(tensors.UNIFORM)
-    read = [tokens] if last_row is None else [tokens, last_row]
+    last_row, uniform = named[tensors.LAST_ROW], named[tensors.UNIFORM]
+    read = [named[tensors.INPUT_IDS], last_row]
     carried = [*read, *(named[name] for name in handed)]
     for name, value in named.items():
         if value not in carried and value is not uniform:
             value.replace_all_uses_with(around[name])
     iteration, going = ir.val("iteration", _INT64, []), ir.val("going", _BOOL, [])
-    if uniform is not None:
-        tape = Tape()
-        noise = tape.op("Gather", [around[tensors.UNIFORM], iteration], {"axis": 1}, output=ir.val("noise"))
-        uniform.replace_all_uses_with(noise)
-        body.insert_before(body[0], tape.nodes)
+    tape = Tape()
+    noise = tape.op("Gather", [around[tensors.UNIFORM], iteration], {"axis": 1}, output=ir.val("noise"))
+    uniform.replace_all_uses_with(noise)
+    body.insert_before(body[0], tape.nodes)
 
     stacked, handed_on = body.outputs[: len(drafted)], body.outputs[len(drafted) :]
     tape = Tape(body)
     following = [tape.op("Identity", [going], output=ir.val("go_on"))]
     next_ids = ir.val("next_input_ids")
-    if last_row is None:
-        following.append(tape.op("Identity", [stacked[0]], output=next_ids))
-    else:
-        axis = constant(body, "next_token_axis", np.array([1], np.int64))
-        following.append(tape.op("Unsqueeze", [stacked[0], axis], output=next_ids))
-        following.append(tape.op("Sub", [last_row, last_row], output=ir.val("next_last_row")))
+    axis = constant(body, "next_token_axis", np.array([1], np.int64))
+    following.append(tape.op("Unsqueeze", [stacked[0], axis], output=next_ids))
+    following.append(tape.op("Sub", [last_row, last_row], output=ir.val("next_last_row")))
     for value in (*read, *stacked, *handed_on):
         value.name = f"pass.{value.name}"
     body.inputs[:] = [iteration, going, *carried]

@@ -122,13 +122,6 @@ class BuildOptions:
                     f"block_size is {self.block_size}, but opset 20 knows no blocks: lowered portably each column of a "
                     "matrix has one scale; leave block_size out, or choose the native lowering"
                 )
-        expanding = next((one.name for one in self.methods if getattr(one, "expand", 1) > 1), None)
-        if expanding is not None and (self.lowering == "portable" or self.backend != "onnxruntime"):
-            raise BuildError(
-                f"{expanding}: expand was given with lowering {self.lowering} and backend {self.backend}, but "
-                "there a draft drafts a chain, a pass a call; leave expand out, or choose the native lowering and "
-                "backend onnxruntime"
-            )
         if self.calibration_data is not None and not self.calibrated:
             raise BuildError(
                 f"calibration_data was given with precision {self.precision}, lowering {self.lowering}, backend "

@@ -33,7 +33,7 @@ from specexport.graphs.ops import translations
 from specexport.graphs.program import CommitModule, FillModule, StagesFillModule
 from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
-from specexport.graphs.states import LevelPass, LevelStart, OwnStateModule, OwnStatePass, OwnStateStart
+from specexport.graphs.states import OwnStateModule, OwnStatePass, OwnStateStart
 from specexport.graphs.step import StepModule
 
 PROGRAM_OPSET = 18
@@ -122,40 +122,6 @@ def trace_own_state(
     }
     outputs = [*tensors.DRAFTED, "hidden.next", "real.next", *(f"{name}.grown" for name in names)]
     return first, _trace(attention, OwnStatePass(draft), inputs, outputs, lowering)
-
-
-def trace_levels(
-    draft: OwnStateModule, shapes: Sequence[CacheLayer], expand: int, lowering: LoweredAs
-) -> tuple[ir.Model, ir.Model]:
-    """As :func:`trace_own_state`, of a draft that expands levels (:class:`~specexport.graphs.states.LevelPass`)."""
-    b, t, r = (torch.export.Dim(name) for name in "BTR")
-    names, attention = row_names(len(shapes)), draft.layers[0].get_submodule("self_attn")
-    given: _Inputs = {
-        tensors.LAYER_STATES: (torch.ones(_B, _T, draft.reads), {0: b, 1: t}),
-        tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
-        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
-    }
-    handed: _Inputs = {
-        "hidden": (torch.ones(_B, _T, draft.hidden), {0: b, 1: t}),
-        "seen": (torch.ones(_B, _T, _DONE), {0: b, 1: t, 2: r}),
-        "among": (torch.ones(_B, _T, _T), {0: b, 1: t, 2: t}),
-        "positions": (torch.ones(_B, _DONE, dtype=torch.int64), {0: b, 1: r}),
-        "position": (torch.ones(_B, _T, dtype=torch.int64), {0: b, 1: t}),
-        "level": (torch.ones(_B, expand, dtype=torch.int64), {0: b}),
-        "weight": (torch.ones(_B, expand), {0: b}),
-    }
-    first = _trace(attention, LevelStart(draft, expand), given, list(map(str, handed)), lowering)
-    inputs: _Inputs = {
-        tensors.INPUT_IDS: (torch.ones(_B, _T, dtype=torch.int64), {0: b, 1: t}),
-        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
-        **handed,
-        **_sampling(b),
-        **_caches(cache_names(len(shapes)), shapes, _S, b, "S"),
-        **_caches(names, shapes, _DONE, b, "R"),
-    }
-    made = [*tensors.DRAFTED, tensors.DRAFT_PARENTS]
-    outputs = [*made, *(f"{name}.next" for name in handed), *(f"{name}.grown" for name in names)]
-    return first, _trace(attention, LevelPass(draft, expand), inputs, outputs, lowering)
 
 
 def trace_dflash(draft: DFlashDraft, shapes: Sequence[CacheLayer], lowering: LoweredAs) -> ir.Model:

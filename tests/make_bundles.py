@@ -108,7 +108,6 @@ class Recipe:
         self_draft: how many of the target's layers draft.
         speculator: whether it has an MLP speculator.
         eagle3: whether it has an EAGLE-3 draft.
-        expand: how many nodes of each depth that goes on from.
         dflash: whether it has a DFlash draft.
         mtp: whether its checkpoint holds an MTP layer, which drafts.
         batch: most requests that run at once.
@@ -129,7 +128,6 @@ class Recipe:
     self_draft: int | None = None
     speculator: bool = False
     eagle3: bool = False
-    expand: int = 1
     dflash: bool = False
     mtp: bool = False
     batch: int = 1
@@ -175,7 +173,6 @@ RECIPES = {
     "dice-medusa-draft": Recipe("llama", "near", config=DICE, heads="draft", trees=(_BUSHY,)),
     "dice-mlp": Recipe("llama", None, config=DICE, trees=(_BUSHY,), speculator=True),
     "dice-eagle3": Recipe("llama", None, config=DICE, trees=(_SPINE, _SMALL_SPINE), eagle3=True),
-    "dice-eagle3-levels": Recipe("llama", None, config=DICE, trees=(_BUSHY, _SMALL), eagle3=True, expand=3),
     "dice-dflash": Recipe("llama", None, config=DICE, trees=(_BUSHY, _SMALL), dflash=True),
     "dice-mtp": Recipe("glm4_moe", None, config=DICE_EXPERTS, trees=(_SPINE, _SMALL_SPINE), mtp=True),
     "dice-mtp-cuda": Recipe(
@@ -202,7 +199,6 @@ BATCHED = (
     "dice-medusa",
     "dice-mlp",
     "dice-eagle3",
-    "dice-eagle3-levels",
     "dice-dflash",
     "dice-mtp",
     "dice-hybrid",
@@ -297,7 +293,6 @@ def _options(name: str, root: Path, recipe: Recipe) -> BuildOptions:
             draft_medusa=draft_medusa,
             mlp_speculator=mlp_speculator,
             eagle3=eagle3,
-            expand=recipe.expand,
             dflash=dflash,
             mtp=recipe.mtp,
             lookups=recipe.lookups,

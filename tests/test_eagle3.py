@@ -213,55 +213,6 @@ def test_the_graph_drafts_what_the_formulas_say(
         said = run(4, 1, pasts, (1, 1), said[tensors.NEXT_STATE])
 
 
-def test_levels_are_expanded_as_eagle_2_says(tmp_path: Path, target: Path) -> None:
-    """Arxiv 2406.16858, 4.1, by the formulas alone: two slots, texts of 5 and 2 rows, 3 passes of 3 nodes."""
-    folder, W, K = make_eagle3(tmp_path / "draft", target, draft_vocab=KEPT), 3, 3
-    outline = read_eagle3(str(folder))
-    draft = outline.load(target, LAYERS, 512)
-    cache = as_checkpoint(outline, "eagle3", "here", draft, 512).cache
-    start, one_pass = trace.trace_levels(draft, cache, W, "native")
-    ir.save(propose_graph(one_pass, cache, "native", start), tmp_path / "propose.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "propose.onnx")
-    method = Eagle3(
-        model="here", states=(0, 1, 2), hidden=H, draft_hidden=H, candidates=64, dynamic_tree=True, expand=W
-    )
-    given, outputs = buffers(method.signatures["eagle3"])(ShapePoint(2, 6, 32, 0, K))
-    shape = (2, cache[0].heads, 32, cache[0].key_size)
-    caches = {name(0): np.zeros(shape, np.float32) for name in (tensors.past_key, tensors.past_value)}
-    draw = np.random.default_rng(4)
-    states = draw.normal(0, 1.5, (2, 6, 3 * H)).astype(np.float32)
-    texts = draw.integers(0, VOCAB, (2, 7))
-    for slot, count in enumerate((5, 2)):
-        given[tensors.INPUT_IDS][slot, :count] = texts[slot, 1 : count + 1]
-        given[tensors.LAYER_STATES][slot, :count] = states[slot, :count]
-        given[tensors.LAST_ROW][slot] = count - 1
-    given[tensors.TOP_K][:] = 0
-    names = [one.name for one in session.get_outputs()]
-    made = dict(zip(names, session.run(names, given | caches), strict=True))
-    assert {name: array.shape for name, array in outputs.items()} == {name: made[name].shape for name in outputs}
-    for slot, count in enumerate((5, 2)):
-        paper = Paper(folder, target)
-        for row in range(count):
-            state, logits = paper.row(paper.fused(torch.from_numpy(states[slot, row])), int(texts[slot, row + 1]))
-        level = [(paper, state, logits, 0.0)]
-        for depth in range(K):
-            reached = []
-            for row, (_, _, logits, weight) in enumerate(level):
-                best = logits.topk(64)
-                own, q = best.indices + paper.weights["d2t"][best.indices], best.values.softmax(0)
-                np.testing.assert_array_equal(made[tensors.DRAFT_IDS][depth, slot, row, :5], own[:5])
-                np.testing.assert_allclose(made[tensors.DRAFT_PROBS][depth, slot, row], q, atol=2e-4)
-                reached += [(weight + float(q[rank].log()), row, int(own[rank])) for rank in range(W)]
-            chosen = sorted(reached, reverse=True)[:W]
-            np.testing.assert_array_equal(made[tensors.DRAFT_PARENTS][depth, slot], [row for _, row, _ in chosen])
-            np.testing.assert_array_equal(made[tensors.DRAFT_TOKENS][depth, slot], [token for _, _, token in chosen])
-            following = []
-            for weight, row, token in chosen:
-                one, state = level[row][0].copy(), level[row][1]
-                following.append((one, *one.row(state, token), weight))
-            level = following
-
-
 def test_what_a_draft_leaves_out_is_the_target_s(tmp_path: Path, target: Path) -> None:
     folder = make_eagle3(tmp_path / "draft", target, draft_vocab=KEPT, embedding=False)
     source = changed(folder, {"lm_head.weight": None})
@@ -446,24 +397,6 @@ def test_build_inspect_verify_and_bench(
                 output=tmp_path / "never",
             )
         )
-
-
-def test_levels_from_the_command_line(
-    tmp_path: Path, target: Path, draft: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Any tree may be asked for; verify compares the path of first choices; compile says what is not there."""
-    out, tree = tmp_path / "bundle", tmp_path / "tree.json"
-    tree.write_text("[[0], [1], [0, 0], [1, 0], [0, 0, 0]]")
-    method = f"eagle3:{draft},dynamic_tree=true,expand=2"
-    words = ["build", "--target", str(target), "--method", method, "--tree", str(tree), "-o", str(out)]
-    assert main([*words, "--max-seq-len", "128"]) == 0
-    assert main(["inspect", str(out)]) == 0
-    assert "dynamic trees of 2 nodes a depth" in capsys.readouterr().out
-    assert verify(out, prompts=("the words", "one by one"), max_tokens=6).passed
-    other = changed(copytree(draft, tmp_path / "other"), {"lm_head.weight": torch.randn(KEPT, H)})
-    assert not verify(out, sources={"eagle3.model": other}, max_tokens=4).passed
-    assert main(["compile", str(out), "--backend", "onnxruntime-cuda"]) == 1
-    assert "its draft expands levels of a tree, and engines draft a chain" in capsys.readouterr().err
 
 
 def test_its_graphs_become_engines(tmp_path: Path) -> None:

@@ -78,8 +78,8 @@ class Parts(torch.nn.Module):
         self.chunks = chunks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, *_, last = x.unflatten(2, (2, x.shape[2] // 2)).flatten(0, 1).flatten(1).unflatten(0, (-1, 5)).chunk(
-            self.chunks, 1
+        first, *_, last = (
+            x.unflatten(2, (2, x.shape[2] // 2)).flatten(0, 1).flatten(1).unflatten(0, (-1, 5)).chunk(self.chunks, 1)
         )
         return torch.cat([first.narrow(1, 1, 1), last], 1)
 

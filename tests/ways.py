@@ -18,7 +18,6 @@ def ways(
     draft_medusa: object = None,
     mlp_speculator: object = None,
     eagle3: object = None,
-    expand: int = 1,
     dflash: object = None,
     mtp: bool = False,
     lookups: Sequence[str] = (),
@@ -37,7 +36,6 @@ def ways(
         draft_medusa: heads of the draft.
         mlp_speculator: of the target.
         eagle3: draft of the target.
-        expand: how many nodes of each depth it goes on from; above 1 its trees are dynamic.
         dflash: likewise.
         mtp: whether the target's own layer drafts.
         lookups: names of methods that look in text.
@@ -60,8 +58,7 @@ def ways(
     if mlp_speculator is not None:
         found.append({"method": "mlp_speculator", "model": str(mlp_speculator)})
     if eagle3 is not None:
-        levels = {"dynamic_tree": True, "expand": expand} if expand > 1 else {}
-        found.append({"method": "eagle3", "model": str(eagle3), **levels})
+        found.append({"method": "eagle3", "model": str(eagle3)})
     if dflash is not None:
         found.append({"method": "dflash", "model": str(dflash)})
     if mtp:

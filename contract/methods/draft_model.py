@@ -9,7 +9,7 @@ from msgspec import Meta
 from specexport.contract import tensors
 from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, RankedMethod, SourceKind
 from specexport.contract.model import Model, Size
-from specexport.contract.signature import SAMPLING, Dim, GraphSignature, Signature, Spec
+from specexport.contract.signature import SAMPLING, GraphSignature, Signature, Spec
 from specexport.contract.suggestions import SMALLER, Suggestion, Wanted
 from specexport.contract.tree import TokenTree
 
@@ -18,7 +18,6 @@ _SIZES = (DEFAULT_DRAFT_TOKENS, 6, 8)
 
 _GPU_DRAFT_TOKENS = 5
 MAX_STATES = 16
-MAX_EXPAND = 16
 
 
 class ChainDraft(RankedMethod, frozen=True, kw_only=True):
@@ -112,20 +111,13 @@ class OwnStateDraft(StatesDraft, frozen=True, kw_only=True):
 
     Attributes:
         draft_hidden: H of the draft's own states.
-        expand: W, how many nodes of each depth of a dynamic tree the draft goes on from: those whose paths are most
-            probable (EAGLE-2, arXiv 2406.16858, section 4.1). 1 drafts a chain.
     """
 
     draft_hidden: Size = 1
-    expand: Annotated[int, Meta(ge=1, le=MAX_EXPAND)] = 1
 
     built: ClassVar[frozenset[str]] = StatesDraft.built | {"draft_hidden"}
 
     def validate(self) -> str | None:
-        if self.expand > 1 and not self.dynamic_tree:
-            return f"expand is {self.expand}, but only a dynamic tree is expanded; set dynamic_tree too"
-        if self.expand > 1:
-            return super().validate()
         if self.dynamic_tree and self.trees and all(tree.is_chain for tree in self.token_trees()):
             return "dynamic_tree: its trees are chains, which leave nothing to choose; give trees of more nodes (trees)"
         return super().validate()
@@ -134,26 +126,10 @@ class OwnStateDraft(StatesDraft, frozen=True, kw_only=True):
     def follow_up(self) -> int:
         return 1  # it continues from its own state, without reading tokens again
 
-    def validate_tree(self, tree: TokenTree) -> str | None:
-        # Of a tree that is expanded only how many nodes it has and how deep it is are taken.
-        return super().validate_tree(tree) if self.expand == 1 else RankedMethod.validate_tree(self, tree)
-
-    def describe(self) -> str:
-        return f"{super().describe()} of {self.expand} nodes a depth" if self.expand > 1 else super().describe()
-
     @property
     def signatures(self) -> dict[str, GraphSignature]:
         (chain,) = super().signatures.values()
         states = {tensors.LAYER_STATES: Spec("float32", ("B", "T", len(self.states) * self.hidden))}
-        if self.expand > 1:
-            level: tuple[Dim, ...] = ("K", "B", self.expand)
-            outputs = {
-                tensors.DRAFT_TOKENS: Spec("int64", level),
-                tensors.DRAFT_IDS: Spec("int64", (*level, self.candidates)),
-                tensors.DRAFT_PROBS: Spec("float32", (*level, self.candidates)),
-                tensors.DRAFT_PARENTS: Spec("int64", level),
-            }
-            return {self.role: GraphSignature(chain.inputs | states, outputs, chain.fed)}
         inputs = states | {
             tensors.OWN_STATE: Spec("float32", ("B", self.draft_hidden)),
             tensors.READS_OWN: Spec("bool", ("B",)),

@@ -75,11 +75,6 @@ def compile_graphs(folder: Path, manifest: Manifest, options: EngineOptions, rep
             f"{folder}: a model has layers without attention, which run on the CPU alone yet; build it with "
             "--backend onnxruntime"
         )
-    if any(getattr(method, "expand", 1) > 1 for method in manifest.methods):
-        raise BuildError(
-            f"{folder}: its draft expands levels of a tree, and engines draft a chain; build it without expand to "
-            "compile it"
-        )
     check_batches(options.batch_sizes, manifest.batch_sizes)
     for role, model in manifest.models.items():
         if model.precision.only_cpu:

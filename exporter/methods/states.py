@@ -149,10 +149,7 @@ class OwnStateExporter(StatesDraftExporter[O]):
         return msgspec.structs.replace(super().outline(method, target), draft_hidden=hidden)
 
     def trace(self, method: O, draft: Any, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
-        if method.expand > 1:
-            first, one_pass = trace.trace_levels(draft, cache, method.expand, kind)
-        else:
-            first, one_pass = trace.trace_own_state(draft, cache, kind)
+        first, one_pass = trace.trace_own_state(draft, cache, kind)
         return propose_graph(one_pass, cache, kind, first)
 
     def said(
