@@ -50,8 +50,6 @@ _EXPERTS: dict[str, Any] = {
 _PRECISIONS = ("fp32", "fp16", "int8", "int4")
 _MIXED = [pair for pair in itertools.product(_PRECISIONS, LOWERINGS) if pair != ("int4", "portable")]
 """Every precision with every lowering, but for what cannot be stored."""
-_ALTERNATING = (("fp32", "portable"), ("fp16", "native"), ("int8", "portable"), ("int4", "native"))
-
 KINDS = (
     "hybrid",
     "medusa_draft",
@@ -66,31 +64,49 @@ KINDS = (
     "plain",
     "split",
 )
-CHOSEN = (
-    *(f"hybrid-{precision}-{lowering}" for precision, lowering in _MIXED),
-    *(f"{kind}-{p}-{lowering}" for kind in ("medusa_draft", "universal_draft") for p, lowering in _ALTERNATING),
-    "draft_model-fp32-native",
-    "draft_model-int8-native",
-    "eagle3-int8-native",
-    "dflash-int8-native",
-    "mtp-int8-native",
-    "medusa-fp16-portable",
-    "mlp_speculator-int4-native",
-    "self_draft-int8-portable",
-    "plain-fp16-native",
-    "split-fp16-native",
-    "split-int4-native",
-    "split-int8-portable",
+CHOSEN: tuple[tuple[str, int], ...] = (
+    ("hybrid-fp32-native", 1),
+    ("hybrid-fp32-portable", 4),
+    ("hybrid-fp16-native", 1),
+    ("hybrid-fp16-native", 4),
+    ("hybrid-fp16-portable", 1),
+    ("hybrid-int8-native", 4),
+    ("hybrid-int8-portable", 1),
+    ("hybrid-int8-portable", 4),
+    ("hybrid-int4-native", 4),
+    *itertools.product(
+        (
+            "medusa_draft-fp16-native",
+            "medusa_draft-int8-portable",
+            "universal_draft-fp32-portable",
+            "universal_draft-int4-native",
+            "mtp-int8-native",
+            "split-fp16-native",
+        ),
+        SLOTS,
+    ),
+    ("split-int4-native", 1),
+    ("split-int8-portable", 4),
+    ("draft_model-fp32-native", 1),
+    ("draft_model-int8-native", 4),
+    ("eagle3-int8-native", 1),
+    ("dflash-int8-native", 4),
+    ("medusa-fp16-portable", 1),
+    ("mlp_speculator-int4-native", 4),
+    ("self_draft-int8-portable", 1),
+    ("plain-fp16-native", 1),
 )
-"""Every precision, lowering, method and number of slots meets every other. The hybrid has all methods that one bundle
-can have together, so with every precision and lowering it meets all pairs; of the two methods that need another draft
-every precision is there, lowered in turn. Bundles of one method have other widths than the hybrid: one each."""
-FULL = tuple(f"{kind}-{precision}-{lowering}" for kind in KINDS for precision, lowering in _MIXED)
+"""Bundles and slots. Every precision, lowering, method and number of slots meets every other: the hybrid has
+all methods that one bundle can have together, so with every precision and lowering it meets all pairs; of the two
+methods that need another draft every precision is there. Bundles of one method have other widths than the hybrid."""
 
 
-def names() -> tuple[str, ...]:
+def cells() -> tuple[tuple[str, int], ...]:
     """Those chosen, or with ``SPECEXPORT_DRY_RUN=full`` the whole product."""
-    return FULL if os.environ.get("SPECEXPORT_DRY_RUN") == "full" else CHOSEN
+    if os.environ.get("SPECEXPORT_DRY_RUN") != "full":
+        return CHOSEN
+    names = [f"{kind}-{precision}-{lowering}" for kind in KINDS for precision, lowering in _MIXED]
+    return tuple(itertools.product(names, SLOTS))
 
 
 def make(name: str, root: Path) -> Path:
