@@ -51,7 +51,7 @@ pytestmark = pytest.mark.exporter
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 PROMPTS = ([7, 9, 11], list(range(3, 90)))
-RTX = EngineOptions("tensorrt-rtx", capabilities=((8, 6), (8, 9), (12, 0)))
+RTX = EngineOptions("tensorrt-rtx", capabilities=((8, 9),))
 
 
 @pytest.fixture(scope="module")
