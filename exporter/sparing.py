@@ -69,6 +69,8 @@ def _stays(node: torch.fx.Node, registry: Any, whole: Container[Any]) -> bool:
     of others.
     """
     target = _SAME.get(node.target, node.target)
+    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and _writes_own(node):
+        target = _functional(target)
     if node.op != "call_function" or target is operator.getitem or target in (*_CONVERTS, *_CHECKS):
         return True
     if not isinstance(target, torch._ops.OpOverload):
@@ -80,7 +82,37 @@ def _stays(node: torch.fx.Node, registry: Any, whole: Container[Any]) -> bool:
     return target in whole or target in _WHOLE or not target.has_kernel_for_dispatch_key(_COMPOSITE)
 
 
+def _functional(target: torch._ops.OpOverload) -> Any:
+    """``add.Tensor`` for ``add_.Tensor``; the operator itself where there is no such one."""
+    packet = getattr(_ATEN, target._schema.name.partition("::")[2].removesuffix("_"), None)
+    return getattr(packet, target._overloadname, target)
+
+
+def _writes_own(node: torch.fx.Node) -> bool:
+    """Whether what a node writes into is a tensor that nothing else is a view of, and keeps its type."""
+    written, *others = node.args
+    if not isinstance(written, torch.fx.Node) or not _makes_own(written):
+        return False
+    kind = written.meta["val"].dtype
+    values = [other.meta["val"] for other in others if isinstance(other, torch.fx.Node)]
+    kinds = [value.dtype for value in values if isinstance(value, torch.Tensor)]
+    return all(other == kind or (kind.is_floating_point and not other.is_floating_point) for other in kinds) and all(
+        user is node or node < user or _makes_own(user) for user in written.users
+    )
+
+
+def _makes_own(node: torch.fx.Node) -> bool:
+    """Whether what a node returns shares no memory with what it reads."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and all(one.alias_info is None for one in target._schema.returns)
+
+
 def _lower(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        written = node.args[0]
+        assert isinstance(written, torch.fx.Node)
+        written.replace_all_uses_with(node, lambda user: node < user)
+        node.target = _functional(node.target)
     if node.target is _ATEN.reshape.default:  # a size that is left open cannot be told where another is 0
         given, sizes = node.args
         known = zip(sizes, node.meta["val"].shape, strict=True)  # type: ignore[arg-type]
