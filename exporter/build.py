@@ -6,7 +6,6 @@ import datetime
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import onnx
@@ -30,14 +29,13 @@ from specexport.contract.manifest import (
 )
 from specexport.contract.methods import Method
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
-from specexport.exporter.build_plan import PREFILL_CHUNK, BuildPlan
+from specexport.exporter.build_plan import PREFILL_CHUNK
 from specexport.exporter.engines.bundle import CompileReport, compile_graphs
 from specexport.exporter.engines.compiler import load_library, require_collectives
 from specexport.exporter.engines.program import write_program
 from specexport.exporter.methods import Build, exporter_of
 from specexport.exporter.models import WrittenTarget, target_stage
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.second_process import SecondProcess
 from specexport.exporter.sound import require_finite
 from specexport.exporter.stages import RECORDS, Stages
 from specexport.exporter.writing import Progress
@@ -47,7 +45,6 @@ def build(
     options: BuildOptions,
     progress: Progress | None = None,
     compiled: Callable[[CompileReport], None] | None = None,
-    second: SecondProcess | None = None,
 ) -> Path:
     """Builds a bundle.
 
@@ -58,7 +55,6 @@ def build(
         options: what to build.
         progress: see :data:`Progress`.
         compiled: called with what became of the engines, if the bundle is to have some.
-        second: exports drafts at the same time.
 
     Returns:
         The bundle's folder.
@@ -79,7 +75,7 @@ def build(
             require_collectives(library, options.engines.capabilities)
     with written_beside(output, overwrite=options.overwrite, resume=options.resume) as folder:
         stages = Stages(folder, _built_with())
-        manifest = _fill(folder, options, stages, report, second)
+        manifest = _fill(folder, options, stages, report)
         if options.engines is not None:
             found = compile_graphs(folder, manifest, options.engines, report)
             if compiled is not None:
@@ -88,9 +84,7 @@ def build(
     return output
 
 
-def _fill(
-    folder: Path, options: BuildOptions, stages: Stages, progress: Progress, second: SecondProcess | None
-) -> Manifest:
+def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progress) -> Manifest:
     path = locate(options.target)
     tokenizer = load_tokenizer(path)
     writers: dict[str, str] = {}
@@ -100,15 +94,8 @@ def _fill(
             raise BuildError(f"{other!r} and {method.name!r} both have a {stage}; a bundle has one, so ask for one")
     for method in options.methods:
         exporter_of(method).check(method, path, tokenizer.tokenizer)
-
-    def planned(plan: BuildPlan, vocab_size: int, max_positions: int) -> None:
-        if second is not None and writers:
-            second.begin(folder, options, plan, vocab_size, max_positions)
-
-    target = stages.run("target", WrittenTarget, lambda: target_stage(folder, options, tokenizer, progress, planned))
+    target = stages.run("target", WrittenTarget, lambda: target_stage(folder, options, tokenizer, progress))
     plan, model = target.plan, target.model
-    if second is not None:
-        second.finish(progress)
     made = _export(Build(folder, options, plan, model.vocab_size, model.max_positions, progress), stages)
     written = [model, *(one for method in made for one in method.models.values())]
     for index, one in enumerate(written):
@@ -162,12 +149,6 @@ def _fill(
     )
     write_manifest(folder, manifest)
     return read_manifest(folder)
-
-
-def export_beside(*build: Any) -> None:
-    """What a second process does: exports the models that are not the target's; takes what :class:`Build` takes."""
-    building = Build(*build)
-    _export(building, Stages(building.folder, _built_with(), tidy=False))
 
 
 def _export(build: Build, stages: Stages) -> list[Method]:

@@ -51,7 +51,6 @@ def target_stage(
     options: BuildOptions,
     tokenizer: TokenizerFiles,
     progress: Progress,
-    planned: Callable[[BuildPlan, int, int], None],
 ) -> WrittenTarget:
     """Loads, checks, plans, traces and writes the target.
 
@@ -60,7 +59,6 @@ def target_stage(
         options: what to build.
         tokenizer: the target's.
         progress: see :data:`Progress`.
-        planned: called before anything takes long, with the plan, and the target's vocabulary and longest text.
     """
     progress("loading the target", 0, 1)
     target = load_checkpoint(options.target)
@@ -77,7 +75,6 @@ def target_stage(
                 "alone yet; build it with --backend onnxruntime"
             )
     plan = BuildPlan.of(methods, options, _max_seq_len(options, target))
-    planned(plan, target.vocab_size, target.max_positions)
     exact = None
     if options.precision in QUANTIZED:
         progress("reading the target's sample text", 0, 1)

@@ -1,4 +1,5 @@
-"""Spares ``torch.onnx.export`` what changes nothing: decomposing a program, and running it again to promote types.
+"""Spares ``torch.onnx.export`` what changes nothing: reading its translations again, decomposing a program, and running
+it again to promote types.
 
 Decomposing traces the whole program once more, which is a third of a trace's time, while nearly all operators of a
 transformer are translated under their own names.
@@ -6,13 +7,14 @@ transformer are translated under their own names.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.onnx._internal.exporter import _fx_passes
+from torch.onnx._internal.exporter import _fx_passes, _registration
 from torch.onnx._internal.fx.passes import type_promotion
 
 _ATEN = torch.ops.aten
@@ -29,6 +31,8 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
 
 _Passes: Any = _fx_passes
+_Registry: Any = _registration.ONNXRegistry
+_read_registry = _Registry.from_torchlib
 _Promotion: Any = type_promotion._TypePromotionInterpreter
 
 
@@ -36,9 +40,11 @@ _Promotion: Any = type_promotion._TypePromotionInterpreter
 def sparing() -> Iterator[None]:
     """While active, ``torch.onnx.export`` decomposes only programs that it could not translate otherwise.
 
-    To promote types it runs only operators that have a rule for them; what others make is known.
+    To promote types it runs only operators that have a rule for them; what others make is known. Translations are read
+    once a process, which takes a second.
     """
     decompose, run_node = _Passes.decompose_with_registry, _Promotion.run_node
+    from_torchlib = vars(_Registry)["from_torchlib"]
 
     def spare(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         graph = program.graph_module.graph
@@ -58,10 +64,25 @@ def sparing() -> Iterator[None]:
         return node.meta["val"] if known and rule is None else run_node(self, node)
 
     _Passes.decompose_with_registry, _Promotion.run_node = spare, promote
+    _Registry.from_torchlib = staticmethod(_registry)
     try:
         yield
     finally:
         _Passes.decompose_with_registry, _Promotion.run_node = decompose, run_node
+        _Registry.from_torchlib = from_torchlib
+
+
+def _registry(opset_version: int) -> Any:
+    """The translations of an opset, to which the caller may add."""
+    registry = _Registry()
+    vars(registry).update(vars(_known_registry(opset_version)))
+    registry.functions = {target: [*known] for target, known in registry.functions.items()}
+    return registry
+
+
+@functools.cache
+def _known_registry(opset_version: int) -> Any:
+    return _read_registry(opset_version=opset_version)
 
 
 def _stays(node: torch.fx.Node, registry: Any, whole: Container[Any]) -> bool:

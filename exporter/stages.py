@@ -37,19 +37,18 @@ class Stages:
     Args:
         folder: where the bundle is written.
         built_with: versions of libraries; what others made is made again.
-        tidy: whether to remove what no record speaks for, which another process may be writing.
 
     Attributes:
         files: entries of the files of all stages so far.
     """
 
-    def __init__(self, folder: Path, built_with: dict[str, str], *, tidy: bool = True) -> None:
+    def __init__(self, folder: Path, built_with: dict[str, str]) -> None:
         self._folder = folder
         self._records = folder / RECORDS
         self._built_with = built_with
         self.files: list[FileEntry] = []
         kept = {RECORDS, *(record.stem for record in self._records.glob("*.json"))}
-        for path in folder.iterdir() if tidy else ():
+        for path in folder.iterdir():
             if path.name not in kept:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._records.mkdir(exist_ok=True)

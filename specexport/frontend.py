@@ -300,19 +300,15 @@ def _built(
 
 def _build(options: dict[str, Any], output: Path) -> None:
     from specexport.building import exporter, progress_bars, warn_of_settings
-    from specexport.exporter.second_process import SecondProcess
 
-    with SecondProcess(options["methods"]) as second:
-        module = exporter()
-        try:
-            wanted = module.BuildOptions(
-                output=output, resume=True, engines=_engines(options.get("backend")), **options
-            )
-        except TypeError as error:
-            raise BuildError(f"{str(error).rpartition(') ')[2] or error}") from error
-        print(f"building {output}", file=sys.stderr)
-        with progress_bars() as progress:
-            warn_of_settings(read_manifest(module.build(wanted, progress, second=second)))
+    module = exporter()
+    try:
+        wanted = module.BuildOptions(output=output, resume=True, engines=_engines(options.get("backend")), **options)
+    except TypeError as error:
+        raise BuildError(f"{str(error).rpartition(') ')[2] or error}") from error
+    print(f"building {output}", file=sys.stderr)
+    with progress_bars() as progress:
+        warn_of_settings(read_manifest(module.build(wanted, progress)))
 
 
 def _engines(backend: str | None) -> Any:

@@ -14,7 +14,6 @@ from typing import Any
 import hypothesis
 import pytest
 
-from specexport.exporter import second_process
 from specexport.runtime import Engine
 
 # Models this small are several times slower on more threads. torch reads it when it is imported.
@@ -55,14 +54,6 @@ def fixed_number_of_draft_tokens() -> Iterator[None]:
     """Engines of tests draft as many tokens as their bundles say, whatever steps cost on the machine at hand."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(Engine.load.__func__.__kwdefaults__, "calibrate", False)  # type: ignore[attr-defined]
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_process_a_build() -> Iterator[None]:
-    """Builds of tests take no second process: other tests have the other cores."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(second_process, "_cores", 1)
         yield
 
 

@@ -17,10 +17,8 @@ from specexport.commands.compile import add_engine_arguments, asked_for, engine_
 from specexport.commands.inspect import summary
 from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError
-from specexport.contract.methods import Method
 from specexport.contract.model import Model
 from specexport.contract.reading import read_manifest
-from specexport.exporter.second_process import SecondProcess
 from specexport.method_flags import add_method_arguments, asked_methods
 from specexport.tables import show
 
@@ -112,12 +110,6 @@ def main(arguments: argparse.Namespace) -> int:
     methods = asked_methods(arguments)
     if arguments.draft_precision is not None and not any(method.stores_weights for method in methods):
         raise BuildError("--draft-precision was given without a draft, heads or a speculator, which it is for")
-    with SecondProcess(methods) as second:
-        _build(arguments, methods, second)
-    return 0
-
-
-def _build(arguments: argparse.Namespace, methods: tuple[Method, ...], second: SecondProcess) -> None:
     module = exporter()
     options = module.BuildOptions(
         target=arguments.target,
@@ -140,7 +132,7 @@ def _build(arguments: argparse.Namespace, methods: tuple[Method, ...], second: S
     )
     reports: list[CompileReport] = []
     with progress_bars() as progress:
-        module.build(options, progress, reports.append, second)
+        module.build(options, progress, reports.append)
     manifest = read_manifest(arguments.output)
     show(*map(render, reports), *summary(arguments.output, manifest))
     warn_of_settings(manifest)
@@ -152,6 +144,7 @@ def _build(arguments: argparse.Namespace, methods: tuple[Method, ...], second: S
                 f"{_converted_to(model)}, as their scales do not fit: error {before.converted_rms_error:.2%}",
                 file=sys.stderr,
             )
+    return 0
 
 
 def _converted_to(model: Model) -> str:
