@@ -43,7 +43,6 @@ TOKENS = 24
 
 _PLAIN = {name: value for name, value in GROUPED.items() if name != "num_key_value_heads"}
 _HEAD = {**GROUPED, "head_dim": 16}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}

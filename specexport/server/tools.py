@@ -73,7 +73,6 @@ HARMONY = CallFormat(
     tail="",
 )
 """gpt-oss: an answer is messages in channels, of which a call is the last."""
-_STATED_ID = re.compile(r"\[CALL_ID\]([a-zA-Z0-9]{9})\[ARGS\]")
 _PLAIN = CallFormat("arguments")
 """For models that know no tools; an answer can be bound to it all the same."""
 _PYTHON_TAG = "<|python_tag|>"
