@@ -14,6 +14,8 @@ from specexport.contract.generation import GenerationRules
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import (
     Method,
+    MethodOptions,
+    TextMethod,
     for_bundle,
     method_name,
     read_methods,
@@ -37,7 +39,7 @@ from specexport.runtime.params import SamplingParams
 from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.program import PLAIN_TREE, Speculation
 from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers.opening import Opening, open_proposer
+from specexport.runtime.proposers import Opening, open_proposer
 from specexport.runtime.request import Request
 from specexport.runtime.rules import Rules, SequenceBiases
 from specexport.runtime.scheduler import Scheduler
@@ -118,7 +120,7 @@ class Engine:
         *,
         threads: int | None = None,
         check_hashes: bool = True,
-        methods: Mapping[str, Any] | Method | str | Sequence[Mapping[str, Any] | Method | str] = (),
+        methods: Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[str, Any] | MethodOptions | str] = (),
         max_batch_size: int | None = None,
         prefix_cache: bool = True,
         calibrate: bool = True,
@@ -373,7 +375,7 @@ class Engine:
         method: str | None,
         tree: TokenTree,
         hypothesis: Sequence[int] = (),
-        options: Method | None = None,
+        options: MethodOptions | None = None,
     ) -> Request:
         tokens = list(prompt.tokens) if isinstance(prompt, EncodedPrompt) else prompt
         view = SlotView(0, tokens, params, np.random.default_rng(params.seed), tree, hypothesis, method, options)
@@ -444,7 +446,7 @@ class Engine:
                 pass
 
 
-def available_methods(manifest: Manifest, given: Sequence[Method] = ()) -> tuple[Method, ...]:
+def available_methods(manifest: Manifest, given: Sequence[MethodOptions] = ()) -> tuple[Method, ...]:
     """The methods that work with a bundle: those it was built for, and those that need no graph.
 
     Args:
@@ -454,8 +456,9 @@ def available_methods(manifest: Manifest, given: Sequence[Method] = ()) -> tuple
     Raises:
         BuildError: a given method needs a graph, or proposes chains that the bundle does not verify.
     """
+    named: dict[str, TextMethod] = {}
     for method in given:
-        if method.needs_graph:
+        if not isinstance(method, TextMethod):
             raise BuildError(
                 f"{method.name}: its options belong to the build, and the bundle is built; name it in a request, or "
                 "build another bundle"
@@ -466,8 +469,8 @@ def available_methods(manifest: Manifest, given: Sequence[Method] = ()) -> tuple
                 f"{method.name}: the bundle verifies chains of at most {most} draft tokens; ask for those by "
                 "num_speculative_tokens"
             )
+        named[method.name] = method
     own = {method.name: method for method in manifest.methods}
-    named = {method.name: method for method in given}
     for kind in text_methods():
         name = method_name(kind)
         if name in named or name not in own:

@@ -15,7 +15,7 @@ from specexport.runtime.choice import Fit, Option, best
 from specexport.runtime.costs import Costs
 from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation, StepResult
 from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers.reader import common_prefix
+from specexport.runtime.reader import common_prefix
 from specexport.runtime.request import Request
 
 LookUp = Callable[[str, SlotView], Sequence[int]]
@@ -276,7 +276,7 @@ class MeasuredPolicy(SpeculationPolicy):
         return [(min(known[fit.alike][fit.depth], most), fit) for fit in fits]
 
     def _fit(self, name: str, tree: TokenTree) -> Fit:
-        width, nodes = self._speculations[name].method.width(tree), len(tree)
+        width, nodes = self._speculations[name].method.beside + len(tree), len(tree)
         return Fit(tree, width, nodes, tree.depth, 0 if tree.is_chain else nodes)
 
     def learn(self, requests: Sequence[Request], step: StepResult, seconds: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from specexport.contract.shapes import window
 from specexport.runtime.program import StepProgram
-from specexport.runtime.proposers.reader import common_prefix
+from specexport.runtime.reader import common_prefix
 
 
 class Slots:

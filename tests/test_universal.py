@@ -12,12 +12,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.universal_draft import UniversalDraft
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
+from specexport.methods.universal_draft.propose import UniversalDraftProposer
+from specexport.methods.universal_draft.spec import UniversalDraft
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import Proposal, Proposer, SlotView
-from specexport.runtime.proposers.universal_draft import UniversalDraftProposer
 from specexport.runtime.speculative import PLAIN
 from tests.manifests import rewritten
 from tests.ways import ways

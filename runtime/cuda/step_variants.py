@@ -232,9 +232,11 @@ class StepVariants:
             return []
         own = filled_trees(method)
         for tree in sorted(trees, key=len):
+            if (run := method.device_run(tree)) is None:
+                continue
             point = fill_point(method, tree, self._slots)
             known = [fill for fill, made in graphs_of(graphs, Fill) if fills(fill, method) and point in made.points]
             fill = known[0] if known and tree in own else None
             if fill is not None or (tree.is_chain and not method.drafted_stages):
-                found.append(Drafting(graph, *method.device_run(tree), method.support, tree, point, fill))
+                found.append(Drafting(graph, *run, method.support, tree, point, fill))
         return found
