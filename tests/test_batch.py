@@ -47,7 +47,7 @@ class Generous(SpeculationPolicy):
     def assign(self, requests: Sequence[Request], joining: int = 0) -> None:
         """Sets the tree of each request's next step."""
         for request in requests:
-            request.view.tree = request.tree if request.room > 1 else PLAIN_TREE
+            request.view.tree = request.tree if request.remaining > 1 else PLAIN_TREE
 
 
 @pytest.fixture

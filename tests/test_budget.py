@@ -27,8 +27,8 @@ from specexport.runtime.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
 from specexport.runtime.choice import Option, best
 from specexport.runtime.costs import Cost, CostCurve, Costs, MethodCosts
 from specexport.runtime.policy import (
-    LONGEST_REST,
     MARGIN,
+    MAX_PLAIN_STEPS,
     PROBE_SHARE,
     READ_SHARE,
     MeasuredPolicy,
@@ -280,7 +280,7 @@ def test_where_nothing_pays_it_is_not_asked_each_step(manifest: Manifest) -> Non
     batch.budget._choose = lambda *given: (asked.append(True), choose(*given))  # type: ignore[method-assign, assign, func-returns-value]
     for _ in range(100):
         assert batch.step(lambda _: 0) == [1, 1]
-    assert 100 / (LONGEST_REST + 1) <= len(asked) <= 100 / (LONGEST_REST + 1) + 4
+    assert 100 / (MAX_PLAIN_STEPS + 1) <= len(asked) <= 100 / (MAX_PLAIN_STEPS + 1) + 4
     # Others are there: it is asked at once.
     asked.clear()
     batch.requests.pop()

@@ -204,7 +204,7 @@ def test_a_damaged_bundle_is_named_and_built_anew(model: Path, harm: str) -> Non
     builds = Builds()
     made = cached_bundle({"target": str(model)}, builds)
     HARMS[harm](made)
-    with pytest.warns(UserWarning, match=f"{made.name}.*it is removed and built anew"):
+    with pytest.warns(UserWarning, match=f"{made.name}.*it is removed and built again"):
         assert cached_bundle({"target": str(model)}, builds) == made
     assert cached_bundle({"target": str(model)}, builds) == made
     assert len(builds.options) == 2
@@ -223,7 +223,7 @@ def test_llm_mends_what_was_damaged(tmp_path: Path, cache: Path) -> None:
     before = text()
     (made,) = (cache / "bundles").iterdir()
     _first_byte(made / "target" / "weights.bin")
-    with pytest.warns(UserWarning, match=r"weights\.bin: sha256.*built anew"):
+    with pytest.warns(UserWarning, match=r"weights\.bin: sha256.*built again"):
         assert text() == before
 
 
