@@ -28,7 +28,7 @@ MAX_CHOICES = 128
 _LARGEST = 2**31 - 1
 
 
-@dataclass(frozen=True, eq=False)  # equal ones would be one: ``Annotated`` keeps what it was given, and 0 equals False
+@dataclass(frozen=True, eq=False)  # ``Annotated`` caches by equality, and 0 equals False
 class Only:
     """A field that may only state the default: one of ``values``, or nothing; anything else is refused."""
 
@@ -41,8 +41,8 @@ class Only:
         return {"enum": [None, {}, [], *self.values], "description": "Anything else is not supported."}
 
     def _checked(self, value: Any) -> Any:
-        alike = (known for known in self.values if isinstance(known, bool) == isinstance(value, bool))
-        if value not in ({}, []) and value not in tuple(alike):
+        same_type = (allowed for allowed in self.values if isinstance(allowed, bool) == isinstance(value, bool))
+        if value not in ({}, []) and value not in tuple(same_type):
             expected = " or ".join(map(json.dumps, self.values))
             raise ValueError(f"not supported; leave it out{expected and f' or send {expected}'}")
         return value
@@ -55,8 +55,8 @@ Label = Annotated[Annotated[str, Field(max_length=512)] | None, Field(descriptio
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 Tokens = Annotated[list[Count], Field(min_length=1, fail_fast=True)]
-Others = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-PromptOthers = Annotated[Others | None, Field(description="The same of the prompt's tokens; not streamed.")]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+PromptAlternatives = Annotated[Alternatives | None, Field(description="The same of the prompt's tokens; not streamed.")]
 Text = Annotated[str, Field(max_length=4_000_000)]
 TokenId = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -79,11 +79,11 @@ class _Request(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        """Clients send null for nothing; for ``max_tokens`` it means no limit."""
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
+    def _without_nulls(cls, body: Any) -> Any:
+        """Removes nulls, which clients send for absent fields; for ``max_tokens`` null means no limit."""
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None or name == "max_tokens"}
 
 
 class Accepted(_Request):
@@ -154,25 +154,25 @@ class StructuredOutputs(_Request):
     disable_additional_properties: Annotated[Any, Only((False,))] = None
 
     @model_validator(mode="after")
-    def _one(self) -> StructuredOutputs:
+    def _at_most_one(self) -> StructuredOutputs:
         if len(self.bounds()) > 1:
             raise ValueError("give one of json, json_object, choice, regex and grammar")
         return self
 
     def bounds(self) -> list[dict[str, str]]:
         """As parameters of the engine."""
-        found: list[dict[str, str]] = []
+        bounds: list[dict[str, str]] = []
         if self.json_ is not None:
-            found.append({"json_schema": self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)})
+            bounds.append({"json_schema": self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)})
         if self.json_object:
-            found.append({"json_schema": ANY_OBJECT})
+            bounds.append({"json_schema": ANY_OBJECT})
         if self.choice is not None:
-            found.append({"grammar": "start: " + " | ".join(map(quoted, self.choice))})
+            bounds.append({"grammar": "start: " + " | ".join(map(quoted, self.choice))})
         if self.regex is not None:
-            found.append({"grammar": f"start: {_lark_regex(self.regex)}"})
+            bounds.append({"grammar": f"start: {_lark_regex(self.regex)}"})
         if self.grammar is not None:
-            found.append({"grammar": self.grammar})
-        return found
+            bounds.append({"grammar": self.grammar})
+        return bounds
 
 
 ANY_OBJECT = '{"type": "object"}'
@@ -182,25 +182,25 @@ _CONTROLS = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v", "\f": r"\f"}
 
 
 def _lark_regex(regex: str) -> str:
-    """A regular expression as Lark writes it: the whole output fits it, so that anchors at its ends say nothing."""
-    regex = re.sub(r"^\^|(?<!\\)((?:\\\\)*)\$$", lambda found: found[1] or "", regex)
+    """A regular expression in Lark's syntax; it matches the whole output, so anchors at its ends are removed."""
+    regex = re.sub(r"^\^|(?<!\\)((?:\\\\)*)\$$", lambda match: match[1] or "", regex)
 
-    def written(found: re.Match[str]) -> str:
-        """A slash ends it in Lark, and a line ends a rule; ``re.escape`` puts a backslash before either."""
-        letter = found[1] or found[0]
-        return r"\/" if letter == "/" else _CONTROLS.get(letter, found[0])
+    def escape(match: re.Match[str]) -> str:
+        """Escapes slashes and line breaks, which end it in Lark; ``re.escape`` puts a backslash before either."""
+        letter = match[1] or match[0]
+        return r"\/" if letter == "/" else _CONTROLS.get(letter, match[0])
 
-    safe = re.sub(r"(?s)\\(.)|[/\n\r\t\v\f]", written, regex)
+    safe = re.sub(r"(?s)\\(.)|[/\n\r\t\v\f]", escape, regex)
     return f"/(?:{safe})/"
 
 
 def quoted(text: str) -> str:
-    """A text as Lark writes it."""
+    """A string literal of Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 class GenerationRequest(Accepted):
-    """What completions, chats and responses have in common."""
+    """The common fields of completions, chats and responses."""
 
     model: str | None = Field(None, max_length=4096, description="One of /v1/models; may be left out.")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Outputs for a prompt.")
@@ -241,7 +241,7 @@ class GenerationRequest(Accepted):
 
     @property
     def hypothesis(self) -> str | None:
-        """What the output is expected to be."""
+        """The expected output."""
         return None
 
     @property
@@ -262,8 +262,8 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Count | None = Field(
         16, description="None for what the context holds; left out, the model's own if it has one."
     )
-    logprobs: Others | None = Field(None, description="Return log-probabilities, with this many others each.")
-    prompt_logprobs: PromptOthers = None
+    logprobs: Alternatives | None = Field(None, description="Return log-probabilities, with this many others each.")
+    prompt_logprobs: PromptAlternatives = None
     echo: bool = Field(False, description="Begin the text with the prompt.")
     add_special_tokens: bool = Field(True, description="Of a text: those the tokenizer adds by itself.")
 
@@ -403,8 +403,8 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     max_completion_tokens: Count | None = Field(None, description="None for what the context holds.")
     max_tokens: Count | None = Field(None, description="The older name of max_completion_tokens.")
     logprobs: bool = Field(False, description="Return each token's log-probability.")
-    top_logprobs: Others | None = Field(None, description="And those of this many others.")
-    prompt_logprobs: PromptOthers = None
+    top_logprobs: Alternatives | None = Field(None, description="And those of this many others.")
+    prompt_logprobs: PromptAlternatives = None
     response_format: Annotated[AnyFormat | JsonSchema, Field(discriminator="type")] | None = Field(
         None, description="Constrains the answer to a grammar."
     )
