@@ -7,7 +7,7 @@ from typing import Protocol
 
 from specexport.contract.model import Model
 from specexport.runtime.graph import Buffers, Graph
-from specexport.runtime.program import Speculation, StepProgram
+from specexport.runtime.step_program import LoadedMethod, StepProgram
 
 
 class Backend(Protocol):
@@ -43,7 +43,7 @@ class Backend(Protocol):
             BackendError: the graph is refused, or does not fit.
         """
 
-    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
+    def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
         """The program that takes steps with the opened graphs.
 
         Raises:

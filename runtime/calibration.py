@@ -21,9 +21,9 @@ from specexport.runtime.costs import Cost, CostCurve, MethodCosts
 from specexport.runtime.graph import Graph
 from specexport.runtime.machine import MachineRecord
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.program import Speculation
 from specexport.runtime.proposal import Proposal, Proposer, SlotView
 from specexport.runtime.step import HostProgram
+from specexport.runtime.step_program import LoadedMethod
 
 SECONDS = 3.0
 """About how long calibration may take, unless single steps are slower than that allows."""
@@ -67,7 +67,7 @@ def _versions() -> list[str]:
 def measure(
     manifest: Manifest,
     target: Graph,
-    speculations: Mapping[str, Speculation],
+    loaded_methods: Mapping[str, LoadedMethod],
     seconds: float = SECONDS,
     progress: Progress | None = None,
 ) -> CostCurve:
@@ -80,18 +80,18 @@ def measure(
     Args:
         manifest: the bundle's.
         target: the target's graph; nothing else may use it meanwhile, and its slots are emptied.
-        speculations: the methods to measure, by name.
+        loaded_methods: the methods to measure, by name.
         seconds: about how long it may take.
         progress: called with what is being timed, the rounds done and the rounds in all.
     """
-    program = HostProgram(manifest, target, {_FIXED: Speculation(Method(), _Fixed())})
+    program = HostProgram(manifest, target, {_FIXED: LoadedMethod(Method(), _Fixed())})
     points = manifest.target.graph.points
     tokens = _spaced(sorted({point.tokens for point in points if point.rows == point.tokens}))
     text = [at % min(_PERIOD, manifest.target.vocab_size) for at in range(_length(manifest, tokens[-1]))]
     target.shrink_cache(0)
     steps: list[Cost] = []
-    proposals: dict[str, list[Cost]] = {name: [] for name in speculations}
-    reads = {name: _read(manifest, method, text, target.sizes[-1]) for name, method in speculations.items()}
+    proposals: dict[str, list[Cost]] = {name: [] for name in loaded_methods}
+    reads = {name: _read(manifest, method, text, target.sizes[-1]) for name, method in loaded_methods.items()}
     noise: list[float] = []
     end, batch_time = time.perf_counter() + seconds, 0.0
     for batch in target.sizes:
@@ -104,10 +104,10 @@ def measure(
             for width in tokens
             if width <= most
         }
-        for name, speculation in speculations.items():
-            trees = speculation.method.smaller_trees(manifest.target)
+        for name, loaded in loaded_methods.items():
+            trees = loaded.method.smaller_trees(manifest.target)
             for tree in [tree for tree in trees if len(tree) <= most] or trees[-1:]:
-                trials[name, len(tree)] = _propose(speculation.proposer, _views(text, batch, tree, name))
+                trials[name, len(tree)] = _propose(loaded.proposer, _views(text, batch, tree, name))
         share = (end - began) / (len(target.sizes) - target.sizes.index(batch))
         costs = _in_turns(trials, share, f"timing steps of {batch}", noise, progress)
         for (name, nodes), least in costs.items():
@@ -122,8 +122,8 @@ def measure(
         longer = _in_turns(ends, seconds / 8, f"timing steps with {larger} cache rows", noise, progress)
     for slot in range(target.sizes[-1]):
         target.copy(slot, slot, 0)
-        for speculation in speculations.values():
-            speculation.proposer.release(slot)
+        for loaded in loaded_methods.values():
+            loaded.proposer.release(slot)
     target.shrink_cache(0)
     return CostCurve(
         rows=rows,
@@ -193,9 +193,9 @@ def _propose(proposer: Proposer, views: Sequence[SlotView]) -> Trial:
     return trial
 
 
-def _read(manifest: Manifest, speculation: Speculation, text: Sequence[int], slots: int) -> float:
+def _read(manifest: Manifest, loaded: LoadedMethod, text: Sequence[int], slots: int) -> float:
     """Has a method read a text in every slot; returns the seconds of a chunk, 0 if no draft reads."""
-    method, proposer = speculation.method, speculation.proposer
+    method, proposer = loaded.method, loaded.proposer
     views, outputs = _views(text, slots, TokenTree.chain(2), method.name), {}
     if method.target_outputs:
         point = ShapePoint(1, len(text), manifest.target.graph.points[0].cache, 1)

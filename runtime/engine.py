@@ -25,17 +25,16 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Backend
 from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.bypass import BypassRunner, bypasses_model, continuation
 from specexport.runtime.calibration import MOST_NOISE, SECONDS, Progress, measure, stored_costs
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.costs import CostCurve, Costs
 from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt, encoded
 from specexport.runtime.graph import Graph
-from specexport.runtime.hypothesis import BypassRunner, bypasses_model, continuation
 from specexport.runtime.logits import LogitsProcessor, Penalties
 from specexport.runtime.opening import DEFAULT_UTILIZATION, open_backend
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
-from specexport.runtime.program import PLAIN_TREE, Speculation
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.opening import Opening, open_proposer
 from specexport.runtime.request import Request
@@ -43,6 +42,7 @@ from specexport.runtime.rules import Rules, SequenceBiases
 from specexport.runtime.scheduler import Scheduler
 from specexport.runtime.speculative import DEFAULT, Speculative, choose
 from specexport.runtime.step import HostProgram
+from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod
 from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
 from specexport.runtime.values import require_text, token_ids
@@ -64,7 +64,7 @@ class Engine:
         tokenizer: the bundle's.
         chat_template: the model's, or None.
         backend: the backend that runs its graphs.
-        speculations: the loaded methods with their proposers, by name: those the bundle was built for, the default
+        loaded_methods: the methods with their proposers, by name: those the bundle was built for, the default
             first, then those that need no graph.
         slots: requests that run at once.
         costs: the costs of steps on this machine; None if each request speculates with its method's default.
@@ -75,7 +75,7 @@ class Engine:
         bundle: Bundle,
         backend: Backend,
         target: Graph,
-        speculations: Mapping[str, Speculation],
+        loaded_methods: Mapping[str, LoadedMethod],
         prefix_cache: bool = True,
         calibrate: bool = True,
         costs: CostCurve | None = None,
@@ -89,21 +89,21 @@ class Engine:
         self.backend = backend
         self._target = target
         self.slots = target.sizes[-1]
-        self.speculations = dict(speculations)
-        self._built = tuple(method.name for method in self.manifest.methods if method.name in speculations)
-        program = backend.program(target, self.speculations)
+        self.loaded_methods = dict(loaded_methods)
+        self._built = tuple(method.name for method in self.manifest.methods if method.name in loaded_methods)
+        program = backend.program(target, self.loaded_methods)
         if backend.execution != "host":  # on the host the first step costs 50 ms more, and warming up six times that
-            self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.speculations), reuse=True))
+            self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.loaded_methods), reuse=True))
         if costs is not None:
             self.costs: Costs | None = Costs(costs)
         else:
-            measured = self._stored_costs() if calibrate and self.speculations else None
+            measured = self._stored_costs() if calibrate and self.loaded_methods else None
             self.costs = None if measured is None else Costs(measured, refined=True)
         self._lookup: str | None = None
         if self.costs is None:
-            policy = SpeculationPolicy(self.manifest, self.speculations)
+            policy = SpeculationPolicy(self.manifest, self.loaded_methods)
         else:
-            policy = MeasuredPolicy(self.manifest, self.speculations, self.costs, target.sizes)
+            policy = MeasuredPolicy(self.manifest, self.loaded_methods, self.costs, target.sizes)
             if isinstance(program, HostProgram):  # a device's steps are captured with one way to propose
                 policy.look_up = program.look_up
                 methods = self.methods.values()
@@ -167,8 +167,8 @@ class Engine:
                 )
             target = running.open(manifest.target, slots, buffers(manifest.target_signature))
             opening = Opening(opened, running, slots)
-            speculations = {method.name: Speculation(method, open_proposer(method, opening)) for method in available}
-            return cls(opened, running, target, speculations, prefix_cache, calibrate, costs)
+            loaded_methods = {method.name: LoadedMethod(method, open_proposer(method, opening)) for method in available}
+            return cls(opened, running, target, loaded_methods, prefix_cache, calibrate, costs)
         except BaseException:
             running.close()
             raise
@@ -176,7 +176,7 @@ class Engine:
     @property
     def methods(self) -> dict[str, Method]:
         """Every method a request may choose, by name."""
-        return {name: speculation.method for name, speculation in self.speculations.items()}
+        return {name: loaded.method for name, loaded in self.loaded_methods.items()}
 
     @property
     def inexact(self) -> str:
@@ -199,7 +199,7 @@ class Engine:
         self._scheduler.close()
         if hasattr(self, "_target"):
             del self._target
-            self.speculations.clear()
+            self.loaded_methods.clear()
             self.backend.close()
 
     def prepare_grammars(self) -> None:
@@ -423,7 +423,7 @@ class Engine:
             seconds: about how long it may take.
             progress: called with what is being timed, the rounds done and the rounds in all.
         """
-        built = {name: self.speculations[name] for name in self._built if self.methods[name].needs_graph}
+        built = {name: self.loaded_methods[name] for name in self._built if self.methods[name].needs_graph}
         costs = measure(self.manifest, self._target, built, seconds, progress)
         if costs.noise <= MOST_NOISE:
             stored_costs(self.manifest, self.backend, self.slots).save(costs)

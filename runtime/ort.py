@@ -17,13 +17,13 @@ from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.states import KeptStates
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.declared import require_declared
 from specexport.runtime.graph import FIRST, TILE, Array, Buffers, Graph
 from specexport.runtime.graph_cache import GraphCache
+from specexport.runtime.graph_check import require_declared
 from specexport.runtime.kernels import PackedWeights, add_kernels, instruction_set, not_claimed
-from specexport.runtime.linked import open_linked
 from specexport.runtime.machine import disable_telemetry
 from specexport.runtime.ort_cache import GrowingCache, Rows
+from specexport.runtime.symlinks import open_linked
 
 _Shape = tuple[int, int, int, int]
 """Batch, tokens, rows and drafts: a shape point at any cache size."""

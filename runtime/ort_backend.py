@@ -10,9 +10,9 @@ from specexport.runtime.graph import Buffers, Graph
 from specexport.runtime.kernels import instruction_set, kernels_described
 from specexport.runtime.machine import available_cores, cpu_name
 from specexport.runtime.ort import OnnxRuntimeGraph, open_cached
-from specexport.runtime.program import Speculation
 from specexport.runtime.ranks import LeadingGraph
 from specexport.runtime.step import HostProgram
+from specexport.runtime.step_program import LoadedMethod
 
 
 class OnnxRuntimeBackend:
@@ -63,8 +63,8 @@ class OnnxRuntimeBackend:
         master = self._bundle.file(model.graph.master)
         return OnnxRuntimeGraph(master, session, model, self._bundle.manifest.lowering, slots, buffers)
 
-    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> HostProgram:
-        return HostProgram(self._bundle.manifest, target, speculations)
+    def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> HostProgram:
+        return HostProgram(self._bundle.manifest, target, loaded_methods)
 
     def close(self) -> None:
         """See :class:`~specexport.runtime.backend.Backend`; graphs go with their last reference, ranks end now."""

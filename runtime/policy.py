@@ -13,10 +13,10 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.acceptance import KEEP_OF_ALL, PRIOR, Acceptance, History
 from specexport.runtime.choice import Fit, Option, best
 from specexport.runtime.costs import Costs
-from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation, StepResult
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.reader import common_prefix
 from specexport.runtime.request import Request
+from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, StepResult
 
 LookUp = Callable[[str, SlotView], Sequence[int]]
 """Returns the draft tokens that a look-up method would propose for a slot."""
@@ -41,9 +41,9 @@ class SpeculationPolicy:
     number of requests, so a step verifies hardly more tokens than the bundle was built to verify at once.
     """
 
-    def __init__(self, manifest: Manifest, speculations: Mapping[str, Speculation]) -> None:
-        self._tokens = {name: len(loaded.method.token_trees()[0]) for name, loaded in speculations.items()}
-        self._smaller = {name: loaded.method.smaller_trees(manifest.target) for name, loaded in speculations.items()}
+    def __init__(self, manifest: Manifest, loaded_methods: Mapping[str, LoadedMethod]) -> None:
+        self._tokens = {name: len(loaded.method.token_trees()[0]) for name, loaded in loaded_methods.items()}
+        self._smaller = {name: loaded.method.smaller_trees(manifest.target) for name, loaded in loaded_methods.items()}
 
     def assign(self, requests: Sequence[Request], joining: int = 0) -> None:
         """Sets the tree of each request's next step; ``joining`` more requests are about to join."""
@@ -85,18 +85,18 @@ class MeasuredPolicy(SpeculationPolicy):
     """
 
     def __init__(
-        self, manifest: Manifest, speculations: Mapping[str, Speculation], costs: Costs, sizes: Sequence[int]
+        self, manifest: Manifest, loaded_methods: Mapping[str, LoadedMethod], costs: Costs, sizes: Sequence[int]
     ) -> None:
-        super().__init__(manifest, speculations)
+        super().__init__(manifest, loaded_methods)
         self.look_up: LookUp = lambda *_: ()
-        self._speculations = speculations
+        self._loaded_methods = loaded_methods
         self._costs = costs
         self._sizes = sizes
         self._chunk = manifest.prefill_chunk
         points = manifest.target.graph.points
         self._caches = sorted({point.cache for point in points})
         self._widths = sorted({point.tokens for point in points if point.rows == point.tokens})
-        self._fits = {name: [self._fit(name, tree) for tree in self._smaller[name]] for name in speculations}
+        self._fits = {name: [self._fit(name, tree) for tree in self._smaller[name]] for name in loaded_methods}
         self._chosen: dict[Request, Fit] = {}
         self._idle: list[_Idle] = []
         self._looked_up: dict[Request, Sequence[int]] = {}
@@ -247,7 +247,7 @@ class MeasuredPolicy(SpeculationPolicy):
         read, unread = self._costs.read(name), request.history.unread
         if not read or not unread:
             return 0.0
-        along = min(unread, self._speculations[name].proposer.reads_along)
+        along = min(unread, self._loaded_methods[name].proposer.reads_along)
         chunks = math.ceil((unread - along) / self._chunk) + along / self._chunk
         return read * chunks / (min(max(request.remaining / _TOKENS_A_STEP, 1.0), _STEPS_AHEAD) if spread else 1.0)
 
@@ -273,7 +273,7 @@ class MeasuredPolicy(SpeculationPolicy):
         return [(min(gains[fit.acceptance_class][fit.depth], most), fit) for fit in fits]
 
     def _fit(self, name: str, tree: TokenTree) -> Fit:
-        width, nodes = self._speculations[name].method.width(tree), len(tree)
+        width, nodes = self._loaded_methods[name].method.width(tree), len(tree)
         return Fit(tree, width, nodes, tree.depth, 0 if tree.is_chain else nodes)
 
     def learn(self, requests: Sequence[Request], step: StepResult, seconds: float) -> None:

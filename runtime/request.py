@@ -10,9 +10,9 @@ from typing import Literal
 
 from specexport.runtime.acceptance import History
 from specexport.runtime.logprobs import TokenLogprobs
-from specexport.runtime.program import Outcome, Verified
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.stats import Stats
+from specexport.runtime.step_program import Outcome, Verified
 from specexport.runtime.text import TextStream
 
 FinishReason = Literal["stop", "length", "cancelled"]

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from specexport.contract.errors import BackendError, RequestError
 from specexport.runtime.policy import SpeculationPolicy
-from specexport.runtime.program import Outcome, StepProgram
 from specexport.runtime.request import Chunk, Request
 from specexport.runtime.slots import Slots
 from specexport.runtime.stats import PLAIN
+from specexport.runtime.step_program import Outcome, StepProgram
 
 _MAX_FAILURES = 3
 """Failed turns in a row after which the engine, not a request, is to blame."""

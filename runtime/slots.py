@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from specexport.contract.shapes import window
-from specexport.runtime.program import StepProgram
 from specexport.runtime.proposers.reader import common_prefix
+from specexport.runtime.step_program import StepProgram
 
 
 class Slots:

@@ -16,20 +16,20 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.embeds import is_embedding
 from specexport.runtime.graph import Array, Graph
 from specexport.runtime.logprobs import token_logprobs
-from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation, StepResult, Verified
 from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotView, TextProposer
 from specexport.runtime.sampling import accept_greedy, accept_relaxed, accept_sampled, accept_typical
+from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, StepResult, Verified
 
 
 class HostProgram:
     """Steps driven from the host: one graph call to propose, one to verify, and NumPy for the rest.
 
-    See :class:`~specexport.runtime.program.StepProgram`.
+    See :class:`~specexport.runtime.step_program.StepProgram`.
 
     Args:
         manifest: the bundle's.
         target: the target's graph.
-        speculations: the methods with their proposers, by name; tuning replaces some of them.
+        loaded_methods: the methods with their proposers, by name; tuning replaces some of them.
         execution: see ``Stats.execution``.
     """
 
@@ -37,7 +37,7 @@ class HostProgram:
         self,
         manifest: Manifest,
         target: Graph,
-        speculations: Mapping[str, Speculation],
+        loaded_methods: Mapping[str, LoadedMethod],
         execution: str = "host",
     ) -> None:
         self.sizes = target.sizes
@@ -46,7 +46,7 @@ class HostProgram:
         self._longest = manifest.max_seq_len
         self._last_position = manifest.target.max_positions - 1
         self._target = target
-        self._speculations = speculations
+        self._loaded_methods = loaded_methods
 
     def step(self, views: Sequence[SlotView]) -> StepResult:
         start = time.perf_counter()
@@ -144,7 +144,7 @@ class HostProgram:
 
     def proposer(self, method: str) -> Proposer:
         """A method's proposer."""
-        return self._speculations[method].proposer
+        return self._loaded_methods[method].proposer
 
     def filled(self, slot: int) -> int:
         return self._target.filled(slot)
@@ -212,13 +212,13 @@ class HostProgram:
     def share(self, source: int, to: int, tokens: int) -> None:
         self._target.copy(source, to, tokens)
         if source != to:
-            for speculation in self._speculations.values():
-                speculation.proposer.share(source, to, tokens)
+            for loaded in self._loaded_methods.values():
+                loaded.proposer.share(source, to, tokens)
 
     def shrink_cache(self, rows: int) -> None:
         self._target.shrink_cache(rows)
-        for speculation in self._speculations.values():
-            speculation.proposer.shrink_cache(rows)
+        for loaded in self._loaded_methods.values():
+            loaded.proposer.shrink_cache(rows)
 
     def release(self, slot: int, method: str | None) -> None:
         for proposer in self._used(method):
@@ -226,7 +226,7 @@ class HostProgram:
 
     def _used(self, method: str | None) -> list[Proposer]:
         """The proposers that may have state of a slot: its method's, and those that read any text."""
-        loaded = self._speculations.items()
+        loaded = self._loaded_methods.items()
         return [s.proposer for name, s in loaded if name == method or not s.method.needs_graph]
 
 

@@ -23,7 +23,7 @@ from specexport.runtime.values import is_sequence, plain, shown, token_ids
 Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or ``{"prompt_embeds": parts}``, the same as
 ``EmbedsPrompt(parts)``."""
-HowToSpeculate = Speculative | Mapping[str, Any] | str
+SpeculativeLike = Speculative | Mapping[str, Any] | str
 """What :meth:`~specexport.runtime.engine.Engine.stream` takes."""
 
 
@@ -114,7 +114,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        speculative: HowToSpeculate | Sequence[HowToSpeculate] | None = None,
+        speculative: SpeculativeLike | Sequence[SpeculativeLike] | None = None,
     ) -> list[RequestOutput]:
         """Continues prompts.
 
@@ -181,7 +181,7 @@ class LLM:
         prompts: list[tuple[str | None, engine.Prompt]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
-        speculative: HowToSpeculate | Sequence[HowToSpeculate] | None = None,
+        speculative: SpeculativeLike | Sequence[SpeculativeLike] | None = None,
     ) -> list[RequestOutput]:
         params = _per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
         choices = _per_prompt("speculative", speculative, (Speculative, Mapping, str), len(prompts))
@@ -209,7 +209,7 @@ class LLM:
         text: str | None,
         prompt: engine.Prompt,
         params: SamplingParams | None,
-        speculative: HowToSpeculate | None,
+        speculative: SpeculativeLike | None,
     ) -> _Request:
         try:
             return _Request(text, self._frontend.streams(prompt, params, speculative))

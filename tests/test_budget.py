@@ -34,10 +34,10 @@ from specexport.runtime.policy import (
     MeasuredPolicy,
     SpeculationPolicy,
 )
-from specexport.runtime.program import Outcome, Speculation, StepResult
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.speculative import PLAIN
+from specexport.runtime.step_program import LoadedMethod, Outcome, StepResult
 from specexport.runtime.text import TextStream
 from tests.manifests import curve, trees_of
 from tests.reference import chi_square_p, exact_texts
@@ -48,10 +48,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SIZES = (1, 2, 4, 8)
 
 
-def speculations(manifest: Manifest) -> dict[str, Speculation]:
+def loaded_methods(manifest: Manifest) -> dict[str, LoadedMethod]:
     """Ways to propose that nothing is asked of."""
     return {
-        method_name(method): Speculation(method, cast(Any, SimpleNamespace(reads_along=0)))
+        method_name(method): LoadedMethod(method, cast(Any, SimpleNamespace(reads_along=0)))
         for method in (*manifest.methods, for_bundle(Ngram(), manifest.target))
     }
 
@@ -60,7 +60,7 @@ class Batch:
     """Requests that only a budget sees, and steps that accept what a test says."""
 
     def __init__(self, manifest: Manifest, costs: CostCurve, count: int, asked: int) -> None:
-        self.budget = MeasuredPolicy(manifest, speculations(manifest), Costs(costs), SIZES)
+        self.budget = MeasuredPolicy(manifest, loaded_methods(manifest), Costs(costs), SIZES)
         self._method = method_name(manifest.methods[0])
         self._tree = next(tree for tree in trees_of(manifest, self._method) if len(tree) == asked)
         self.replace(count)

@@ -15,7 +15,7 @@ def recorded(engine: Engine, method: str) -> Iterator[list[tuple[int, Proposal]]
 
     Yields a list to which each proposal is added, with the length of the text before it.
     """
-    proposer = engine.speculations[method].proposer
+    proposer = engine.loaded_methods[method].proposer
     propose = proposer.propose
     records: list[tuple[int, Proposal]] = []
 

@@ -218,7 +218,7 @@ def _method(method: Method, run: MethodRun) -> Outcome:
     if compared is None:
         raise NotRunError(f"{method.name} has no graph of its own to compare")
     sentence, agreement = compared
-    assert isinstance(agreement, logits.Agreement)
+    assert isinstance(agreement, logits.TokenAgreement)
     return agreement.share >= agreement.limits.agreement, f"{sentence} at {_agreement(agreement)}", _counted(agreement)
 
 
@@ -244,7 +244,7 @@ def _moved(bundle: Bundle, target: str | None, sources: Mapping[str, str]) -> di
     return locations
 
 
-def _counted(a: logits.Agreement) -> Numbers:
+def _counted(a: logits.TokenAgreement) -> Numbers:
     return {
         "positions": a.positions,
         "same": a.same,
@@ -253,7 +253,7 @@ def _counted(a: logits.Agreement) -> Numbers:
     }
 
 
-def _agreement(agreement: logits.Agreement) -> str:
+def _agreement(agreement: logits.TokenAgreement) -> str:
     ties = f" and one as good at {agreement.ties}" if agreement.ties else ""
     return f"{agreement.same} of {agreement.positions} positions{ties} (limit {agreement.limits.agreement:.0%})"
 

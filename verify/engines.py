@@ -31,7 +31,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.library import choose
 from specexport.runtime.cuda.trt import check_version, load_engine
-from specexport.runtime.linked import open_linked
+from specexport.runtime.symlinks import open_linked
 from specexport.verify.feeds import CACHE_TYPES, FIRST_CHOICES, Feed, GraphRun
 
 LIMITS: dict[ComputedIn, float] = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 0.2}

@@ -13,7 +13,7 @@ from specexport.contract.model import OPSETS, RankFiles
 from specexport.contract.signature import Dim, Signature, caches, returned
 from specexport.contract.tensors import CARRIED, MEETINGS
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.linked import without_links
+from specexport.runtime.symlinks import without_links
 
 _TYPES: dict[int, str] = {TensorProto.INT64: "int64", TensorProto.FLOAT: "float32", TensorProto.BOOL: "bool"}
 Shapes = dict[str, tuple[str, tuple[Dim, ...]]]

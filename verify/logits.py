@@ -51,14 +51,12 @@ LIMITS: dict[str, Limits] = {
     "fp8": Limits(largest=np.inf, rms=0.3, agreement=0.8, kl=0.1),
     "int8": Limits(largest=np.inf, rms=0.15, agreement=0.9, kl=0.05),
     "int4": Limits(largest=np.inf, rms=0.7, agreement=0.5, kl=0.4),
-    "stored": Limits(
-        largest=np.inf, rms=0.15, agreement=0.9, kl=0.05
-    ),  # as int8, for matrices that are rounded again
+    "stored": Limits(largest=np.inf, rms=0.15, agreement=0.9, kl=0.05),  # as int8, for matrices that are rounded again
 }
 
 
 @dataclass
-class Agreement:
+class TokenAgreement:
     """Positions at which a graph's preferred tokens are compared with a model's.
 
     Attributes:
@@ -99,7 +97,7 @@ class LogitsResult:
     largest: float
     scale: float
     rms: float
-    agreement: Agreement
+    agreement: TokenAgreement
 
 
 def _scale(logits: Array) -> float:
@@ -131,7 +129,7 @@ def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]],
     expected = [call.expected(model) for call in calls]
     del model
     graph = open_step(bundle, calls)
-    agreement, finite, largest, error, total = Agreement(limits), True, 0.0, 0.0, 0.0
+    agreement, finite, largest, error, total = TokenAgreement(limits), True, 0.0, 0.0, 0.0
     for call, reference in zip(calls, expected, strict=True):
         logits = graph.logits(call.feed(manifest.target))
         agreement.count(reference, logits.argmax(axis=-1))
@@ -169,7 +167,7 @@ def measure_quality(bundle: Bundle, checkpoint: Path) -> Quality | None:
     return measure(bundle.file, bundle.manifest.lowering, described, expected)
 
 
-def compare_embeds(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]], limits: Limits) -> Agreement:
+def compare_embeds(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]], limits: Limits) -> TokenAgreement:
     """Compares the step graph, given the model's own embeddings instead of every other token, with the model.
 
     Raises:
@@ -179,7 +177,7 @@ def compare_embeds(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]],
     references = [(reference_embeds(model, np.array(text)), reference_logits(model, np.array(text))) for text in texts]
     del model
     prefills = [list(prefill_calls(bundle.manifest, text)) for text in texts]
-    agreement, graph = Agreement(limits), open_step(bundle, [call for calls in prefills for call in calls])
+    agreement, graph = TokenAgreement(limits), open_step(bundle, [call for calls in prefills for call in calls])
     for (embeds, expected), calls in zip(references, prefills, strict=True):
         for call in calls:
             logits = graph.logits(half_embedded(call.feed(bundle.manifest.target), embeds))

@@ -21,7 +21,7 @@ from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers.opening import Opening, open_proposer
 from specexport.tuning.record import recorded
-from specexport.verify.logits import LIMITS, Agreement, paired
+from specexport.verify.logits import LIMITS, TokenAgreement, paired
 
 _RECORDED_STEPS = 6
 """Tokens decoded after each prompt to record proposals; the model reads the text again for each."""
@@ -108,6 +108,6 @@ class MethodRun:
                 results += [(whole[:length], proposal.candidates[:, 0]) for length, proposal in recorder]
         return results
 
-    def agreement(self, *stored: str) -> Agreement:
+    def agreement(self, *stored: str) -> TokenAgreement:
         """An empty agreement with the limits of the coarsest of several precisions."""
-        return Agreement(max((LIMITS[kind] for kind in stored), key=lambda limits: limits.rms))
+        return TokenAgreement(max((LIMITS[kind] for kind in stored), key=lambda limits: limits.rms))

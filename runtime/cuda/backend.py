@@ -12,20 +12,20 @@ from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
+from specexport.runtime.cuda.device_program import DeviceProgram
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor, worst
 from specexport.runtime.cuda.graph import DeviceGraph
 from specexport.runtime.cuda.library import Library
 from specexport.runtime.cuda.memory import Device
 from specexport.runtime.cuda.nccl import Communicator, Nccl
 from specexport.runtime.cuda.ort import OnnxRuntimeLibrary
-from specexport.runtime.cuda.program import DeviceProgram
 from specexport.runtime.cuda.step_variants import StepVariants
 from specexport.runtime.cuda.steps import Steps
 from specexport.runtime.cuda.trt import EngineLibrary
 from specexport.runtime.graph import Buffers, Graph
-from specexport.runtime.program import Speculation, StepProgram
 from specexport.runtime.ranks import ORPHANED, Followers, Job, Leading, Meeting, RankLostError
 from specexport.runtime.step import HostProgram
+from specexport.runtime.step_program import LoadedMethod, StepProgram
 
 T = TypeVar("T", bound=DeviceGraph)
 
@@ -187,18 +187,18 @@ class CudaBackend:
         """See :class:`~specexport.runtime.backend.Backend`."""
         return "on a device a row's rounding depends on the number of rows"
 
-    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
+    def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
         """See :class:`~specexport.runtime.backend.Backend`; on the device if the library runs its graphs."""
-        return self._run(lambda: self._program(target, speculations))
+        return self._run(lambda: self._program(target, loaded_methods))
 
-    def _program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
+    def _program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
         manifest = self._bundle.manifest
         graphs = self._library.program()
-        host = HostProgram(manifest, target, speculations, self.execution)
+        host = HostProgram(manifest, target, loaded_methods, self.execution)
         if not graphs or not isinstance(target, DeviceGraph):
             return host
         try:
-            variants = StepVariants(manifest, target, speculations, graphs)
+            variants = StepVariants(manifest, target, loaded_methods, graphs)
             self._steps = Steps(self._shared, target, graphs, variants.all)
         except BaseException:
             for _, executor in graphs:

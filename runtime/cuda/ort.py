@@ -21,8 +21,8 @@ from specexport.runtime.cuda.executor import CACHE_TYPES, Enqueue
 from specexport.runtime.cuda.library import Library
 from specexport.runtime.cuda.memory import Device, Region, Tensor, aligned
 from specexport.runtime.cuda.nccl import Communicator
-from specexport.runtime.linked import open_linked
 from specexport.runtime.machine import disable_telemetry
+from specexport.runtime.symlinks import open_linked
 
 MINIMUM = (1, 31)
 """Older releases were not tested, and may lack features that are used here."""

@@ -17,8 +17,8 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.cuda.executor import Executor
 from specexport.runtime.cuda.graph import DeviceGraph, Width
 from specexport.runtime.graph import Array
-from specexport.runtime.program import Speculation
 from specexport.runtime.proposal import SlotView
+from specexport.runtime.step_program import LoadedMethod
 
 G = TypeVar("G", Accept, Fill, Commit)
 ProgramGraphs = Sequence[tuple[ProgramGraph, Executor]]
@@ -142,14 +142,14 @@ class StepVariants:
     """
 
     def __init__(
-        self, manifest: Manifest, target: DeviceGraph, speculations: Mapping[str, Speculation], graphs: ProgramGraphs
+        self, manifest: Manifest, target: DeviceGraph, loaded_methods: Mapping[str, LoadedMethod], graphs: ProgramGraphs
     ) -> None:
         self._slots = target.sizes[-1]
         self._accepts = tuple(accept for accept, _ in graphs_of(graphs, Accept))
-        self._support = {name: loaded.method.support for name, loaded in speculations.items()}
+        self._support = {name: loaded.method.support for name, loaded in loaded_methods.items()}
         trees = {
             name: loaded.method.smaller_trees(manifest.target)
-            for name, loaded in speculations.items()
+            for name, loaded in loaded_methods.items()
             if tensors.LOGITS not in loaded.proposer.observes
         }
         self._longest = {name: max(map(len, of_method)) for name, of_method in trees.items()}
@@ -164,7 +164,7 @@ class StepVariants:
                 if T and N:
                     self._verified[at, length] = by_shape.setdefault((at, T, N), StepVariant(accept, T, N))
         for name, of_method in trees.items():
-            for drafting in self._fillable(name, speculations[name], of_method, graphs):
+            for drafting in self._fillable(name, loaded_methods[name], of_method, graphs):
                 length = len(drafting.tree)
                 for at, accept in enumerate(self._accepts):
                     variant = self._verified.get((at, length))
@@ -221,10 +221,10 @@ class StepVariants:
         return T, N
 
     def _fillable(
-        self, name: str, speculation: Speculation, trees: Collection[TokenTree], graphs: ProgramGraphs
+        self, name: str, loaded: LoadedMethod, trees: Collection[TokenTree], graphs: ProgramGraphs
     ) -> list[Drafting]:
         """The trees of a method that its draft can fill on the device, the smallest first."""
-        draft, method, fillable = speculation.proposer.device_draft, speculation.method, list[Drafting]()
+        draft, method, fillable = loaded.proposer.device_draft, loaded.method, list[Drafting]()
         graph = draft.graph if draft is not None else None
         if not isinstance(graph, DeviceGraph) or not graph.self_contained:
             return []

@@ -19,9 +19,9 @@ from specexport.runtime.cuda.step_variants import StepVariant, StepVariants, rea
 from specexport.runtime.cuda.steps import Steps
 from specexport.runtime.cuda.stream import CudaStream
 from specexport.runtime.graph import Array
-from specexport.runtime.program import PLAIN_TREE, Outcome, StepResult, Verified
 from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, SlotView
 from specexport.runtime.step import HostProgram, padded_mask
+from specexport.runtime.step_program import PLAIN_TREE, Outcome, StepResult, Verified
 
 _NEVER = np.float32(1e30)
 """Noise that rejects any draft token: its product with q exceeds every p."""
@@ -44,7 +44,7 @@ class _Part:
 
 
 class DeviceProgram:
-    """Steps that stay on the device, each of all slots; see :class:`~specexport.runtime.program.StepProgram`.
+    """Steps that stay on the device, each of all slots; see :class:`~specexport.runtime.step_program.StepProgram`.
 
     The host waits once a step: a draft proposes, the target verifies, acceptance is decided and the rows of the
     accepted path are made contiguous before the host reads the result. If the host proposes (by look-up, from heads, or

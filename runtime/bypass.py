@@ -9,8 +9,8 @@ from typing import Protocol
 from tokenizers import Tokenizer
 
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.program import Outcome
 from specexport.runtime.request import Chunk, Request
+from specexport.runtime.step_program import Outcome
 from specexport.runtime.values import require_text
 
 
