@@ -24,7 +24,7 @@ class GraphCache:
     same one, so its results are equal bit for bit. A graph that cannot be cached or read is optimized again.
 
     Args:
-        about: everything that it depends on beside this machine.
+        about: everything that it depends on, apart from this machine.
         keep: whether to write the entry if it is missing.
     """
 

@@ -95,7 +95,7 @@ def open_session(
         # No kernel takes one scale a column: dequantize once, not in every step.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
 
-    # onnxruntime adds its own provider to ours, and takes no list beside it.
+    # onnxruntime adds its own provider to ours, and then accepts no list.
     kernels = add_kernels(options, threads, packed)
     providers = None if kernels else ["CPUExecutionProvider"]
     # The kernels read weights as stored; folding would widen or duplicate them. They know MatMul, not Gemm.

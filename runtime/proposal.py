@@ -287,7 +287,7 @@ def _tree_of(choices: tuple[tuple[int, ...], ...]) -> TokenTree:
 
 
 def drawn(tree: TokenTree, rows: Ints, tokens: Ints, ids: Ints, probs: Floats) -> tuple[Ints, Distributions, Ints]:
-    """The tokens of a tree in which those of rank 0 were drawn from q; others are the most probable beside them.
+    """The tokens of a tree in which those of rank 0 were drawn from q; others are the most probable alternatives.
 
     After a rejected drawn token the next is chosen without noise (q = 1), so multi-round rejection stays exact.
 

@@ -158,8 +158,8 @@ def _fill(call: GraphRun) -> _Values:
         rows = 1 if stages and not stage else call.point.rows if stages else call.point.drafts
         ids = np.stack([call.random.permutation(call.vocab)[:candidates] for _ in range(rows)])
         drawn, probs = ids[:, call.random.integers(candidates)], call.random.dirichlet(np.ones(candidates), rows)
-        for kind, values in zip(tensors.DRAFTED, (drawn, ids, probs), strict=True):
-            values |= {tensors.of_stage(kind, stage): values} if stages else {kind: values[:, None]}
+        for kind, array in zip(tensors.DRAFTED, (drawn, ids, probs), strict=True):
+            values |= {tensors.of_stage(kind, stage): array} if stages else {kind: array[:, None]}
     return values
 
 

@@ -16,7 +16,7 @@ from specexport.exporter.quality import Reference, default_text, energy, measure
 from specexport.runtime.bundle import Bundle
 from specexport.verify.steps import Array, half_embedded, open_step, prefill_calls, step_calls
 
-_Setting = TypeVar("_Other")
+_Setting = TypeVar("_Setting")
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class DeviceGraph(Graph):
         return self.cache.nbytes
 
     def reserve(self, rows: int) -> None:
-        # All memory was allocated at first.
+        # Needs no memory: the largest cache was allocated.
         if rows > self.cache.rows:
             self.cache.resize(self._cache_size(rows))
 

@@ -183,7 +183,7 @@ class Session:
         if self._conversation.unread > unread:
             self._terminal.notice(
                 f"The conversation has outgrown the context of {self._frontend.max_model_len} tokens: the model no "
-                f"longer reads its first {_counted(self._conversation.unread, 'turn')}. /reset begins anew."
+                f"longer reads its first {_counted(self._conversation.unread, 'turn')}. /reset starts over."
             )
         parts: list[str] = []
         reason = None
@@ -208,7 +208,7 @@ class Session:
             return f"The answer ends here as it may have {_counted(stats.output_tokens, 'token')} (--max-tokens)."
         return (
             f"The answer ends here as the context of {self._frontend.max_model_len} tokens is full. With the next "
-            "message the model reads the last turns only; /reset begins anew."
+            "message the model reads the last turns only; /reset starts over."
         )
 
     def _help(self, _: str) -> None:
@@ -230,7 +230,7 @@ class Session:
     def _reset(self, _: str) -> None:
         """Forget the conversation, not the system prompt."""
         self._conversation.reset()
-        self._terminal.notice("The conversation begins anew.")
+        self._terminal.notice("The conversation starts over.")
 
     def _stats(self, _: str) -> None:
         """Show what the last answer cost, and how full the context is."""

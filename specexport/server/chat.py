@@ -42,7 +42,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs: given without logprobs", param="top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
-        raise RequestError("max_tokens: given beside max_completion_tokens; give one of them", param="max_tokens")
+        raise RequestError("max_tokens: given with max_completion_tokens; give one of them", param="max_tokens")
     calls = service.calling(body)
     variables: dict[str, Any] = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     if calls is not None:
@@ -52,7 +52,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     bound = {} if calls is None else calls.bound()
     if body.response_format is not None and body.response_format.type != "text":
         if bound:
-            raise RequestError("response_format: given beside tools; give one of them", param="response_format")
+            raise RequestError("response_format: given with tools; give one of them", param="response_format")
         response_format = body.response_format
         schema = (
             json.dumps(response_format.json_schema.schema_) if isinstance(response_format, JsonSchema) else ANY_OBJECT

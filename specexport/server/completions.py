@@ -33,7 +33,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     scores = body.echo and body.logprobs is not None
     if scores and body.prompt_logprobs is not None:
         raise RequestError(
-            "prompt_logprobs: given beside echo and logprobs, which say the same", param="prompt_logprobs"
+            "prompt_logprobs: given with echo and logprobs, which return the same", param="prompt_logprobs"
         )
     params = params.replace(prompt_logprobs=body.logprobs if scores else body.prompt_logprobs)
     if body.echo:

@@ -62,7 +62,7 @@ async def answer_response(service: Service, request: Request, body: ResponseRequ
     form = None if body.text is None else body.text.format
     if form is not None and form.type != "text":
         if bound:
-            raise RequestError("text.format: given beside tools; give one of them", param="text.format")
+            raise RequestError("text.format: given with tools; give one of them", param="text.format")
         bound["json_schema"] = json.dumps(form.schema_) if isinstance(form, SchemaFormat) else ANY_OBJECT
     params = service.params(body, body.max_output_tokens, None, bound)
     (stream,) = await service.start([prompt], params, body)

@@ -146,7 +146,7 @@ class Service:
         bounds = [] if body.structured_outputs is None else body.structured_outputs.bounds()
         if bounds and bound:
             raise RequestError(
-                "structured_outputs: given beside tools or a response_format; give one of them",
+                "structured_outputs: given with tools or a response_format; give one of them",
                 param="structured_outputs",
             )
         overrides: dict[str, Any] = body.model_dump(include=SAMPLING, exclude_none=True)
