@@ -72,11 +72,9 @@ def best(
             if candidate > rate:
                 rate, chosen = candidate, (option,)
         return rate, chosen
-    for width in sorted({option.width for of_method in options for option in of_method}):
+    for width in sorted({option.width for choices in options for option in choices}):
         while True:
-            picks = tuple(
-                _pick([option for option in of_method if option.width <= width], rate) for of_method in options
-            )
+            picks = tuple(_pick([option for option in choices if option.width <= width], rate) for choices in options)
             proposing = [pick for pick in picks if pick is not None]
             tokens = requests + sum(pick.gain for pick in proposing)
             candidate = tokens / (verify(width) + sum(pick.seconds for pick in proposing))

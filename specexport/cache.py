@@ -25,17 +25,7 @@ from specexport.exporter.fingerprint import fingerprint
 from specexport.runtime.bundle import check_bundle
 from specexport.runtime.machine import cache_folder
 
-_READ = (
-    ".json",
-    ".safetensors",
-    ".gguf",
-    ".jinja",
-    ".txt",
-    ".model",
-    ".pt",
-    "pytorch_model.bin",
-    "adapter_model.bin",
-)
+_READ = (".json", ".safetensors", ".gguf", ".jinja", ".txt", ".model", ".pt", "pytorch_model.bin", "adapter_model.bin")
 """Suffixes of a checkpoint's files that a build may read."""
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _ABANDONED_AFTER = 7 * 24 * 3600

@@ -189,15 +189,13 @@ class LLM:
             self._request(index, *prompt, params[index], choices[index]) for index, prompt in enumerate(prompts)
         ]
         lengths = [len(request.streams[0].tokens) for request in requests]
-        results = self._complete([stream for request in requests for stream in request.streams], use_tqdm)
+        done = self._complete([stream for request in requests for stream in request.streams], use_tqdm)
         return [
             RequestOutput(
                 str(index),
                 request.text,
                 tuple(max(token, NO_TOKEN) for token in request.streams[0].tokens[:length]),
-                tuple(
-                    self._output(at, stream.params, results[id(stream)]) for at, stream in enumerate(request.streams)
-                ),
+                tuple(self._output(at, stream.params, done[id(stream)]) for at, stream in enumerate(request.streams)),
                 self._prompt_logprobs(request.streams[0]),
             )
             for index, (request, length) in enumerate(zip(requests, lengths, strict=True))
@@ -244,9 +242,8 @@ class LLM:
     def _output(self, index: int, params: SamplingParams, result: Completion) -> CompletionOutput:
         logprobs = None if params.logprobs is None else [self._by_token(entry) for entry in result.logprobs]
         total = sum(entry.logprob for entry in result.logprobs) if logprobs is not None else None
-        return CompletionOutput(
-            index, result.text, result.token_ids, logprobs, total, result.finish_reason, result.stats
-        )
+        text, reason = result.text, result.finish_reason
+        return CompletionOutput(index, text, result.token_ids, logprobs, total, reason, result.stats)
 
     def _prompt_logprobs(self, stream: Stream) -> list[dict[int, Logprob] | None] | None:
         if stream.params.prompt_logprobs is None:

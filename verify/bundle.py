@@ -245,12 +245,7 @@ def _moved(bundle: Bundle, target: str | None, sources: Mapping[str, str]) -> di
 
 
 def _counted(a: logits.TokenAgreement) -> Numbers:
-    return {
-        "positions": a.positions,
-        "same": a.same,
-        "ties": a.ties,
-        "agreement": a.share,
-    }
+    return {"positions": a.positions, "same": a.same, "ties": a.ties, "agreement": a.share}
 
 
 def _agreement(agreement: logits.TokenAgreement) -> str:

@@ -265,9 +265,7 @@ class SessionExecutor:
         self._device = device
         self._communicator = communicator
         # Graphs that are not split exchange nothing, whatever their tensors are called.
-        self._exchanges = {
-            point: _Exchange.of(segments if communicator else (), point, ranks) for point, segments in sessions.items()
-        }
+        self._exchanges = {at: _Exchange.of(each if communicator else (), at, ranks) for at, each in sessions.items()}
         self.workspace = max(exchange.nbytes for exchange in self._exchanges.values())  # onnxruntime's own comes on top
         self.cache_dtype = cache_dtype
         self.points = frozenset(sessions)

@@ -196,9 +196,7 @@ def create_app(
 
     if page:
         add_page(app)
-    endpoints = [
-        f"{method} {path}" for path, routes in app.openapi()["paths"].items() for method in map(str.upper, routes)
-    ]
+    endpoints = [f"{verb.upper()} {path}" for path, verbs in app.openapi()["paths"].items() for verb in verbs]
     return app
 
 

@@ -53,10 +53,8 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     if body.response_format is not None and body.response_format.type != "text":
         if bound:
             raise RequestError("response_format: given with tools; give one of them", param="response_format")
-        response_format = body.response_format
-        schema = (
-            json.dumps(response_format.json_schema.schema_) if isinstance(response_format, JsonSchema) else ANY_OBJECT
-        )
+        shape = body.response_format
+        schema = json.dumps(shape.json_schema.schema_) if isinstance(shape, JsonSchema) else ANY_OBJECT
         bound = {"json_schema": schema}
     params = service.params(body, most, (body.top_logprobs or 0) if body.logprobs else None, bound)
     streams = await service.start([prompt], params.replace(prompt_logprobs=body.prompt_logprobs), body)

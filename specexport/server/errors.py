@@ -97,10 +97,8 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
     elif first["type"] == "string_unicode":
         message = "holds half a character, which is no text"
     elif first["type"].endswith("_type"):
-        matching = (error for error in errors if len(error["loc"]) == len(first["loc"]) and _field(error) == field)
-        message = _EXPECTED + " or ".join(
-            dict.fromkeys(str(error["msg"]).removeprefix(_EXPECTED) for error in matching)
-        )
+        peers = (error for error in errors if len(error["loc"]) == len(first["loc"]) and _field(error) == field)
+        message = _EXPECTED + " or ".join(dict.fromkeys(str(error["msg"]).removeprefix(_EXPECTED) for error in peers))
     return ApiError(400, f"{field}: {message}"[:_SHOWN], param=field, code=str(first["type"]))
 
 

@@ -141,11 +141,7 @@ class Calling:
                 lines = [f"start: {_literal(form.mark)} {tail}"]
             elif form.begin:
                 # The lazy part ends the text at the first mark; only calls follow.
-                lines = [
-                    f"start: TEXT | marked {tail}",
-                    f"marked[lazy]: TEXT {quoted(form.mark)}",
-                    r"TEXT: /(.|\n)*/",
-                ]
+                lines = [f"start: TEXT | marked {tail}", f"marked[lazy]: TEXT {quoted(form.mark)}", r"TEXT: /(.|\n)*/"]
             else:
                 lines = [
                     f"start: TEXT | {quoted(_PYTHON_TAG)}? call",
